@@ -1,0 +1,3 @@
+"""Penstock serves large language models with prefill and decode on separate workers."""
+
+__version__ = "0.1.0"

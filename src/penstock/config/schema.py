@@ -1,0 +1,112 @@
+"""One frozen struct a role; each class gets only its own.  Every limit of the system has its name and default here.
+
+Units are in the names (``_s`` seconds, ``_ms`` milliseconds, ``_bytes``).  Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.types import PAGE_TOKENS, Role, WorkerId
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all configuration: frozen, keyword-only, strict."""
+
+
+class SchedulerConfig(Config):
+    """What the pure scheduler needs to know."""
+
+    pages: int  # KV pages in this worker's memory
+    page_tokens: int = PAGE_TOKENS
+    max_model_len: int = 2048
+    max_running: int = 256  # requests in one step
+    max_step_tokens: int = 2048  # tokens computed in one step, all requests together
+    max_chunk_tokens: int = 2048  # prompt tokens of one request in one step
+    step_budget_ms: float = 100.0  # predicted time of a step that also decodes
+    prefill_step_budget_ms: float = 250.0  # predicted time of a step that only reads prompts
+    max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
+
+
+class HandOverConfig(Config):
+    """How long the two ends of a hand-over wait for each other, and how much is copied between two steps."""
+
+    lease_s: float = 10.0  # without a sign of the other side, either end gives its pages back
+    copy_budget_bytes: int = 32 << 20  # copied and verified between two steps of a decode worker
+
+
+class WorkerConfig(Config):
+    """Everything one worker process needs; given to it by the process that forks it."""
+
+    worker: WorkerId
+    incarnation: int
+    role: Role
+    endpoint: str  # where its mailbox listens
+    carrier: str  # "shm" or "tcp": how pages travel
+    scheduler: SchedulerConfig
+    hand_over: HandOverConfig = HandOverConfig()
+    threads: int = 1  # kernel threads
+    cpus: tuple[int, ...] = ()  # cores it may run on; empty: all
+    gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
+    report_min_s: float = 0.02  # between two reports at least
+    report_max_s: float = 0.25  # between two reports at most
+
+
+class Limits(Config):
+    """What a client may ask for.  Each refusal names the limit and its value."""
+
+    max_body_bytes: int = 16 << 20
+    max_json_depth: int = 64
+    max_header_bytes: int = 64 << 10
+    max_n: int = 16  # choices of one prompt
+    max_prompts: int = 64  # prompts in one /v1/completions request
+    max_stops: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
+    max_top_logprobs: int = 20
+    max_messages: int = 4096
+    max_template_output_bytes: int = 16 << 20
+    max_template_s: float = 5.0
+    default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
+    max_queued_requests: int = 512  # accepted and without a first token
+    max_queued_tokens: int = 262_144  # prompt tokens of those
+    first_byte_s: float = 120.0  # to the first token, resubmissions included
+    stall_s: float = 60.0  # between two tokens
+    idle_client_s: float = 30.0  # a client that reads nothing for so long is hung up on
+    slow_body_s: float = 30.0  # to receive a request's body
+    header_s: float = 15.0  # to receive a request's head
+
+
+class FailoverConfig(Config):
+    """When the gateway gives up on a worker or a request."""
+
+    max_attempts: int = 8  # submissions without a new token in between
+    beat_s: float = 0.25  # between two Hellos to a worker
+    silence_s: float = 2.0  # a worker with work that reports nothing for so long is suspected
+
+
+class GatewayConfig(Config):
+    """Everything the gateway process needs."""
+
+    name: str = "gateway-0"
+    incarnation: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_path: str = ""  # folder with tokenizer and template
+    model_name: str = ""  # as clients name it
+    max_model_len: int = 2048
+    split: bool = True
+    api_key: str | None = None
+    limits: Limits = Limits()
+    failover: FailoverConfig = FailoverConfig()
+
+
+class SuperviseConfig(Config):
+    """How dead and stuck processes are dealt with."""
+
+    wedge_s: float = 2.0  # no progress beyond the predicted end of a step: killed and forked anew
+    backoff_first_s: float = 0.05
+    backoff_max_s: float = 5.0
+    rapid_deaths: int = 10  # so many deaths of one worker that never became ready: give up, loudly
+    drain_s: float = 30.0  # to finish running answers after SIGTERM

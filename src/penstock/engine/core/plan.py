@@ -1,0 +1,158 @@
+"""What goes into the scheduler (events), and what comes out of it (a plan, an outcome).
+
+All plain data, so the simulator and the tests speak the same language as a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.engine.core.request import Request
+
+
+# --- events: what happened -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrive:
+    """A request came.  A later epoch replaces an earlier one, an earlier or equal one is ignored."""
+
+    id: RequestId
+    epoch: int
+    leg: Leg
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    arrival: float  # order of service among equals of one priority
+    root: BlockHash
+    hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
+    emitted: Sequence[int] = ()  # output tokens that the client has already
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """leg=prefill: the decode worker has room for all pages; the request may be admitted now."""
+
+    id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesArrived:
+    """leg=decode: ``computed`` tokens now stand in this worker's own, verified pages (never decreases)."""
+
+    id: RequestId
+    epoch: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """leg=decode: the prefill worker's token; with it and all pages, decoding goes on here.
+
+    ``finish`` is set when that token was also the last: the request ends without a word to the gateway.
+    """
+
+    id: RequestId
+    epoch: int
+    token: int
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """leg=prefill: the receiver has the pages (or its lease ended); free what was held for it."""
+
+    id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """Forget the request in whatever state, unless a later epoch of it is here."""
+
+    id: RequestId
+    epoch: int
+
+
+Event = Arrive | Granted | PagesArrived | FirstToken | Released | Cancelled
+
+
+# --- plan: what to compute now ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and draw the token after them."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedRequest:
+    """Given back to the gateway, with the reason."""
+
+    id: RequestId
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step (or ``steps`` equal ones, when only answers are written and the caller allowed it)."""
+
+    rows: tuple[Row, ...] = ()
+    steps: int = 1  # how often each row is repeated, one token further each time
+    predicted_s: float = 0.0
+    reserved: tuple[Request, ...] = ()  # leg=decode: admitted now, all pages reserved: pull from ``request.computed``
+    returned: tuple[ReturnedRequest, ...] = ()  # could not stay or could not be taken
+    preempted: int = 0  # requests whose pages were taken back in making this plan
+
+
+# --- outcome: what came of it ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The runner's answer for one row: the tokens drawn (none for a row that does not sample, ``steps`` otherwise)."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """New tokens of one request, ready to be sent to whoever asked.  ``index`` counts output tokens before them."""
+
+    request: Request
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: FinishReason | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt, with the first token, when asked for
+
+
+@dataclass(frozen=True, slots=True)
+class PageDone:
+    """leg=prefill: page ``block`` of the request is final with ``tokens`` tokens in it, and may be sent."""
+
+    request: Request
+    block: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one committed step brought."""
+
+    progress: list[Progress] = field(default_factory=list["Progress"])
+    pages_done: list[PageDone] = field(default_factory=list["PageDone"])

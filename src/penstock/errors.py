@@ -1,0 +1,161 @@
+"""Every error that Penstock raises on purpose, as one tree.
+
+::
+
+    PenstockError
+      RequestError      4xx, the client's to mend, never retried by us
+        BadField            a field has a wrong type or value
+        PromptTooLong       prompt and answer do not fit the context
+        UnknownModel        404
+        BadJson             the body is not strict JSON
+        BodyTooLarge        413
+        Unauthorized        401
+      CapacityError     429, with Retry-After
+        QueueFull
+      WorkerError       503, after we have tried again ourselves
+        NoWorkers           nobody can serve now
+        WorkerLost          resubmissions used up
+        StalledRequest      no progress within the limit
+      PageCorrupt       a page failed its check: recomputed, never shown to a client
+      HandOverRefused   sender and receiver do not fit (fingerprint, generation)
+      ProtocolError     a frame that is not one of ours
+      ModelError        a model that cannot be served, said before a process starts
+      ConfigError       a setting that cannot be
+      KernelError       a kernel family that this machine or build does not have
+
+HTTP words (status, type, code) stand here beside the error so that the rim maps each without a table of its own.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Root of the tree."""
+
+
+class RequestError(PenstockError):
+    """The request is at fault.  ``param`` and ``code`` are those of OpenAI's error envelope."""
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class BadField(RequestError):
+    """A field that has a wrong type or value."""
+
+    def __init__(self, param: str, *, got: object, want: str, code: str | None = "invalid_value") -> None:
+        shown = repr(got)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"Invalid value for '{param}': expected {want}, got {shown}.", param=param, code=code)
+
+
+class PromptTooLong(RequestError):
+    """Prompt plus answer exceed the context.  Never truncated: both numbers are told."""
+
+    def __init__(self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages") -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the answer). "
+            "Please reduce the length of the prompt or of the answer.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class UnknownModel(RequestError):
+    """The model asked for is not served here."""
+
+    status = 404
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(
+            f"The model '{name}' does not exist. This server has '{served}'.", param="model", code="model_not_found"
+        )
+
+
+class BadJson(RequestError):
+    """The body is not strict JSON (RFC 8259, UTF-8, no duplicate keys, no NaN)."""
+
+
+class BodyTooLarge(RequestError):
+    """The body is larger than the limit."""
+
+    status = 413
+
+
+class Unauthorized(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+
+
+class CapacityError(PenstockError):
+    """Try later.  ``retry_after`` is in whole seconds, at least 1."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = max(1, retry_after)
+
+
+class QueueFull(CapacityError):
+    """As many requests wait as may wait."""
+
+
+class WorkerError(PenstockError):
+    """The service is at fault.  Requests are resubmitted before a client ever sees one of these."""
+
+    status = 503
+    type = "server_error"
+    code = "service_unavailable"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class NoWorkers(WorkerError):
+    """No worker can serve this now, and none came back in time."""
+
+
+class WorkerLost(WorkerError):
+    """Resubmitted as often as allowed without a new token."""
+
+
+class StalledRequest(WorkerError):
+    """No progress within the limit."""
+
+
+class PageCorrupt(PenstockError):
+    """A page's checksum is wrong."""
+
+
+class HandOverRefused(PenstockError):
+    """Pages cannot pass between these two workers."""
+
+
+class ProtocolError(PenstockError):
+    """A frame with a wrong version, tag, type or size."""
+
+
+class ModelError(PenstockError):
+    """A model that cannot be served; the message says why and what would work."""
+
+
+class ConfigError(PenstockError):
+    """A setting that cannot be; the message names it and says what would work."""
+
+
+class KernelError(PenstockError):
+    """A kernel family that this machine or build does not have."""

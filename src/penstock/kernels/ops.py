@@ -1,0 +1,171 @@
+"""The operations that layers may call: one signature each, whatever the backend.
+
+Arrays are opaque to callers: a layer passes on what an op returned and never looks inside.  Shapes are given by the
+letters in the names: T tokens of this step (all sequences one after another), S sequences, R rows that sample,
+D hidden size, H query heads, G key-value heads, C head size, N outputs of a linear, K its inputs, V vocabulary,
+P pages in the longest table.  Types: *hidden* is fp32 (the residual stream and every accumulator), *compute* is the
+backend's compute type (bf16 or fp32: what a matrix product reads).
+
+Batch invariance (law 1) is part of every signature: one output row has the same bits whatever other rows are in the
+call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on the model
+only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys 64 at a
+time by absolute position, in partitions of 512 keys joined from low to high.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any
+"""An array of the backend: never looked into above ``kernels``."""
+
+PLAIN_SEGMENTS = 1
+TREE_SEGMENTS = 8
+"""Segments of K where tensor parallelism will cut the sum (attention output, MLP down)."""
+
+COLUMN_UNIT = 32
+"""Columns in one unit of K when the sum is not over heads."""
+
+
+def segment_ends(k: int, unit: int) -> tuple[int, ...]:
+    """Ends of the 8 segments of K for a tree sum: segment i ends at floor((i + 1) * U / 8) units of ``unit`` columns.
+
+    The last unit may be short.  Segments may be empty (their sum is zero).
+    """
+    units = -(-k // unit)
+    return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight matrix [N, K] in the backend's own layout.  Made once, in the zygote; read-only afterwards."""
+
+    n: int
+    k: int
+    segments: tuple[int, ...]  # ends of the segments of K; (k,) for a plain sum
+    data: Array
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tokens of one step, as the kernels want them.  Sequence s owns tokens ``starts[s]:starts[s + 1]``."""
+
+    tokens_T: NDArray[np.int32]
+    positions_T: NDArray[np.int32]  # absolute, from 0
+    starts_S1: NDArray[np.int32]  # S + 1 entries
+    table_SP: NDArray[np.int32]  # page of each block; read below ceil((last position + 1) / 16) only
+    sample_rows_R: NDArray[np.int32]  # indices into T whose logits are wanted
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """How one token is to be drawn (see types.SamplingParams) and what was drawn before."""
+
+    seed: int
+    position: int  # absolute position that the drawn token will have: the generator's first counter word
+    choice: int
+    temperature: float
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    output_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # distinct ids of the answer
+    output_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # how often each
+    prompt_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # distinct ids of the prompt
+    bias_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    bias_values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    banned_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # cannot be drawn now
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was drawn for one row."""
+
+    token: int
+    logprob: float | None = None  # of the unmodified distribution, when asked for
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Ops(Protocol):
+    """A backend."""
+
+    numerics: str
+    """Numerics class: two backends with one name give the same bits."""
+
+    compute_dtype: str
+    """"bf16" or "fp32"."""
+
+    def pack_linear(self, weight_NK: Array, *, segments: tuple[int, ...] | None = None) -> PackedLinear:
+        """Lay out a weight (NumPy array: ml_dtypes.bfloat16, float16 or float32) for ``linear`` and ``embed``.
+
+        bf16 stays bf16 under the bf16 compute type; float16 and float32 are rounded to it (to nearest even), which
+        loses nothing for the compute type fp32.
+        """
+        ...
+
+    def vector(self, weight_D: Array) -> Array:
+        """A small parameter (norm weights) as the backend wants it, in fp32."""
+        ...
+
+    def new_kv(self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None) -> Array:
+        """KV memory of ``pages`` pages over ``memory`` (zeroed, page after page) or freshly allocated."""
+        ...
+
+    def rope_table(self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0) -> Array:
+        """cos and sin for every position, computed in float64 and rounded once to fp32."""
+        ...
+
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
+        """hidden [T, D]: rows of the table."""
+        ...
+
+    def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
+        """compute [T, D]: x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded once."""
+        ...
+
+    def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
+        """hidden [T, N] = x W^T, summed in fp32 over K, segment by segment."""
+        ...
+
+    def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
+        """hidden += x W^T, in place: the product is finished before it is added."""
+        ...
+
+    def rope_and_write(
+        self, qkv_TN: Array, rope: Array, kv: Array, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+    ) -> Array:
+        """Split qkv [T, (H + 2 G) C]; rotate q and k (Hugging Face's half-split order); write k and v, in the
+        compute type, to their pages; return q as compute [T, H, C]."""
+        ...
+
+    def paged_attention(self, q_THC: Array, kv: Array, layer: int, batch: StepBatch, *, scale: float) -> Array:
+        """Causal attention of every token to its sequence's pages; compute [T, H C].
+
+        Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high.
+        """
+        ...
+
+    def silu_mul(self, gate_up_T2I: Array) -> Array:
+        """compute [T, I] = silu(first half) * second half, in fp32, rounded once."""
+        ...
+
+    def rows(self, x_TD: Array, rows_R: NDArray[np.int32]) -> Array:
+        """The rows of x with these indices."""
+        ...
+
+    def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
+        """Draw one token a row: logit_bias, penalties, bans, then temperature, top_k, top_p, min_p, then Gumbel-max
+        (or argmax at temperature 0, ties to the lower id).  Random numbers: Philox4x32-10 as in ``kernels.philox``."""
+        ...
+
+    def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
+        """Log-probability of given tokens under each row, with the ``top`` likeliest (ties to the lower id)."""
+        ...

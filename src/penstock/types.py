@@ -1,0 +1,127 @@
+"""Words shared by every room: identifiers, roles, sampling parameters, streamed tokens.
+
+Knows nothing about processes, arrays or HTTP.  Everything here is immutable and can cross a process boundary.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+"""One engine request: one prompt and one choice of its answer (``cmpl-…/0`` and ``cmpl-…/1`` for n = 2)."""
+
+WorkerId = NewType("WorkerId", str)
+"""A worker's place in the fleet (``prefill-0``).  It survives restarts; the incarnation beside it does not."""
+
+PageId = NewType("PageId", int)
+"""Index of a page in one worker's own KV memory."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""Identity of the content of one full KV page: 32 bytes, chained over everything before it."""
+
+PAGE_TOKENS = 16
+"""Tokens in one KV page (and in one hashed block)."""
+
+GREEDY = 0.0
+"""The temperature that means: always take the most likely token."""
+
+
+class Role(StrEnum):
+    """What the router sends to a worker.  The engine itself knows no roles (law 2)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Leg(StrEnum):
+    """The part of one answer that a worker is asked for."""
+
+    WHOLE = "whole"  # read the prompt and write the answer
+    PREFILL = "prefill"  # read the prompt, sample one token, hand the pages over
+    DECODE = "decode"  # take the pages from a prefill worker and write the rest
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended, as OpenAI words it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class WorkerState(StrEnum):
+    """A worker as an operator sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    WEDGED = "wedged"
+    DEAD = "dead"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the tokens of one choice are drawn.  Checked at the door; nothing below checks again.
+
+    Penalties, ``min_tokens`` and ``max_tokens`` count every token of the answer, also those that another
+    worker emitted before a resubmission.
+    """
+
+    seed: int  # unsigned 64 bits, the generator's key
+    max_tokens: int  # at least 1
+    choice: int = 0  # index of the choice, part of the generator's counter
+    temperature: float = 1.0  # GREEDY: argmax of the penalised logits
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0  # below this many tokens no stop token can be drawn
+    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are among them unless ignore_eos was asked for
+    logprobs: int | None = None  # how many alternatives to report; 0 reports the chosen token only
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (nats, of the unmodified distribution) of one token, and of the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first, ties to the lower id
+
+
+class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and one choice, parsed and checked.  Below this there is no JSON and no text."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]  # of the prompt's full pages
+    sampling: SamplingParams
+    arrival: float  # monotonic seconds on the gateway's host
+    priority: int = 0  # lower is served first
+
+
+class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The next tokens of one answer, in order, each exactly once."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one a token when asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first batch when asked for
+    finish: FinishReason | None = None  # set on the last batch
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache, on the first batch
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bits of KV pages and answers depend on."""
+
+    fingerprint: str  # BLAKE3 of configuration and weights, hexadecimal
+    numerics: str  # numerics class: kernel family, its version and the compute type, as "cpp-avx512_bf16-1-bf16"
+
+    @property
+    def system_fingerprint(self) -> str:
+        """OpenAI's ``system_fingerprint``: names model hash and numerics class."""
+        return f"ps-{self.fingerprint[:12]}-{self.numerics}"

@@ -1,0 +1,249 @@
+"""The messages between processes: tagged, versioned, size-capped msgspec structs.
+
+One frame is one message, optionally followed by one payload of raw bytes (a KV page).  ``wire.codec`` encodes and
+decodes them; nothing here knows how they travel.  Unknown tags, missing fields and wrong types are ``ProtocolError``.
+
+Life of a split request::
+
+    gateway --Submit(leg=decode, pages_from=P)--> D     D queues it until it has room for the whole prompt
+    gateway --Submit(leg=prefill)---------------> P     P waits for D's credit
+    D --PullPages (this is the credit)----------> P     P admits it and starts to compute
+    P --PageReady*, PrefillDone-----------------> D     D copies and verifies pages into memory of its own
+    P --Tokens(index=0)-------------------------> gateway
+    D --PagesReceived---------------------------> P     P's lease ends
+    D --Tokens(index=0…)------------------------> gateway   (token 0 again: whoever is first, it counts once)
+
+Credit before computing is what makes admission free of deadlock: P only ever holds pages for a D that has already
+reserved the room to take them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.types import (
+    BlockHash,
+    FinishReason,
+    Leg,
+    ModelIdentity,
+    PageId,
+    RequestId,
+    Role,
+    SamplingParams,
+    TokenLogprob,
+    WorkerId,
+    WorkerState,
+)
+
+PROTOCOL_VERSION = 1
+"""First byte of every frame.  A peer of another version is refused, not guessed at."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
+    """Base of everything that crosses a process boundary."""
+
+
+class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a decode leg gets its pages."""
+
+    worker: WorkerId
+    incarnation: int
+    endpoint: str
+
+
+# --- gateway -> worker ---------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """A gateway introduces itself, and again every ``GATEWAY_BEAT_S``.
+
+    A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.
+    """
+
+    gateway: str
+    incarnation: int
+
+
+class Submit(Message, tag="submit"):
+    """Please compute.  A later epoch of the same request replaces an earlier one.
+
+    ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
+    """
+
+    request: RequestId
+    epoch: int
+    leg: Leg
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    arrival: float
+    emitted: tuple[int, ...] = ()
+    root: BlockHash  # parent of the first block, for hashing what is not hashed yet
+    block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages
+    priority: int = 0
+    pages_from: PageSource | None = None  # with leg=decode
+
+
+class Cancel(Message, tag="cancel"):
+    """Forget this request, whatever its state, if its epoch is not later than this one."""
+
+    request: RequestId
+    epoch: int
+
+
+# --- worker -> gateway ---------------------------------------------------------------------------------------------
+
+
+class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one request.  ``index`` counts the answer's tokens before them, emitted ones included."""
+
+    request: RequestId
+    epoch: int
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens that were not computed for this leg
+
+
+class Tokens(Message, tag="tokens"):
+    """All tokens of one step for one gateway, in one message."""
+
+    items: tuple[TokenItem, ...]
+
+
+class Returned(Message, tag="returned"):
+    """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""
+
+    request: RequestId
+    epoch: int
+    reason: str  # "preempted", "pages_lost", "draining", "too_long", ...
+
+
+class Report(Message, tag="report"):
+    """A worker as it is now: the answer to Hello, after every step (at most every REPORT_MIN_S), and when idle.
+
+    Counters only grow within one incarnation.
+    """
+
+    worker: WorkerId
+    incarnation: int
+    role: Role
+    state: WorkerState
+    pid: int
+    identity: ModelIdentity
+    max_model_len: int
+    steps: int = 0
+    running: int = 0
+    queued: int = 0
+    tokens_in_flight: int = 0  # prompt tokens still to compute plus output tokens still allowed
+    kv_pages_used: int = 0
+    kv_pages_free: int = 0  # cached pages count as free: they can be evicted
+    kv_pages_leaked: int = 0
+    counters: dict[str, float] = {}  # name in telemetry.metrics -> value
+
+
+# --- worker <-> worker ---------------------------------------------------------------------------------------------
+
+
+class PullPages(Message, tag="pull"):
+    """Decode to prefill: I have room for all pages of this request; send those from block ``skip_blocks`` on.
+
+    Refused (``HandOverFailed``) unless identity, layout and carrier fit.
+    """
+
+    request: RequestId
+    epoch: int
+    skip_blocks: int
+    identity: ModelIdentity
+    layout: str  # kv.layout.KvLayout.name
+    carrier: str  # "shm", "tcp" or "memory"
+    incarnation: int  # of the sender that is meant
+
+
+class PageReady(Message, tag="page"):
+    """Prefill to decode: block ``block`` of the request is finished.  TCP sends the page as the frame's payload."""
+
+    request: RequestId
+    epoch: int
+    block: int  # position of the page in the request
+    tokens: int  # how many tokens of it are filled (16, or fewer in the last)
+    page: PageId  # where it lies in the sender's memory
+    generation: int  # how often the sender's page had been given out when it was filled
+    checksum: bytes  # XXH3-128 over the page's bytes and (identity, layout, generation); 16 bytes
+
+
+class PrefillDone(Message, tag="prefill_done"):
+    """Prefill to decode: all ``blocks`` pages were announced, and this was the first token."""
+
+    request: RequestId
+    epoch: int
+    blocks: int
+    first: TokenItem
+
+
+class HandOverFailed(Message, tag="hand_over_failed"):
+    """Prefill to decode: nothing (more) will come."""
+
+    request: RequestId
+    epoch: int
+    reason: str
+
+
+class PagesReceived(Message, tag="pages_received"):
+    """Decode to prefill: I have copied everything, or want no more.  Ends the sender's lease."""
+
+    request: RequestId
+    epoch: int
+
+
+AnyMessage = (
+    Hello
+    | Submit
+    | Cancel
+    | Tokens
+    | Returned
+    | Report
+    | PullPages
+    | PageReady
+    | PrefillDone
+    | HandOverFailed
+    | PagesReceived
+)
+
+
+# --- supervisor <-> gateway (one SEQPACKET socket pair, inherited) ---------------------------------------------------
+
+
+class WorkerUp(Message, tag="worker_up"):
+    """A worker process was started and will listen at ``endpoint``."""
+
+    worker: WorkerId
+    incarnation: int
+    role: Role
+    pid: int
+    endpoint: str
+
+
+class WorkerDown(Message, tag="worker_down"):
+    """A worker process has ended (or was ended).  ``state`` is dead, or wedged while it is being killed."""
+
+    worker: WorkerId
+    incarnation: int
+    state: WorkerState
+    reason: str
+
+
+class Draining(Message, tag="draining"):
+    """The service is about to stop: finish what runs, take nothing new."""
+
+
+class Suspect(Message, tag="suspect"):
+    """Gateway to supervisor: this worker makes no progress with what it has; please look, and end it if so."""
+
+    worker: WorkerId
+    incarnation: int
+    reason: str
+
+
+SupervisorMessage = WorkerUp | WorkerDown | Draining | Suspect
