@@ -1,0 +1,1 @@
+"""From a plan to drawn tokens: whatever stands behind ``port.Runner``."""

@@ -1,0 +1,28 @@
+"""What the engine's loop needs of whoever computes.
+
+Two implementations: ``model_runner.ModelRunner`` (a model, kernels, KV memory) and ``null.NullRunner`` (a hash).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.engine.core.plan import Drawn, Plan
+from penstock.types import RequestId
+
+
+class Runner(Protocol):
+    """Computes plans.  It never changes a request: what it drew is taken up by the scheduler's ``commit``."""
+
+    def run(self, plan: Plan) -> Sequence[Drawn]:
+        """One ``Drawn`` a row, in the order of ``plan.rows``.
+
+        A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
+        of the next.  The pages of ``row.request`` already reach as far as the last token that is computed.
+        """
+        ...
+
+    def forget(self, request: RequestId) -> None:
+        """Drop what is kept for this request between steps; an unknown one is no error."""
+        ...
