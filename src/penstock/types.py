@@ -103,6 +103,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     arrival: float  # monotonic seconds on the gateway's host
     priority: int = 0  # lower is served first
+    cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
