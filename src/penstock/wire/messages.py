@@ -54,7 +54,7 @@ class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 # --- gateway -> worker ---------------------------------------------------------------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A gateway introduces itself, and again every ``GATEWAY_BEAT_S``.
 
     A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.
@@ -64,7 +64,7 @@ class Hello(Message, tag="hello"):
     incarnation: int
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Please compute.  A later epoch of the same request replaces an earlier one.
 
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
@@ -83,7 +83,7 @@ class Submit(Message, tag="submit"):
     pages_from: PageSource | None = None  # with leg=decode
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     """Forget this request, whatever its state, if its epoch is not later than this one."""
 
     request: RequestId
@@ -106,13 +106,13 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0  # prompt tokens that were not computed for this leg
 
 
-class Tokens(Message, tag="tokens"):
+class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     """All tokens of one step for one gateway, in one message."""
 
     items: tuple[TokenItem, ...]
 
 
-class Returned(Message, tag="returned"):
+class Returned(Message, frozen=True, kw_only=True, tag="returned"):
     """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""
 
     request: RequestId
@@ -120,7 +120,7 @@ class Returned(Message, tag="returned"):
     reason: str  # "preempted", "pages_lost", "draining", "too_long", ...
 
 
-class Report(Message, tag="report"):
+class Report(Message, frozen=True, kw_only=True, tag="report"):
     """A worker as it is now: the answer to Hello, after every step (at most every REPORT_MIN_S), and when idle.
 
     Counters only grow within one incarnation.
@@ -146,9 +146,10 @@ class Report(Message, tag="report"):
 # --- worker <-> worker ---------------------------------------------------------------------------------------------
 
 
-class PullPages(Message, tag="pull"):
+class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
     """Decode to prefill: I have room for all pages of this request; send those from block ``skip_blocks`` on.
 
+    Said again with a higher ``skip_blocks`` it acknowledges the blocks below, and renews the lease in any case.
     Refused (``HandOverFailed``) unless identity, layout and carrier fit.
     """
 
@@ -159,9 +160,10 @@ class PullPages(Message, tag="pull"):
     layout: str  # kv.layout.KvLayout.name
     carrier: str  # "shm", "tcp" or "memory"
     incarnation: int  # of the sender that is meant
+    resend: bool = False  # nothing came for a while: send what was sent from block ``skip_blocks`` on once more
 
 
-class PageReady(Message, tag="page"):
+class PageReady(Message, frozen=True, kw_only=True, tag="page"):
     """Prefill to decode: block ``block`` of the request is finished.  TCP sends the page as the frame's payload."""
 
     request: RequestId
@@ -173,7 +175,7 @@ class PageReady(Message, tag="page"):
     checksum: bytes  # XXH3-128 over the page's bytes and (identity, layout, generation); 16 bytes
 
 
-class PrefillDone(Message, tag="prefill_done"):
+class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
     """Prefill to decode: all ``blocks`` pages were announced, and this was the first token."""
 
     request: RequestId
@@ -182,7 +184,14 @@ class PrefillDone(Message, tag="prefill_done"):
     first: TokenItem
 
 
-class HandOverFailed(Message, tag="hand_over_failed"):
+class HandOverAlive(Message, frozen=True, kw_only=True, tag="hand_over_alive"):
+    """Prefill to decode: nothing is lost, more will come.  Renews the receiver's lease while the prompt waits."""
+
+    request: RequestId
+    epoch: int
+
+
+class HandOverFailed(Message, frozen=True, kw_only=True, tag="hand_over_failed"):
     """Prefill to decode: nothing (more) will come."""
 
     request: RequestId
@@ -190,7 +199,7 @@ class HandOverFailed(Message, tag="hand_over_failed"):
     reason: str
 
 
-class PagesReceived(Message, tag="pages_received"):
+class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
     """Decode to prefill: I have copied everything, or want no more.  Ends the sender's lease."""
 
     request: RequestId
@@ -207,6 +216,7 @@ AnyMessage = (
     | PullPages
     | PageReady
     | PrefillDone
+    | HandOverAlive
     | HandOverFailed
     | PagesReceived
 )
@@ -215,7 +225,7 @@ AnyMessage = (
 # --- supervisor <-> gateway (one SEQPACKET socket pair, inherited) ---------------------------------------------------
 
 
-class WorkerUp(Message, tag="worker_up"):
+class WorkerUp(Message, frozen=True, kw_only=True, tag="worker_up"):
     """A worker process was started and will listen at ``endpoint``."""
 
     worker: WorkerId
@@ -225,7 +235,7 @@ class WorkerUp(Message, tag="worker_up"):
     endpoint: str
 
 
-class WorkerDown(Message, tag="worker_down"):
+class WorkerDown(Message, frozen=True, kw_only=True, tag="worker_down"):
     """A worker process has ended (or was ended).  ``state`` is dead, or wedged while it is being killed."""
 
     worker: WorkerId
@@ -234,11 +244,11 @@ class WorkerDown(Message, tag="worker_down"):
     reason: str
 
 
-class Draining(Message, tag="draining"):
+class Draining(Message, frozen=True, kw_only=True, tag="draining"):
     """The service is about to stop: finish what runs, take nothing new."""
 
 
-class Suspect(Message, tag="suspect"):
+class Suspect(Message, frozen=True, kw_only=True, tag="suspect"):
     """Gateway to supervisor: this worker makes no progress with what it has; please look, and end it if so."""
 
     worker: WorkerId
