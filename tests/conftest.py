@@ -1,0 +1,48 @@
+"""What every test gets: stack traces of hangs and crashes, ``--long``, and no way off the loopback.
+
+The watchdog of each test is pytest-timeout (``timeout`` in pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
+LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
+
+
+def refuse_other_hosts(connect: Any) -> Any:
+    """Wrap ``socket.connect`` so that an address off the loopback is an error at once, not a time-out."""
+
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and not str(address[0]).startswith(LOOPBACK):
+            raise PermissionError(f"tests stay on the loopback, not {address[0]}")
+        return connect(self, address)
+
+    return guarded
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loopback_only() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(socket.socket, "connect", refuse_other_hosts(socket.socket.connect))
+    patch.setattr(socket.socket, "connect_ex", refuse_other_hosts(socket.socket.connect_ex))
+    yield
+    patch.undo()
