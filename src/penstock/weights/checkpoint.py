@@ -1,0 +1,115 @@
+"""Can this folder be served, and as what?  Answered from ``config.json`` and the files' headers, before any process
+starts; weights are not read.  Every refusal says what is wrong and what would work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import ConfigError, ModelError
+from penstock.weights.family import CheckpointFormat, checkpoint_format, installed_names
+from penstock.weights.fields import Fields
+from penstock.weights.reader import Checkpoint
+from penstock.weights.spec import ModelSpec, SamplingDefaults
+from penstock.weights.strict_json import read_object
+
+ComputeDtype = Literal["bf16", "fp32"]
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+
+
+def inspect_model(path: str | Path) -> ModelSpec:
+    """The specification of the model in a Hugging Face folder.
+
+    Raises ModelError if it cannot be served: unknown architecture, a variant that is not computed here, missing or
+    damaged files, tensors of other names, shapes or types than the configuration promises.
+    """
+    folder = Path(path)
+    _check_folder(folder)
+    fields = _open_fields(folder / CONFIG)
+    family = _family(fields)
+    spec = family.parse(fields)
+    with Checkpoint(folder) as checkpoint:
+        layout = family.layout(spec)
+        layout.check(checkpoint)
+        dtype = layout.widest_dtype(checkpoint)
+    generation = _open_fields(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else None
+    return msgspec.structs.replace(
+        spec,
+        checkpoint_dtype=dtype,
+        eos_ids=_end_ids(spec, fields, generation),
+        bos_id=next(iter(fields.token_ids("bos_token_id")), None),
+        sampling=_sampling_defaults(generation),
+    )
+
+
+def compute_dtype_for(spec: ModelSpec, wanted: str) -> ComputeDtype:
+    """The compute type for ``--dtype``: "auto" is bf16 for bf16 checkpoints and fp32 for all others.
+
+    Raises ConfigError for a type that there is not.
+    """
+    match wanted:
+        case "auto":
+            return "bf16" if spec.checkpoint_dtype == "bf16" else "fp32"
+        case "bf16":
+            return "bf16"
+        case "fp32":
+            return "fp32"
+        case _:
+            raise ConfigError(f"dtype {wanted!r} is not known; expected auto, bf16 or fp32")
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    if not (folder / CONFIG).exists():
+        raise ModelError(f"{folder}: has no {CONFIG}; expected a Hugging Face model folder")
+    if not (folder / TOKENIZER).exists():
+        hint = ""
+        if (folder / "tokenizer.model").exists():
+            hint = (
+                "; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one of tokenizer.model"
+            )
+        raise ModelError(f"{folder}: has no {TOKENIZER}{hint}")
+
+
+def _open_fields(path: Path) -> Fields:
+    return Fields(read_object(path), str(path))
+
+
+def _family(fields: Fields) -> CheckpointFormat:
+    names = fields.get("architectures", list, [])
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise fields.refuse(
+            f"architectures must name one architecture, got {names!r}; "
+            f"these can be served: {', '.join(installed_names())}"
+        )
+    return checkpoint_format(names[0], fields.where)
+
+
+def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tuple[int, ...]:
+    """``generation_config.json`` wins: chat models name their end-of-turn token there only."""
+    source = generation if generation is not None and generation.has("eos_token_id") else config
+    ids = source.token_ids("eos_token_id")
+    for token in ids:
+        if token >= spec.vocab:
+            raise source.refuse(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
+    return ids
+
+
+def _sampling_defaults(generation: Fields | None) -> SamplingDefaults:
+    """Information only, so what is no sensible value is left out rather than refused."""
+    if generation is None or generation.values.get("do_sample") is False:
+        return SamplingDefaults()
+    values = generation.values
+    try:
+        return msgspec.convert(
+            {name: values[name] for name in SamplingDefaults.__struct_fields__ if values.get(name)}, SamplingDefaults
+        )
+    except msgspec.ValidationError:
+        return SamplingDefaults()

@@ -1,0 +1,66 @@
+"""What a model family says about its checkpoints, and where families are found.
+
+A family is a built-in one, or an installed package's: an entry point of the group ``penstock.models`` whose name is
+the architecture (``config.json``'s ``architectures``) and whose object has the two attributes of ``Plugin``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from penstock.errors import ModelError
+from penstock.weights import llama
+from penstock.weights.fields import Fields
+from penstock.weights.layout import WeightLayout
+from penstock.weights.spec import ModelSpec
+
+PLUGIN_GROUP = "penstock.models"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    """How a family reads ``config.json`` and names its tensors."""
+
+    parse: Callable[[Fields], ModelSpec]  # raises ModelError for what the family cannot compute
+    layout: Callable[[ModelSpec], WeightLayout]
+
+
+class Plugin(Protocol):
+    """What an entry point's object has."""
+
+    checkpoint: CheckpointFormat
+    build: Callable[..., Any]  # see engine.models.registry
+
+
+BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType(
+    {"LlamaForCausalLM": CheckpointFormat(parse=llama.parse, layout=llama.layout)}
+)
+
+
+def installed_plugin(architecture: str) -> Plugin | None:
+    """The family that an installed package offers for this architecture."""
+    for point in entry_points(group=PLUGIN_GROUP, name=architecture):
+        plugin: Plugin = point.load()
+        return plugin
+    return None
+
+
+def installed_names() -> list[str]:
+    """Architectures that can be served: built-in ones and those of installed packages."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=PLUGIN_GROUP))})
+
+
+def checkpoint_format(architecture: str, where: str) -> CheckpointFormat:
+    """The format of an architecture.  Raises ModelError, beginning with ``where``, if there is none."""
+    if architecture in BUILT_IN:
+        return BUILT_IN[architecture]
+    plugin = installed_plugin(architecture)
+    if plugin is None:
+        raise ModelError(
+            f"{where}: the architecture {architecture!r} cannot be served; these can: {', '.join(installed_names())}"
+        )
+    return plugin.checkpoint
