@@ -5,6 +5,8 @@ Units are in the names (``_s`` seconds, ``_ms`` milliseconds, ``_bytes``).  Unkn
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from penstock.types import PAGE_TOKENS, Role, WorkerId
@@ -14,7 +16,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configuration: frozen, keyword-only, strict."""
 
 
-class SchedulerConfig(Config):
+class SchedulerConfig(Config, frozen=True, kw_only=True):
     """What the pure scheduler needs to know."""
 
     pages: int  # KV pages in this worker's memory
@@ -28,14 +30,15 @@ class SchedulerConfig(Config):
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
 
 
-class HandOverConfig(Config):
+class HandOverConfig(Config, frozen=True, kw_only=True):
     """How long the two ends of a hand-over wait for each other, and how much is copied between two steps."""
 
     lease_s: float = 10.0  # without a sign of the other side, either end gives its pages back
     copy_budget_bytes: int = 32 << 20  # copied and verified between two steps of a decode worker
+    window_bytes: int = 64 << 20  # sent to one receiver and not yet acknowledged
 
 
-class WorkerConfig(Config):
+class WorkerConfig(Config, frozen=True, kw_only=True):
     """Everything one worker process needs; given to it by the process that forks it."""
 
     worker: WorkerId
@@ -52,7 +55,7 @@ class WorkerConfig(Config):
     report_max_s: float = 0.25  # between two reports at most
 
 
-class Limits(Config):
+class Limits(Config, frozen=True, kw_only=True):
     """What a client may ask for.  Each refusal names the limit and its value."""
 
     max_body_bytes: int = 16 << 20
@@ -78,7 +81,7 @@ class Limits(Config):
     header_s: float = 15.0  # to receive a request's head
 
 
-class FailoverConfig(Config):
+class FailoverConfig(Config, frozen=True, kw_only=True):
     """When the gateway gives up on a worker or a request."""
 
     max_attempts: int = 8  # submissions without a new token in between
@@ -86,7 +89,7 @@ class FailoverConfig(Config):
     silence_s: float = 2.0  # a worker with work that reports nothing for so long is suspected
 
 
-class GatewayConfig(Config):
+class GatewayConfig(Config, frozen=True, kw_only=True):
     """Everything the gateway process needs."""
 
     name: str = "gateway-0"
@@ -102,11 +105,45 @@ class GatewayConfig(Config):
     failover: FailoverConfig = FailoverConfig()
 
 
-class SuperviseConfig(Config):
+class SuperviseConfig(Config, frozen=True, kw_only=True):
     """How dead and stuck processes are dealt with."""
 
     wedge_s: float = 2.0  # no progress beyond the predicted end of a step: killed and forked anew
     backoff_first_s: float = 0.05
     backoff_max_s: float = 5.0
     rapid_deaths: int = 10  # so many deaths of one worker that never became ready: give up, loudly
+    stable_s: float = 5.0  # a process that was ready for so long has its earlier deaths forgiven
+    start_s: float = 120.0  # from fork to ready; a process that takes longer is wedged
     drain_s: float = 30.0  # to finish running answers after SIGTERM
+    grace_s: float = 2.0  # between SIGTERM and SIGKILL of a child
+    look_s: float = 0.1  # between two looks at the heartbeat board
+
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ServeConfig(Config, frozen=True, kw_only=True):
+    """``penstock serve`` as it was asked for, from flags, environment and file.  None means: decide for me."""
+
+    model: str | None = None  # None: the bundled storyteller; a folder; or a Hub name as "org/name"
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000  # 0: any free port
+    prefill: Positive | None = None
+    decode: Positive | None = None
+    aggregated: bool = False
+    transfer: Literal["auto", "shm", "tcp"] = "auto"
+    api_key: str | None = None
+    max_model_len: Positive | None = None  # tokens of prompt and answer together
+    kv_memory: Positive | None = None  # bytes of KV pages in each worker
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    threads: Positive | None = None  # kernel threads of each worker
+    max_chunk_tokens: Positive | None = None
+    max_running: Positive = 256
+    served_model_name: str | None = None
+    log_json: bool = False
+    kernels: str = "auto"  # a kernel family, or "reference"
+    device: Literal["cpu", "cuda"] = "cpu"
+    limits: Limits = Limits()
+    failover: FailoverConfig = FailoverConfig()
+    hand_over: HandOverConfig = HandOverConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
