@@ -103,6 +103,9 @@ class Ops(Protocol):
     compute_dtype: str
     """"bf16" or "fp32"."""
 
+    kv_layout: str
+    """Name of the layout of the bytes in a page; pages pass only between equal layouts of one numerics class."""
+
     def pack_linear(self, weight_NK: Array, *, segments: tuple[int, ...] | None = None) -> PackedLinear:
         """Lay out a weight (NumPy array: ml_dtypes.bfloat16, float16 or float32) for ``linear`` and ``embed``.
 
@@ -119,8 +122,24 @@ class Ops(Protocol):
         """KV memory of ``pages`` pages over ``memory`` (zeroed, page after page) or freshly allocated."""
         ...
 
+    def page_bytes(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+        """Bytes of one page of all ``layers``: what ``new_kv`` needs for each page."""
+        ...
+
     def rope_table(self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0) -> Array:
         """cos and sin for every position, computed in float64 and rounded once to fp32."""
+        ...
+
+    def compute(self, values: NDArray[Any]) -> Array:
+        """An array in the compute type, rounded to nearest even (tests and tools; layers never make arrays)."""
+        ...
+
+    def hidden(self, values: NDArray[Any]) -> Array:
+        """An fp32 array of the backend (tests and tools)."""
+        ...
+
+    def to_numpy(self, array: Array) -> NDArray[np.float32]:
+        """What an array of hidden or compute type contains (tests and tools)."""
         ...
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
