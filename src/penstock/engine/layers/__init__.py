@@ -1,0 +1,1 @@
+"""Building blocks of models.  They call ``kernels.ops`` on opaque arrays and never ask where they run."""

@@ -1,0 +1,1 @@
+"""Model families, one readable file each: weights in, logits out.  No scheduling, no sampling, no files."""

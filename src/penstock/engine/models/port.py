@@ -1,0 +1,22 @@
+"""What the runner needs of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.kernels.ops import Array, Ops, StepBatch
+
+
+class Model(Protocol):
+    """Weights and the order of operations.  Stateless: everything that changes is in the KV memory."""
+
+    def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
+        """Compute all tokens of the batch and write their keys and values.
+
+        Returns hidden [R, D] of the rows ``batch.sample_rows_R``, in that order, or None when there are none.
+        """
+        ...
+
+    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
+        """hidden [R, V]: the head's scores for rows that ``forward`` returned.  R x V x 4 bytes: ask in pieces."""
+        ...

@@ -1,0 +1,140 @@
+"""What is kept of one request between steps: how its next token is drawn, and which pages it has.
+
+Everything here can be made again from the request, and is when the request object is another one (a later epoch) or
+has fewer output tokens than were counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.ops import SampleRow
+
+if TYPE_CHECKING:
+    from penstock.engine.core.request import Request
+
+FIRST_CAPACITY = 64
+
+
+class Counts:
+    """How often each id stands in an answer, as two arrays; constant time a token."""
+
+    __slots__ = ("_counts", "_ids", "_place", "total")
+
+    def __init__(self) -> None:
+        self._ids = np.empty(FIRST_CAPACITY, np.int32)
+        self._counts = np.empty(FIRST_CAPACITY, np.int32)
+        self._place: dict[int, int] = {}
+        self.total = 0
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Distinct ids, in order of first appearance."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """How often each of ``ids``."""
+        return self._counts[: len(self._place)]
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        self.total += 1
+        place = self._place.get(token)
+        if place is not None:
+            self._counts[place] += 1
+            return
+        place = len(self._place)
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+        self._ids[place] = token
+        self._counts[place] = 1
+        self._place[token] = place
+
+
+class Answer:
+    """One request's state."""
+
+    __slots__ = ("_counts", "_pages", "_pages_P", "_row", "_stop_ids", "request")
+
+    def __init__(self, request: Request) -> None:
+        sampling = request.sampling
+        self.request = request
+        self._row = SampleRow(
+            seed=sampling.seed,
+            position=0,
+            choice=sampling.choice,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            bias_ids=np.array(list(sampling.logit_bias), np.int32),
+            bias_values=np.array(list(sampling.logit_bias.values()), np.float32),
+            logprobs=sampling.logprobs,
+        )
+        if sampling.repetition_penalty != 1.0:
+            self._row.prompt_ids = np.unique(np.array(request.prompt, np.int32))
+        penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+        self._counts = Counts() if penalised else None
+        self._stop_ids = np.array(sampling.stop_token_ids if sampling.min_tokens else (), np.int32)
+        self._pages: list[int] = []
+        self._pages_P = np.empty(0, np.int32)
+
+    def row(self, position: int, drawn: Sequence[int]) -> SampleRow:
+        """How the token at ``position`` is drawn, after the request's output and ``drawn``, drawn since.
+
+        The row is the answer's own and is overwritten by the next call.
+        """
+        row, request = self._row, self.request
+        row.position = position
+        if len(self._stop_ids):
+            short = position - len(request.prompt) < request.sampling.min_tokens
+            row.banned_ids = self._stop_ids if short else self._stop_ids[:0]
+        if self._counts is not None:
+            row.output_ids, row.output_counts = self._count(self._counts, drawn)
+        return row
+
+    def pages(self) -> NDArray[np.int32]:
+        """The request's pages, in order.  Compared on every call: a preempted request comes back with others."""
+        if self.request.pages != self._pages:
+            self._pages = list(self.request.pages)
+            self._pages_P = np.array(self._pages, np.int32)
+        return self._pages_P
+
+    def _count(self, counts: Counts, drawn: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        output = self.request.output
+        known = len(output) + len(drawn)
+        if counts.total > known:
+            counts = self._counts = Counts()
+        for index in range(counts.total, known):
+            counts.add(output[index] if index < len(output) else drawn[index - len(output)])
+        return counts.ids, counts.counts
+
+
+class Answers:
+    """All answers by request."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Answer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def of(self, request: Request) -> Answer:
+        """The state of this very request object, made anew if it belonged to an earlier one of the same id."""
+        answer = self._by_id.get(request.id)
+        if answer is None or answer.request is not request:
+            answer = self._by_id[request.id] = Answer(request)
+        return answer
+
+    def forget(self, request: str) -> None:
+        """Drop a request's state, if there is any."""
+        self._by_id.pop(request, None)
