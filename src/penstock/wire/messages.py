@@ -104,6 +104,7 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed for this leg
+    queued_s: float = 0.0  # with a leg's first tokens: from its arrival to its first computed token
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
