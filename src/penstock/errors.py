@@ -9,7 +9,11 @@
         UnknownModel        404
         BadJson             the body is not strict JSON
         BodyTooLarge        413
+        SlowBody            408
+        WrongMediaType      415
         Unauthorized        401
+        UnknownPath         404
+        MethodNotAllowed    405
       CapacityError     429, with Retry-After
         QueueFull
       WorkerError       503, after we have tried again ourselves
@@ -90,10 +94,38 @@ class BodyTooLarge(RequestError):
     status = 413
 
 
+class SlowBody(RequestError):
+    """The body did not arrive within the limit."""
+
+    status = 408
+
+
+class WrongMediaType(RequestError):
+    """The body is not declared to be JSON."""
+
+    status = 415
+
+
 class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
     status = 401
+
+
+class UnknownPath(RequestError):
+    """Nothing is served at this path."""
+
+    status = 404
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, but not with this method.  ``allow`` names those that do."""
+
+    status = 405
+
+    def __init__(self, method: str, path: str, *, allow: str) -> None:
+        super().__init__(f"Not allowed to {method} on {path}. Allowed: {allow}.", code="method_not_allowed")
+        self.allow = allow
 
 
 class CapacityError(PenstockError):

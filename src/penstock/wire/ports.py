@@ -6,16 +6,33 @@ faces both.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
-from penstock.types import ModelIdentity, TokenBatch, ValidRequest
+import msgspec
+
+from penstock.types import FinishReason, ModelIdentity, RequestId, TokenBatch, ValidRequest
+
+JsonObject = Mapping[str, Any]
+"""A JSON object out of the strict parser: str, int, float, bool, None, lists and dicts, nothing else."""
+
+
+class TokenStream(Protocol):
+    """The tokens of one request; an async generator is one."""
+
+    def __aiter__(self) -> TokenStream: ...
+
+    def __anext__(self) -> Awaitable[TokenBatch]: ...
+
+    def aclose(self) -> Awaitable[None]:
+        """Frees everything the request holds, in every worker.  Harmless after the end, and twice."""
+        ...
 
 
 class TokenStreams(Protocol):
     """From ``ValidRequest`` to tokens, whatever happens to workers in between (``router.service``)."""
 
-    def stream(self, request: ValidRequest) -> AsyncIterator[TokenBatch]:
+    def stream(self, request: ValidRequest) -> TokenStream:
         """Tokens in order, each once; the last batch has ``finish``.
 
         Closing the iterator early frees everything the request holds, in every worker.
@@ -37,4 +54,112 @@ class TokenStreams(Protocol):
 
     def workers(self) -> Sequence[dict[str, Any]]:
         """One mapping a worker, as ``penstock status --json`` prints it."""
+        ...
+
+
+# --- between edge and intake: requests in, text out ------------------------------------------------------------------
+
+
+class TokenText(msgspec.Struct, frozen=True, kw_only=True):
+    """One token as a client sees it."""
+
+    raw: bytes  # the bytes that the token adds to the text; may be part of a character
+    shown: str  # the token's own text, or "\\xe4\\xbd" for part of a character
+    offset: int  # in characters, from the start of the text that the client gets
+    logprob: float | None = None  # nats; None for the first token of an echoed prompt
+    top: tuple[TokenText, ...] = ()  # likeliest first
+
+
+class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one batch of tokens adds to one answer.  Pieces joined are the whole answer, however tokens were batched."""
+
+    text: str = ""
+    tokens: int  # tokens of the answer so far, those that show no text included
+    logprobs: tuple[TokenText, ...] = ()  # of tokens whose text is now out, when asked for
+    token_ids: tuple[int, ...] = ()  # when asked for
+    finish: FinishReason | None = None  # set on the last piece, which a stop string may bring before the engine does
+
+
+class AnswerText(Protocol):
+    """Turns the tokens of one choice into text: the only thing that knows about UTF-8, stop strings and echo."""
+
+    def push(self, batch: TokenBatch) -> AnswerPiece:
+        """The next tokens.  Not to be called again after a piece with ``finish``."""
+        ...
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """How the client wants to be answered."""
+
+    model: str
+    seed: int  # as the client gave it, or as it was drawn for them
+    n: int = 1  # choices of each prompt
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked HTTP request: one engine request and one answer text for each choice of each prompt.
+
+    Choice ``i`` belongs to prompt ``i // reply.n``.
+    """
+
+    requests: tuple[ValidRequest, ...]
+    answers: tuple[AnswerText, ...]
+    reply: Reply
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each prompt once."""
+        return sum(len(request.prompt) for request in self.requests[:: self.reply.n])
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What the edge knows of a request before it is checked."""
+
+    id: RequestId  # choices are named after it: ``<id>/<choice>``
+    arrival: float  # monotonic seconds
+    identity: ModelIdentity  # of the model as it is served now; goes into the block hashes
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The served model, as ``/v1/models`` tells."""
+
+    name: str
+    created: int  # Unix seconds
+    max_model_len: int  # tokens, prompt and answer together
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/tokenize``, in vLLM's words."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Intake(Protocol):
+    """From parsed JSON to checked requests.  Every refusal is a RequestError; nothing here blocks the event loop."""
+
+    def card(self) -> ModelCard:
+        """The model that ``model`` must name."""
+        ...
+
+    async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
+        """A body of ``/v1/chat/completions``."""
+        ...
+
+    async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
+        """A body of ``/v1/completions``."""
+        ...
+
+    async def tokenize(self, body: JsonObject) -> Tokenized:
+        """A body of ``/tokenize``: ``prompt`` or ``messages``."""
+        ...
+
+    async def detokenize(self, body: JsonObject) -> str:
+        """A body of ``/detokenize``: ``tokens``."""
         ...
