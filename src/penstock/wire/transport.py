@@ -1,0 +1,140 @@
+"""How messages travel between processes, as its users see it.
+
+A *listener* is one worker's mailbox: many peers, each named by opaque bytes that live as long as its connection.
+A *link* is one connection to a mailbox.  Nothing here ever blocks but ``Transport.wait``, and nothing raises because
+of what a peer did: a frame that is not one of ours is counted and dropped, a message that cannot leave at once is
+answered with False.  Order between one link and its listener is kept; delivery is not promised, so whoever sends
+keeps what must not be lost.
+
+``wire.zeromq`` is the real one, ``wire.memory`` its double within one process.  Knows nothing about what a message
+means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from penstock.wire.codec import PeerMessage
+
+YIELD_EVERY = 64
+"""Messages that an AsyncLink gives in a row before other tasks get their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message.  ``payload`` is valid as long as it is referenced; ``peer`` is empty on a link."""
+
+    peer: bytes
+    message: PeerMessage
+    payload: memoryview | None = None
+
+
+@dataclass(slots=True)
+class WireCounters:
+    """What went over one listener or link; numbers only grow."""
+
+    received: int = 0
+    sent: int = 0
+    malformed: int = 0  # frames that were not ours: dropped
+    unsent: int = 0  # messages that could not leave: the peer was gone or its queue full
+
+
+class Listener(Protocol):
+    """The bound end."""
+
+    endpoint: str
+    """Where links connect to; a port that was asked for as 0 is the real one here."""
+
+    counters: WireCounters
+
+    def recv(self) -> Received | None:
+        """The next message, or None when there is none now.  Never raises for what a peer sent."""
+        ...
+
+    def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        """Hand one message over for sending; the payload may be reused at once.
+
+        False: the peer is gone or takes nothing more now, and the message will not be sent.
+        Raises ProtocolError for a message or payload over the size caps.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back; what was not sent yet is dropped.  May be called twice."""
+        ...
+
+
+class Link(Protocol):
+    """The connected end.  It connects again by itself when the connection breaks."""
+
+    endpoint: str
+    counters: WireCounters
+
+    def recv(self) -> Received | None:
+        """The next message, or None when there is none now."""
+        ...
+
+    def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        """As ``Listener.send``.  Messages wait for the connection, up to the queue's limit."""
+        ...
+
+    def close(self) -> None:
+        """As ``Listener.close``."""
+        ...
+
+
+_SelfLink = TypeVar("_SelfLink", bound="AsyncLink")
+
+
+class AsyncLink(Protocol):
+    """A link for an event loop: ``async for received in link`` ends when the link is closed.
+
+    Sending is not a coroutine: it either goes into the bounded queue at once or answers False.
+    """
+
+    endpoint: str
+    counters: WireCounters
+
+    def __aiter__(self: _SelfLink) -> _SelfLink: ...
+
+    async def __anext__(self) -> Received: ...
+
+    def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        """As ``Link.send``."""
+        ...
+
+    def close(self) -> None:
+        """Ends the iteration and gives everything back."""
+        ...
+
+
+Source = Listener | Link
+
+
+class Transport(Protocol):
+    """Makes listeners and links.  One a process, made after fork; used by one thread."""
+
+    def listen(self, endpoint: str) -> Listener:
+        """Bind.  Raises ConfigError for an endpoint that cannot be bound, or is of no known kind."""
+        ...
+
+    def connect(self, endpoint: str) -> Link:
+        """Connect; the other end need not be there yet.  Raises ConfigError for an endpoint of no known kind."""
+        ...
+
+    def connect_async(self, endpoint: str) -> AsyncLink:
+        """As ``connect``, for the running event loop."""
+        ...
+
+    def wait(self, timeout_s: float | None, sources: Iterable[Source], descriptors: Iterable[int] = ()) -> bool:
+        """Sleep until a source may have a message or a descriptor is readable, or time is over (None: no limit).
+
+        False when nothing came in time.  True may be early: ``recv`` decides.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close everything that is still open.  May be called twice, and in a forked child, where it does nothing."""
+        ...

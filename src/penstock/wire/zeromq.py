@@ -1,0 +1,340 @@
+"""The transport over ZeroMQ: one ROUTER a worker, DEALERs to it, and CURVE on every one of them.
+
+There is no way to make a socket here without keys, so nothing can speak in clear, on or off the loopback.  A
+listener accepts only the deployment's client key: the library asks ``_Gate`` (ZAP, https://rfc.zeromq.org/spec/27)
+over an inproc socket that is served from ``recv`` and ``wait``, so no second thread of Python is needed.
+
+A transport belongs to the process and the thread that made it; make it after the last fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Iterable
+from hmac import compare_digest
+
+import zmq
+from zmq.utils import z85
+
+from penstock.errors import ConfigError, ProtocolError
+from penstock.wire.codec import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, PeerMessage, check_payload, decode_peer, encode
+from penstock.wire.keys import Keys
+from penstock.wire.transport import YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
+
+QUEUE_MESSAGES = 16_384
+"""Messages that may wait for one peer, in each direction."""
+
+MALFORMED_PER_TURN = 64
+"""Frames dropped in one ``recv`` before the loop gets its turn again."""
+
+RECONNECT_FIRST_MS = 20
+RECONNECT_MAX_MS = 500
+HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
+HEARTBEAT_TIMEOUT_MS = 10_000
+IPC_NAME_MAX = 100
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_DOMAIN = b"penstock"
+
+
+class ZmqTransport:
+    """``transport.Transport`` over ipc (abstract names only) and TCP."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._pid = os.getpid()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._gate: _Gate | None = None
+        self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []
+
+    def listen(self, endpoint: str) -> Listener:
+        self._check_process()
+        if self._gate is None:
+            self._gate = _Gate(self._context, self._keys.client_public)
+        socket = self._socket(zmq.ROUTER, endpoint)
+        try:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.server_public)
+            socket.bind(endpoint)
+            bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"cannot listen at {endpoint}: {error.strerror}") from error
+        listener = _ZmqListener(socket, bound, self._gate)
+        self._open.append(listener)
+        return listener
+
+    def connect(self, endpoint: str) -> Link:
+        link = self._link(endpoint)
+        self._open.append(link)
+        return link
+
+    def connect_async(self, endpoint: str) -> AsyncLink:
+        link = _ZmqAsyncLink(self._link(endpoint), asyncio.get_running_loop())
+        self._open.append(link)
+        return link
+
+    def wait(self, timeout_s: float | None, sources: Iterable[Source], descriptors: Iterable[int] = ()) -> bool:
+        watched: list[tuple[zmq.Socket[bytes] | int, int]] = []
+        for source in sources:
+            if not isinstance(source, _ZmqListener | _ZmqLink):
+                raise TypeError(f"{source!r} is not of this transport")
+            watched.append((source.socket, zmq.POLLIN))
+        watched.extend((descriptor, zmq.POLLIN) for descriptor in descriptors)
+        if self._gate is not None:
+            watched.append((self._gate.socket, zmq.POLLIN))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = -1 if deadline is None else max(0, math.ceil((deadline - time.monotonic()) * 1000))
+            ready: list[object] = [source for source, _ in zmq.zmq_poll(watched, left)]
+            if self._gate is None or self._gate.socket not in ready:
+                return bool(ready)
+            self._gate.serve()
+            if len(ready) > 1:
+                return True
+
+    def close(self) -> None:
+        if os.getpid() != self._pid or self._context.closed:
+            return
+        for source in self._open:
+            source.close()
+        self._open.clear()
+        if self._gate is not None:
+            self._gate.socket.close(linger=0)
+        self._context.term()
+
+    def _link(self, endpoint: str) -> _ZmqLink:
+        self._check_process()
+        socket = self._socket(zmq.DEALER, endpoint)
+        try:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from error
+        return _ZmqLink(socket, endpoint)
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        check_endpoint(endpoint)
+        self._open = [source for source in self._open if not source.closed]
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES))
+        if endpoint.startswith("tcp://"):
+            socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+        return socket
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("a ZeroMQ transport cannot be used after a fork")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError unless it is ``ipc://@name`` (leaves nothing on disk) or ``tcp://host:port``."""
+    kind, _, rest = endpoint.partition("://")
+    if kind == "ipc" and rest.startswith("@") and 1 < len(rest.encode()) <= IPC_NAME_MAX:
+        return
+    host, _, port = rest.rpartition(":")
+    if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+        return
+    raise ConfigError(f"{endpoint!r} is not an endpoint; ipc://@name and tcp://host:port are")
+
+
+class _Gate:
+    """Answers the library's question who may connect: the holder of one client key."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], client_public: bytes) -> None:
+        self._allowed = z85.decode(client_public)
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ENDPOINT)
+        self.refused = 0
+
+    def serve(self) -> None:
+        """Answer everybody who stands at the door now."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # RFC 27: version, request, domain, address, identity, mechanism, credentials
+            known = len(frames) == 7 and frames[0] == _ZAP_VERSION and frames[2] == _DOMAIN and frames[5] == b"CURVE"
+            allowed = known and compare_digest(frames[6], self._allowed)
+            self.refused += not allowed
+            status = (b"200", b"OK") if allowed else (b"400", b"unknown key")
+            request = frames[1] if len(frames) > 1 else b""
+            self.socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
+
+
+class _ZmqListener:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, gate: _Gate) -> None:
+        self.socket = socket
+        self.endpoint = endpoint
+        self.counters = WireCounters()
+        self._gate = gate
+
+    @property
+    def closed(self) -> bool:
+        return self.socket.closed
+
+    def recv(self) -> Received | None:
+        for _ in range(MALFORMED_PER_TURN):
+            try:
+                peer = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._gate.serve()
+                return None
+            received = _receive_rest(self.socket, peer, self.counters)
+            if received is not None:
+                return received
+        return None
+
+    def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        return _send(self.socket, [peer], message, payload, self.counters)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+class _ZmqLink:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self.socket = socket
+        self.endpoint = endpoint
+        self.counters = WireCounters()
+
+    @property
+    def closed(self) -> bool:
+        return self.socket.closed
+
+    def recv(self) -> Received | None:
+        for _ in range(MALFORMED_PER_TURN):
+            if not self.readable():
+                return None
+            received = _receive_rest(self.socket, b"", self.counters)
+            if received is not None:
+                return received
+        return None
+
+    def readable(self) -> bool:
+        """Is a message here?  Asking also re-arms the descriptor, which signals edges only."""
+        return bool(_number(self.socket, zmq.EVENTS) & zmq.POLLIN)
+
+    def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        return _send(self.socket, [], message, payload, self.counters)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+class _ZmqAsyncLink:
+    def __init__(self, link: _ZmqLink, loop: asyncio.AbstractEventLoop) -> None:
+        self._link = link
+        self._loop = loop
+        self._signal = asyncio.Event()
+        self._given = 0
+        self._descriptor = _number(link.socket, zmq.FD)
+        self.endpoint = link.endpoint
+        self.counters = link.counters
+        loop.add_reader(self._descriptor, self._look)
+
+    @property
+    def closed(self) -> bool:
+        return self._link.closed
+
+    def __aiter__(self) -> _ZmqAsyncLink:
+        return self
+
+    async def __anext__(self) -> Received:
+        self._given += 1
+        if self._given % YIELD_EVERY == 0:
+            await asyncio.sleep(0)
+        while not self.closed:
+            received = self._link.recv()
+            if received is not None:
+                return received
+            self._signal.clear()
+            self._look()
+            await self._signal.wait()
+        raise StopAsyncIteration
+
+    def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        sent = self._link.send(message, payload)
+        # Sending may swallow the edge that announced a message.
+        self._look()
+        return sent
+
+    def close(self) -> None:
+        if not self.closed:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            self._link.close()
+            self._signal.set()
+
+    def _look(self) -> None:
+        if self._link.readable():
+            self._signal.set()
+
+
+def _number(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
+
+
+def _receive_rest(socket: zmq.Socket[bytes], peer: bytes, counters: WireCounters) -> Received | None:
+    """The frames after the peer's name: a header, perhaps a payload.  None for anything else, which is dropped."""
+    header = socket.recv(zmq.NOBLOCK)
+    payload: memoryview | None = None
+    extra = 0
+    while _number(socket, zmq.RCVMORE):
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        if extra == 0:
+            payload = frame.buffer
+        extra += 1
+    try:
+        if extra > 1:
+            raise ProtocolError(f"{extra} payloads beside one message; at most one is allowed")
+        message = decode_peer(header)
+    except ProtocolError:
+        counters.malformed += 1
+        return None
+    counters.received += 1
+    return Received(peer, message, payload)
+
+
+def _send(
+    socket: zmq.Socket[bytes],
+    address: list[bytes],
+    message: PeerMessage,
+    payload: memoryview | None,
+    counters: WireCounters,
+) -> bool:
+    frames: list[bytes | memoryview] = [*address, encode(message)]
+    if payload is not None:
+        check_payload(payload)
+        frames.append(payload)
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            raise
+        counters.unsent += 1
+        return False
+    counters.sent += 1
+    return True
