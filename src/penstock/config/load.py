@@ -1,0 +1,151 @@
+"""Reads the settings of ``penstock serve``: flags over environment over file over defaults.
+
+The only reader of configuration files and of ``PENSTOCK_*`` variables.  Every key is known or an error, every value is
+checked here, and each complaint names where the value came from.  Decides nothing: "auto" leaves here as it came in
+(``resolve`` decides), and no model, machine or network is looked at.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.schema import ServeConfig
+from penstock.errors import ConfigError
+
+ENV_PREFIX = "PENSTOCK_"
+
+OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_URL"})
+"""Variables of ours that are no settings of ``serve``."""
+
+_TABLES = ("limits", "failover", "hand_over", "supervise")  # in a file only: too many for flags
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
+}
+# Kubernetes sets these in every pod beside a Service named "penstock"; they are no settings of ours.
+_SERVICE_LINK = re.compile(r"PENSTOCK_(SERVICE_.*|PORT_\d+_.*)|PENSTOCK_.*_SERVICE_(HOST|PORT).*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One value as it was found, and where, for the complaint."""
+
+    value: object
+    source: str
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MiB", "2GB", "64k" or "1048576".  Raises ConfigError.
+
+    KiB, MiB, GiB, TiB and bare k, m, g, t are powers of 1024; KB, MB, GB, TB are powers of 1000.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"expected a size such as 512MiB or 2GB, got {text!r}")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def load_serve(
+    flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | Path | None = None
+) -> ServeConfig:
+    """The settings that follow from ``flags`` (given ones only, by field name), environment and file.
+
+    ``PENSTOCK_CONFIG`` names the file when ``config_file`` does not.  Raises ConfigError in one line.
+    """
+    path = config_file or environ.get("PENSTOCK_CONFIG") or None
+    given: dict[str, _Given] = {}
+    if path is not None:
+        given |= _from_file(Path(path))
+    given |= _from_environment(environ)
+    given |= {key: _Given(value, "--" + key.replace("_", "-")) for key, value in flags.items()}
+    config = ServeConfig(**{key: _parse(key, item) for key, item in given.items()})
+    _check(config)
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Does this address stay on the host?  A name other than localhost is taken to lead off it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _from_file(path: Path) -> dict[str, _Given]:
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return {_known(key.replace("-", "_"), f"{key} in {path}"): _Given(raw[key], f"{key} in {path}") for key in raw}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    given = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
+            continue
+        if name == "PENSTOCK_PORT" and value.startswith("tcp://"):
+            continue  # another of Kubernetes's
+        key = _known(name.removeprefix(ENV_PREFIX).lower(), name)
+        if key in _TABLES:
+            raise ConfigError(f"{name}: [{key}] can be set in a configuration file only")
+        given[key] = _Given(value, name)
+    return given
+
+
+def _known(key: str, source: str) -> str:
+    names = ServeConfig.__struct_fields__
+    if key in names:
+        return key
+    near = difflib.get_close_matches(key, names, n=1)
+    raise ConfigError(f"{source}: no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _parse(key: str, given: _Given) -> Any:
+    value = given.value
+    try:
+        if key == "kv_memory" and isinstance(value, str):
+            value = parse_size(value)
+        # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
+        return msgspec.convert(value, _TYPES[key], strict=not isinstance(value, str))
+    except ConfigError as error:
+        raise ConfigError(f"{given.source}: {error}") from None
+    except msgspec.ValidationError as error:
+        shown = "" if key == "api_key" else f", got {given.value!r:.80}"
+        raise ConfigError(f"{given.source}: {_plain(error)}{shown}") from None
+
+
+_TYPES = {item.name: item.type for item in msgspec.structs.fields(ServeConfig)}
+
+
+def _plain(error: msgspec.ValidationError) -> str:
+    text = str(error).replace("`", "").replace(" | null", "").partition(", got ")[0]
+    return text[:1].lower() + text[1:]
+
+
+def _check(config: ServeConfig) -> None:
+    """What no single field can tell."""
+    if config.aggregated and (config.prefill is not None or config.decode is not None):
+        raise ConfigError("--aggregated is one worker for both phases: leave out --prefill and --decode")
+    if config.api_key is not None and not config.api_key.strip():
+        raise ConfigError("--api-key: an empty key would let everybody in; leave it out or give one")
+    if not is_loopback(config.host) and config.api_key is None:
+        raise ConfigError(
+            f"--host {config.host} can be reached from other machines, so it needs a key: "
+            "add --api-key KEY (or set PENSTOCK_API_KEY), or stay on --host 127.0.0.1"
+        )

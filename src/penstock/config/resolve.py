@@ -1,0 +1,184 @@
+"""Decides every "auto" of ``penstock serve`` once, from given facts; nothing below decides again.
+
+Pure: the facts about machine and model are handed in, so each decision can be tested for machines that nobody has.
+Knows no processes, weights or kernels; what it leaves out (a shorter context, a smaller memory) it says in ``notes``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.config.schema import Config, SchedulerConfig, ServeConfig
+from penstock.errors import ConfigError
+from penstock.types import PAGE_TOKENS, Role, WorkerId
+
+KV_SHARE = 0.10
+"""Part of the available memory that the KV pages of all workers together take unless told otherwise."""
+
+KV_CONTEXTS = 64
+"""More full contexts than this in one worker are not kept room for unless told otherwise."""
+
+MIN_CONTEXT = 256
+"""A context shorter than this is never chosen on the operator's behalf."""
+
+PIN_FROM_THREADS = 4
+"""Workers with so many kernel threads get cores of their own; below, the kernel's scheduler does better."""
+
+
+class MachineFacts(Config, frozen=True, kw_only=True):
+    """The machine, as ``launch.facts`` found it."""
+
+    cpus: tuple[int, ...]  # logical processors that this process may use
+    cores: int  # physical cores among them, within the container's quota
+    memory_bytes: int  # that can be had now without swapping, within the container's limit
+    kernel_families: tuple[str, ...]  # that this build and processor can run, best first
+
+
+class ModelFacts(Config, frozen=True, kw_only=True):
+    """The model, as far as memory and limits go."""
+
+    name: str
+    max_positions: int
+    parameters: int
+    auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
+    page_bytes_bf16: int  # of one KV page of 16 tokens, with 2-byte elements
+
+
+class WorkerPlan(Config, frozen=True, kw_only=True):
+    """One worker of the fleet."""
+
+    worker: WorkerId
+    role: Role
+    threads: int
+    cpus: tuple[int, ...]  # empty: all
+
+
+class ServePlan(Config, frozen=True, kw_only=True):
+    """Everything decided."""
+
+    workers: tuple[WorkerPlan, ...]
+    carrier: str  # "shm" or "tcp"
+    family: str  # kernel family
+    dtype: str  # "bf16" or "fp32"
+    page_bytes: int
+    scheduler: SchedulerConfig  # the same in every worker
+    notes: tuple[str, ...]  # one line each, for people
+
+    @property
+    def split(self) -> bool:
+        return all(w.role is not Role.BOTH for w in self.workers)
+
+
+def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
+    """All decisions.  Raises ConfigError with the numbers and the flag to change."""
+    places = _places(config)
+    dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
+    page_bytes = model.page_bytes_bf16 * (2 if dtype == "fp32" else 1)
+    pages, max_model_len, note = _memory(config, machine, model, page_bytes, len(places))
+    threads = config.threads or max(1, machine.cores // len(places))
+    scheduler = SchedulerConfig(pages=pages, max_model_len=max_model_len, max_running=config.max_running)
+    if config.max_chunk_tokens is not None:
+        scheduler = msgspec.structs.replace(scheduler, max_chunk_tokens=config.max_chunk_tokens)
+    return ServePlan(
+        workers=tuple(
+            WorkerPlan(worker=name, role=role, threads=threads, cpus=_cpus(machine, threads, i, len(places)))
+            for i, (name, role) in enumerate(places)
+        ),
+        carrier="shm" if config.transfer == "auto" else config.transfer,
+        family=_family(config, machine),
+        dtype=dtype,
+        page_bytes=page_bytes,
+        scheduler=scheduler,
+        notes=(note,) if note else (),
+    )
+
+
+def _places(config: ServeConfig) -> list[tuple[WorkerId, Role]]:
+    if config.aggregated:
+        return [(WorkerId("both-0"), Role.BOTH)]
+    counts = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
+    return [(WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count)]
+
+
+def _family(config: ServeConfig, machine: MachineFacts) -> str:
+    if config.kernels == "auto":
+        if not machine.kernel_families:
+            raise ConfigError("no kernel family runs on this machine; `penstock doctor` tells why")
+        return machine.kernel_families[0]
+    if config.kernels not in machine.kernel_families:
+        known = ", ".join(machine.kernel_families)
+        raise ConfigError(f"--kernels {config.kernels}: this machine and build have {known}")
+    return config.kernels
+
+
+def _cpus(machine: MachineFacts, threads: int, place: int, places: int) -> tuple[int, ...]:
+    share = len(machine.cpus) // places
+    if threads < PIN_FROM_THREADS or share < threads:
+        return ()
+    return machine.cpus[place * share : (place + 1) * share]
+
+
+def _memory(
+    config: ServeConfig, machine: MachineFacts, model: ModelFacts, page_bytes: int, workers: int
+) -> tuple[int, int, str | None]:
+    """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
+    asked = config.max_model_len
+    if asked is not None and asked > model.max_positions:
+        raise ConfigError(
+            f"--max-model-len {asked}: {model.name} was made for {model.max_positions} tokens; ask for that or less"
+        )
+    longest = asked or model.max_positions
+    needed = pages_of(longest) * page_bytes
+    room = _room(machine, model, 4 if page_bytes > model.page_bytes_bf16 else 2)
+    budget, source = _budget(config, room, needed, workers)
+    pages = budget // page_bytes
+    if pages >= pages_of(longest):
+        return pages, longest, None
+    fits = pages * PAGE_TOKENS
+    ample = f"--kv-memory {show_bytes(needed, up=True)}"
+    if asked is not None or fits < min(MIN_CONTEXT, longest):
+        raise ConfigError(
+            f"one context of {longest} tokens needs {show_bytes(needed)} of KV pages and {source} holds {fits}: "
+            f"use {ample}" + (f" or --max-model-len {fits}" if fits >= PAGE_TOKENS else "")
+        )
+    note = f"context cut from {longest} to {fits} tokens: {source} holds no more; {ample} would hold all"
+    return pages, fits, note
+
+
+def _room(machine: MachineFacts, model: ModelFacts, weight_item_bytes: int) -> int:
+    weights = model.parameters * weight_item_bytes
+    if weights >= machine.memory_bytes:
+        raise ConfigError(
+            f"{model.name} needs {show_bytes(weights)} for its weights, "
+            f"this machine has {show_bytes(machine.memory_bytes)} free: stop something or serve a smaller model"
+        )
+    return machine.memory_bytes - weights
+
+
+def _budget(config: ServeConfig, room: int, needed: int, workers: int) -> tuple[int, str]:
+    """(bytes of KV pages in each worker, where that comes from).  ``needed`` holds one full context."""
+    half = room // (2 * workers)
+    if config.kv_memory is None:
+        share = min(int(room * KV_SHARE) // workers, KV_CONTEXTS * needed)
+        budget = max(share, min(half, needed))
+        return budget, f"the {show_bytes(budget)} that each worker takes by itself"
+    source = f"--kv-memory {show_bytes(config.kv_memory)}"
+    if config.kv_memory * workers > room:
+        raise ConfigError(
+            f"{source} for each of {workers} workers is more than the {show_bytes(room)} that are free "
+            f"beside the weights: use --kv-memory {show_bytes(half)} or less"
+        )
+    return config.kv_memory, source
+
+
+def pages_of(tokens: int) -> int:
+    """KV pages that hold so many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def show_bytes(count: int, *, up: bool = False) -> str:
+    """A size that ``--kv-memory`` takes back: "512MiB".  ``up`` rounds so that nothing is lost."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= 10 * size or (count >= size and count % size == 0):
+            return f"{-(-count // size) if up else count // size}{unit}"
+    return str(count)

@@ -1,0 +1,107 @@
+"""The heartbeat board: one slot a worker in anonymous shared memory, written by the worker, read by the supervisor.
+
+Each slot has one writer, and a field is one aligned 8-byte word, so nothing is ever torn within a field and nothing
+needs a lock.  Two fields may be seen from either side of a beat; a reader that judges by several looks in a row (as
+``restart`` does) is not misled by that.  The board has no name: it is gone when the last process that maps it is.
+Knows nothing about processes, messages or what a step is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from penstock.types import WorkerState
+
+SLOT_BYTES = 512
+_WORDS = 8  # one cache line of counters ahead of the last words
+_TEXT_BYTES = SLOT_BYTES - 8 * _WORDS - 2
+
+_STATES = (
+    WorkerState.STARTING,
+    WorkerState.READY,
+    WorkerState.DRAINING,
+    WorkerState.WEDGED,
+    WorkerState.DEAD,
+)
+
+
+class _Word(IntEnum):
+    """Index of each 8-byte word of a slot."""
+
+    BEAT_NS = 0
+    PREDICTED_END_NS = 1
+    STEPS = 2
+    STATE = 3
+    INCARNATION = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a slot said at one look.  Times are monotonic seconds of this host."""
+
+    incarnation: int
+    state: WorkerState
+    beat_s: float  # when the worker last turned its loop
+    predicted_end_s: float  # when it expects to turn it again at the latest
+    steps: int
+
+
+class Slot:
+    """One worker's place on the board."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._words = memory[: 8 * _WORDS].cast("Q")
+        self._text = memory[8 * _WORDS : SLOT_BYTES]
+
+    def reset(self, incarnation: int, now_ns: int) -> None:
+        """Make the slot that of a new incarnation that has not started yet.  Only while no worker writes to it."""
+        self._text[:2] = b"\0\0"
+        self._words[_Word.STEPS] = 0
+        self._words[_Word.STATE] = _STATES.index(WorkerState.STARTING)
+        self._words[_Word.PREDICTED_END_NS] = now_ns
+        self._words[_Word.BEAT_NS] = now_ns
+        self._words[_Word.INCARNATION] = incarnation
+
+    def beat(self, now_ns: int, predicted_end_ns: int, steps: int) -> None:
+        """I am alive, have finished ``steps`` steps, and shall be back by ``predicted_end_ns``."""
+        self._words[_Word.PREDICTED_END_NS] = predicted_end_ns
+        self._words[_Word.STEPS] = steps
+        self._words[_Word.BEAT_NS] = now_ns
+
+    def set_state(self, state: WorkerState) -> None:
+        """Tell the supervisor how far this worker is."""
+        self._words[_Word.STATE] = _STATES.index(state)
+
+    def last_words(self, text: str) -> None:
+        """Why this process is about to end, for the supervisor to repeat.  Cut to what fits."""
+        raw = text.encode()[:_TEXT_BYTES]
+        self._text[2 : 2 + len(raw)] = raw
+        self._text[:2] = struct.pack("<H", len(raw))
+
+    def read(self) -> Heartbeat:
+        """The slot as it is now."""
+        words = self._words
+        return Heartbeat(
+            incarnation=words[_Word.INCARNATION],
+            state=_STATES[min(words[_Word.STATE], len(_STATES) - 1)],
+            beat_s=words[_Word.BEAT_NS] / 1e9,
+            predicted_end_s=words[_Word.PREDICTED_END_NS] / 1e9,
+            steps=words[_Word.STEPS],
+        )
+
+    def read_last_words(self) -> str:
+        """What ``last_words`` left, or the empty string."""
+        (size,) = struct.unpack("<H", self._text[:2])
+        return bytes(self._text[2 : 2 + min(size, _TEXT_BYTES)]).decode(errors="replace")
+
+
+class Board:
+    """``slots`` slots in memory that every process forked after this shares."""
+
+    def __init__(self, slots: int) -> None:
+        self._map = mmap.mmap(-1, max(1, slots) * SLOT_BYTES)
+        view = memoryview(self._map)
+        self.slots = tuple(Slot(view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(slots))

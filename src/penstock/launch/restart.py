@@ -1,0 +1,384 @@
+"""When to fork, kill, forgive and give up: a pure state machine, (state, event, now) -> effects.
+
+::
+
+               Fork                  board says ready                 Died
+    waiting ----------> starting -----------------------> ready ---------------> waiting (after a backoff)
+                           |                                |
+                           | silent beyond its prediction   | or the gateway insists
+                           v                                v
+                        ending (SIGKILL sent; forked anew only when it is dead: its memory is used again)
+
+Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
+A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
+itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
+Knows no processes, signals' delivery, clocks or sockets.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from penstock.config.schema import SuperviseConfig
+from penstock.launch.board import Heartbeat
+from penstock.types import WorkerId, WorkerState
+from penstock.wire.messages import Draining, SupervisorMessage, WorkerDown
+
+GATEWAY = "gateway-0"
+"""The name of the one child that is not a worker."""
+
+INSIST_COUNT = 3
+"""The gateway insists when it has suspected one incarnation so often, over ``wedge_s`` at least."""
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended: an exit code, or the signal that ended it, and what it had to say."""
+
+    code: int | None = None
+    signal: int | None = None
+    last_words: str = ""
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            try:
+                how = f"killed by {signal.Signals(self.signal).name}"
+            except ValueError:
+                how = f"killed by signal {self.signal}"
+        else:
+            how = f"exit code {self.code}"
+        return f"{self.last_words} ({how})" if self.last_words else how
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process of this incarnation has ended and was reaped (or could not be forked at all)."""
+
+    child: str
+    incarnation: int
+    exit: Exit
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """All slots of the board, read at one moment."""
+
+    heartbeats: dict[str, Heartbeat]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """The gateway thinks that this worker does nothing."""
+
+    child: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """SIGTERM or SIGINT came; the second one means now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened but time."""
+
+
+Event = Died | Looked | Suspected | StopAsked | Tick
+
+
+# --- effects ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Start this incarnation (and, for a worker, tell the gateway)."""
+
+    child: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send this signal to the process of this incarnation."""
+
+    child: str
+    incarnation: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this to the gateway."""
+
+    message: SupervisorMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the log."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Every child has ended.  ``complaint`` is the last line to be said, when giving up."""
+
+    code: int
+    complaint: str | None = None
+
+
+Effect = Fork | Kill | Tell | Note | Done
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """Where one child is."""
+
+    WAITING = auto()  # not running; forked at ``due``
+    STARTING = auto()
+    READY = auto()
+    ENDING = auto()  # was told to end, is not dead yet
+
+
+class Stage(Enum):
+    """Where the whole is."""
+
+    RUNNING = auto()
+    DRAINING = auto()
+    ENDING = auto()
+    DONE = auto()
+
+
+_RUNS = (Phase.STARTING, Phase.READY)
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    phase: Phase = Phase.WAITING
+    incarnation: int = 0
+    due: float = 0.0  # when to fork, while waiting
+    ready_since: float = 0.0
+    quick_deaths: int = 0  # in a row, without a stable life in between
+    unready_deaths: int = 0  # in a row, without ever having been ready
+    silence: float = 0.0  # observed seconds without a beat, beyond what was predicted
+    last_beat: float = 0.0
+    suspicions: int = 0
+    suspected_since: float = 0.0
+
+    @property
+    def is_worker(self) -> bool:
+        return self.name != GATEWAY
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The state machine.  ``handle`` is its only verb; the caller carries out the effects in order."""
+
+    config: SuperviseConfig
+    _children: dict[str, _Child] = field(default_factory=dict)
+    _stage: Stage = Stage.RUNNING
+    _deadline: float = 0.0  # of the stage
+    _last_look: float | None = None
+    _killed_all: bool = False
+    _complaint: str | None = None
+
+    @classmethod
+    def of(cls, config: SuperviseConfig) -> Restarts:
+        """A machine that has only the gateway, which does not run yet."""
+        return cls(config, {GATEWAY: _Child(GATEWAY)})
+
+    def admit(self, workers: Iterable[str]) -> None:
+        """From now on these workers are to run, too (their weights are loaded)."""
+        for name in workers:
+            self._children.setdefault(name, _Child(name))
+
+    @property
+    def stage(self) -> Stage:
+        return self._stage
+
+    def incarnation(self, child: str) -> int:
+        """The running (or last) incarnation; 0 before the first."""
+        return self._children[child].incarnation
+
+    def phase(self, child: str) -> Phase:
+        return self._children[child].phase
+
+    def wake_at(self, now: float) -> float:
+        """When to call again with ``Tick`` (or ``Looked``) at the latest."""
+        times = [now + self.config.look_s]
+        if self._stage is not Stage.RUNNING:
+            times.append(self._deadline)
+        times += [c.due for c in self._children.values() if c.phase is Phase.WAITING and self._forks]
+        return max(now, min(times))
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event; returns what is to be done, in order."""
+        effects: list[Effect] = []
+        match event:
+            case Died():
+                self._on_death(event, now, effects)
+            case Looked():
+                self._on_look(event, now, effects)
+            case Suspected():
+                self._on_suspicion(event, now, effects)
+            case StopAsked():
+                self._on_stop(now, effects)
+            case Tick():
+                pass
+        self._on_time(now, effects)
+        return effects
+
+    # --- one child ---------------------------------------------------------------------------------------------------
+
+    def _on_death(self, event: Died, now: float, effects: list[Effect]) -> None:
+        child = self._children[event.child]
+        if child.phase is Phase.WAITING or child.incarnation != event.incarnation:
+            return
+        was_ready = child.ready_since > 0.0
+        child.phase = Phase.WAITING
+        if child.is_worker:
+            effects.append(Tell(_down(child, WorkerState.DEAD, str(event.exit))))
+        if self._stage is Stage.ENDING:
+            return
+        if not child.is_worker and self._stage is Stage.DRAINING:
+            self._end(now, effects)
+            return
+        if was_ready and now - child.ready_since >= self.config.stable_s:
+            child.quick_deaths = 0
+        child.quick_deaths += 1
+        child.unready_deaths = 0 if was_ready else child.unready_deaths + 1
+        if child.unready_deaths >= self.config.rapid_deaths:
+            self._complaint = explain(child.name, child.unready_deaths, event.exit)
+            self._end(now, effects)
+            return
+        delay = self._backoff(child.quick_deaths)
+        child.due = now + delay
+        when = f"in {delay:.2f} s" if delay else "now"
+        effects.append(Note(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
+
+    def _backoff(self, deaths: int) -> float:
+        """Seconds before the restart that follows the ``deaths``-th quick death in a row; the first is at once."""
+        if deaths <= 1:
+            return 0.0
+        return min(self.config.backoff_max_s, self.config.backoff_first_s * 2.0 ** min(deaths - 2, 32))
+
+    def _on_look(self, event: Looked, now: float, effects: list[Effect]) -> None:
+        look = 0.0 if self._last_look is None else min(now - self._last_look, 2 * self.config.look_s)
+        self._last_look = now
+        for name, heartbeat in event.heartbeats.items():
+            child = self._children[name]
+            if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
+                continue
+            self._judge(child, heartbeat, look, now, effects)
+
+    def _judge(self, child: _Child, heartbeat: Heartbeat, look: float, now: float, effects: list[Effect]) -> None:
+        if child.phase is Phase.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
+            child.phase = Phase.READY
+            child.ready_since = now
+        if heartbeat.beat_s != child.last_beat:
+            child.last_beat = heartbeat.beat_s
+            child.silence = 0.0
+        elif now > heartbeat.predicted_end_s:
+            child.silence += look
+        limit = self.config.start_s if child.phase is Phase.STARTING else self.config.wedge_s
+        if child.silence > limit:
+            self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
+
+    def _on_suspicion(self, event: Suspected, now: float, effects: list[Effect]) -> None:
+        child = self._children.get(event.child)
+        if child is None or child.phase is not Phase.READY or child.incarnation != event.incarnation:
+            return
+        if child.suspicions == 0 or now - child.suspected_since > 10 * self.config.wedge_s:
+            child.suspicions, child.suspected_since = 0, now
+        child.suspicions += 1
+        insists = child.suspicions >= INSIST_COUNT and now - child.suspected_since >= self.config.wedge_s
+        if insists or child.silence > self.config.wedge_s / 2:
+            self._kill_wedged(child, event.reason, effects)
+
+    def _kill_wedged(self, child: _Child, reason: str, effects: list[Effect]) -> None:
+        child.phase = Phase.ENDING
+        effects.append(Note(f"{child.name} is wedged: {reason}; killing it", warning=True))
+        if child.is_worker:
+            effects.append(Tell(_down(child, WorkerState.WEDGED, reason)))
+        effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
+
+    # --- the whole ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _forks(self) -> bool:
+        return self._stage in (Stage.RUNNING, Stage.DRAINING)
+
+    def _on_stop(self, now: float, effects: list[Effect]) -> None:
+        if self._stage is Stage.DRAINING:
+            effects.append(Note("asked again: stopping now"))
+            self._end(now, effects)
+        elif self._stage is Stage.RUNNING:
+            if self._children[GATEWAY].phase not in _RUNS:
+                self._end(now, effects)
+                return
+            self._stage = Stage.DRAINING
+            self._deadline = now + self.config.drain_s
+            effects.append(Tell(Draining()))
+
+    def _end(self, now: float, effects: list[Effect]) -> None:
+        self._stage = Stage.ENDING
+        self._deadline = now + self.config.grace_s
+        for child in self._children.values():
+            if child.phase in _RUNS:
+                child.phase = Phase.ENDING
+                effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
+
+    def _on_time(self, now: float, effects: list[Effect]) -> None:
+        if self._stage is Stage.DRAINING and now >= self._deadline:
+            effects.append(Note(f"still busy after {self.config.drain_s:g} s: stopping now", warning=True))
+            self._end(now, effects)
+        if self._stage is Stage.ENDING:
+            running = [c for c in self._children.values() if c.phase is not Phase.WAITING]
+            if not running:
+                self._stage = Stage.DONE
+                effects.append(Done(0 if self._complaint is None else 1, self._complaint))
+            elif now >= self._deadline and not self._killed_all:
+                self._killed_all = True
+                effects += [Kill(c.name, c.incarnation, signal.SIGKILL) for c in running]
+        if self._forks:
+            for child in self._children.values():
+                if child.phase is Phase.WAITING and now >= child.due:
+                    self._fork(child, effects)
+
+    def _fork(self, child: _Child, effects: list[Effect]) -> None:
+        child.phase = Phase.STARTING
+        child.incarnation += 1
+        child.ready_since = child.silence = child.last_beat = 0.0
+        child.suspicions = 0
+        effects.append(Fork(child.name, child.incarnation))
+
+
+def _down(child: _Child, state: WorkerState, reason: str) -> WorkerDown:
+    return WorkerDown(worker=WorkerId(child.name), incarnation=child.incarnation, state=state, reason=reason)
+
+
+def explain(child: str, deaths: int, last: Exit) -> str:
+    """One line: what ended the child again and again, and a command that is likely to work."""
+    head = f"{child} ended {deaths} times before it was ready, giving up: {last}"
+    match last.signal:
+        case signal.SIGILL:
+            return f"{head}; the kernels do not fit this processor: try `penstock serve --kernels portable`"
+        case signal.SIGKILL | signal.SIGBUS:
+            return f"{head}; most likely out of memory: try `penstock serve --kv-memory 128MiB`"
+        case None:
+            return f"{head}; `penstock doctor` tells what this machine has"
+        case _:
+            return f"{head}; the kernels crashed: try `penstock serve --kernels portable`"

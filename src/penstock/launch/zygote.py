@@ -1,0 +1,169 @@
+"""Forking, done right: a child that owns only what it was given and that cannot outlive its parent.
+
+A forked child here
+  - dies with its parent (PR_SET_PDEATHSIG, and a look at the parent afterwards, for it may have gone before),
+  - keeps the descriptors it was handed and closes all others, stdin is /dev/null,
+  - ignores SIGINT and SIGHUP (a terminal sends them to the whole group: the supervisor decides what they mean),
+  - never returns into its parent's stack: no ``finally`` or ``atexit`` of the parent runs in it,
+  - leaves its last words where the parent can read them.
+Forking a process that has threads would copy locks in whatever state they are, so it is refused.
+Knows nothing about what the children do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.errors import PenstockError
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_CRASHED = 70  # EX_SOFTWARE of sysexits.h
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A child of ours.  ``pidfd`` becomes readable when it has ended; whoever reaps it closes the descriptor."""
+
+    pid: int
+    pidfd: int
+
+    def kill(self, signum: int) -> None:
+        """Send a signal; one that has ended already is left in peace."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signum)
+        except ProcessLookupError:
+            return
+
+    def reap(self) -> tuple[int | None, int | None] | None:
+        """(exit code, signal) of a process that has ended, one of them None; or None while it runs."""
+        status = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
+        if status is None:
+            return None
+        os.close(self.pidfd)
+        if status.si_code == os.CLD_EXITED:
+            return status.si_status, None
+        return None, status.si_status
+
+
+def thread_count() -> int:
+    """Threads of this process, as the kernel counts them: native ones, too."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("Threads:"):
+            return int(line.split()[1])
+    raise OSError("/proc/self/status has no line for threads")
+
+
+def fork(
+    name: str,
+    body: Callable[[], int],
+    *,
+    keep: Iterable[int] = (),
+    last_words: Callable[[str], None] | None = None,
+) -> Process:
+    """Run ``body`` in a child and return at once.
+
+    ``keep`` are the descriptors that the child needs besides stdout and stderr; ``last_words`` is called in the child
+    with one line when ``body`` raises.  Raises OSError when the host refuses another process, RuntimeError when this
+    process has threads.
+    """
+    threads = thread_count()
+    if threads != 1:
+        raise RuntimeError(f"cannot fork {name}: this process has {threads} threads")
+    parent = os.getpid()
+    kept = frozenset(keep) | {1, 2}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # what stands now is never traversed in the child, so its pages stay shared
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _child(name, body, kept, parent, last_words)
+        return _adopt(pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _adopt(pid: int) -> Process:
+    try:
+        return Process(pid, os.pidfd_open(pid))
+    except OSError:  # out of descriptors: a child that cannot be watched must not run
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _child(
+    name: str, body: Callable[[], int], kept: frozenset[int], parent: int, last_words: Callable[[str], None] | None
+) -> NoReturn:
+    code = _CRASHED
+    try:
+        _settle(name, kept, parent)
+        code = body()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else _CRASHED
+    except BaseException as error:
+        expected = isinstance(error, PenstockError)
+        log.error("%s: %s", name, error, exc_info=None if expected else error)
+        if last_words is not None:
+            text = str(error) if expected else f"{type(error).__name__}: {error}"
+            last_words(text.splitlines()[0] if text else type(error).__name__)
+    finally:
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _settle(name: str, kept: frozenset[int], parent: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(0)
+    libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+    close_all_but(kept)
+    null = os.open(os.devnull, os.O_RDONLY)
+    if null != 0:
+        os.dup2(null, 0)
+        os.close(null)
+
+
+def close_all_but(kept: frozenset[int]) -> None:
+    """Close every descriptor of this process that is not in ``kept``."""
+    for entry in os.listdir("/proc/self/fd"):
+        fd = int(entry)
+        if fd not in kept:
+            try:
+                os.close(fd)
+            except OSError:
+                continue  # the directory's own descriptor, closed already
+
+
+def prefer_for_oom_kill() -> None:
+    """If memory runs out, end this process rather than its parent, which can start it anew."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+    except OSError as error:
+        log.debug("cannot set oom_score_adj: %s", error)

@@ -1,0 +1,151 @@
+"""Flags over environment over file; unknown keys, bad values and dangerous combinations are refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import is_loopback, load_serve, parse_size
+from penstock.config.schema import ServeConfig
+from penstock.errors import ConfigError
+
+
+def refused(because: str, *, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_serve(flags or {}, env or {})
+    assert because in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "penstock.toml"
+    path.write_text(
+        'port = 1000\nhost = "::1"\nmax-model-len = 64\nkv_memory = "1MiB"\n\n[supervise]\nwedge_s = 0.5\n',
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert load_serve({}, {"HOME": "/root"}) == ServeConfig()
+
+
+def test_flags_beat_environment_beats_file(file: Path) -> None:
+    config = load_serve({"port": 3000}, {"PENSTOCK_PORT": "2000", "PENSTOCK_HOST": "localhost"}, file)
+    assert (config.port, config.host, config.max_model_len, config.kv_memory) == (3000, "localhost", 64, 1 << 20)
+    assert config.supervise.wedge_s == 0.5
+    assert config.supervise.drain_s == ServeConfig().supervise.drain_s
+
+
+def test_the_environment_can_name_the_file(file: Path) -> None:
+    assert load_serve({}, {"PENSTOCK_CONFIG": str(file)}).port == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("1", True), ("false", False), ("0", False)],
+)
+def test_booleans_from_the_environment(text: str, value: bool) -> None:
+    assert load_serve({}, {"PENSTOCK_AGGREGATED": text}).aggregated is value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1048576", 1 << 20),
+        ("512MiB", 512 << 20),
+        ("512M", 512 << 20),
+        ("2GB", 2_000_000_000),
+        ("1.5 GiB", 3 << 29),
+        ("64k", 64 << 10),
+        ("1t", 1 << 40),
+        ("10b", 10),
+    ],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_size(text) == value
+    assert load_serve({"kv_memory": text}, {}).kv_memory == value
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 XB", "1e9", "0x10", "1MiB2"])
+def test_no_sizes(text: str) -> None:
+    refused("--kv-memory: expected a size such as 512MiB", flags={"kv_memory": text})
+
+
+def test_bad_values_name_their_source() -> None:
+    refused("PENSTOCK_PORT: expected int, got 'high'", env={"PENSTOCK_PORT": "high"})
+    refused("--port: expected int <= 65535", flags={"port": "65536"})
+    refused("--prefill: expected int >= 1", flags={"prefill": "0"})
+    refused("--kv-memory: expected int >= 1", flags={"kv_memory": "0"})
+    refused("--transfer: invalid enum value 'rdma'", flags={"transfer": "rdma"})
+    refused("PENSTOCK_AGGREGATED: expected bool", env={"PENSTOCK_AGGREGATED": "perhaps"})
+
+
+def test_a_key_is_never_shown() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_serve({"api_key": 12345}, {})
+    assert "12345" not in str(refusal.value)
+
+
+def test_unknown_keys_are_errors() -> None:
+    refused("PENSTOCK_PROT: no such setting; did you mean port?", env={"PENSTOCK_PROT": "1"})
+    refused("PENSTOCK_LIMITS: [limits] can be set in a configuration file only", env={"PENSTOCK_LIMITS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("prot = 1", "prot in"),
+        ("[limits]\nmax_nn = 3", "unknown field max_nn"),
+        ("[limits]\nmax_n = '3'", "expected int"),
+        ("port = '8000'\nport = 3", "is not valid TOML"),
+        ("port = true", "expected int"),
+        ("port = 80.5", "expected int"),
+        ("\udcff", "is not valid TOML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, because: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ConfigError) as refusal:
+        load_serve({}, {}, path)
+    assert because in str(refusal.value)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
+        load_serve({}, {}, tmp_path / "none.toml")
+
+
+def test_service_links_of_kubernetes_are_not_settings() -> None:
+    links = {
+        "PENSTOCK_PORT": "tcp://10.0.0.7:8000",
+        "PENSTOCK_SERVICE_HOST": "10.0.0.7",
+        "PENSTOCK_SERVICE_PORT_HTTP": "8000",
+        "PENSTOCK_PORT_8000_TCP_ADDR": "10.0.0.7",
+    }
+    assert load_serve({}, links) == ServeConfig()
+
+
+def test_off_the_loopback_a_key_is_a_must() -> None:
+    refused("--host 0.0.0.0 can be reached from other machines", flags={"host": "0.0.0.0"})
+    assert load_serve({"host": "0.0.0.0", "api_key": "k"}, {}).api_key == "k"
+    assert load_serve({"host": "0.0.0.0"}, {"PENSTOCK_API_KEY": "k"}).api_key == "k"
+    refused("an empty key", flags={"host": "0.0.0.0", "api_key": " "})
+
+
+def test_aggregated_excludes_counts() -> None:
+    refused("leave out --prefill", flags={"aggregated": True, "prefill": 2})
+    refused("leave out --prefill", flags={"aggregated": True}, env={"PENSTOCK_DECODE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
+    + [(host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.evil.example")],
+)
+def test_loopback(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
