@@ -193,7 +193,7 @@ def _no_weights(folder: Path) -> str:
     if pickles:
         return (
             f"{folder}: has its weights in {pickles[0]} only, a pickle, which can run code when it is read; "
-            "convert it: transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+            "convert it, as transformers' from_pretrained(...).save_pretrained(...) does"
         )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:

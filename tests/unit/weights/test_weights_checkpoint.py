@@ -1,0 +1,200 @@
+"""What can be served is recognised, what cannot is refused with the reason and what would do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, ModelError
+from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.fields import Fields
+from penstock.weights.llama import parse
+from penstock.weights.spec import ModelSpec, Rope, RopeKind, SamplingDefaults
+from tiny_models import llama_config, random_tensors, write_model, write_weights
+
+BUNDLED = Path(__file__).parents[3] / "src/penstock/bundled/storyteller"
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def spec_of(**changes: Any) -> ModelSpec:
+    return parse(Fields(llama_config(**changes), "config.json"))
+
+
+def test_the_bundled_model() -> None:
+    spec = inspect_model(BUNDLED)
+    assert (spec.vocab, spec.hidden, spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (4096, 320, 8, 5, 1, 64)
+    assert (spec.intermediate, spec.rms_eps, spec.tied, spec.max_positions) == (896, 1e-5, True, 2048)
+    assert spec.rope == Rope(theta=10000.0)
+    assert (spec.eos_ids, spec.bos_id, spec.checkpoint_dtype) == ((1,), 0, "bf16")
+    assert spec.sampling == SamplingDefaults(temperature=0.7, top_p=0.9)
+    assert spec.parameters == 10_163_520
+
+
+def test_both_dialects_of_the_rotary_fields() -> None:
+    old = spec_of(rope_theta=500000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16", max_position_embeddings=131072)
+    new = spec_of(
+        rope_theta=None,
+        rope_parameters={**LLAMA3, "rope_theta": 500000.0},
+        dtype="bfloat16",
+        max_position_embeddings=131072,
+    )
+    assert old == new
+    assert old.rope.kind is RopeKind.LLAMA3
+    assert (old.rope.theta, old.rope.factor, old.rope.original_max_positions) == (500000.0, 32.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"rope_theta": None}, Rope(theta=10000.0)),
+        ({"rope_theta": 1000000}, Rope(theta=1e6)),
+        ({"rope_scaling": None}, Rope()),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(theta=7.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, Rope(kind=RopeKind.LINEAR, factor=2.0)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, Rope(kind=RopeKind.LINEAR, factor=4.0)),
+    ],
+)
+def test_rotary_recipes(changes: dict[str, Any], rope: Rope) -> None:
+    assert spec_of(**changes).rope == rope
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+def test_frequencies_are_those_of_transformers(kind: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {"default": None, "linear": {"rope_type": "linear", "factor": 3.0}, "llama3": LLAMA3}[kind]
+    config = llama_config(head_dim=80, rope_scaling=scaling, rope_theta=500000.0, max_position_embeddings=131072)
+    want = LlamaRotaryEmbedding(LlamaConfig.from_dict(config)).inv_freq.numpy()
+    got = parse(Fields(config, "config.json")).rope.inv_freq(80)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_head_size_is_explicit_or_follows() -> None:
+    assert spec_of(hidden_size=80).head_dim == 20
+    assert spec_of(head_dim=24).head_dim == 24
+    assert spec_of(num_key_value_heads=None).kv_heads == 4
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another architecture": ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' cannot be served; these"),
+    "no architecture": ({"architectures": None}, "architectures must name one"),
+    "another type": ({"model_type": "mistral"}, "model_type is 'mistral'"),
+    "code of its own": ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "never run"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized; the original in bf16"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+    "attention bias": ({"attention_bias": True}, "attention_bias is true"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias is true"),
+    "heads do not divide": ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+    "hidden does not divide": ({"hidden_size": 66}, "no multiple of num_attention_heads"),
+    "odd head": ({"head_dim": 15}, "head_dim must be even"),
+    "huge head": ({"head_dim": 4096}, "head_dim must be even and at most"),
+    "missing size": ({"hidden_size": None}, "has no hidden_size"),
+    "text for a size": ({"hidden_size": "64"}, "hidden_size must be int"),
+    "truth for a size": ({"num_hidden_layers": True}, "num_hidden_layers must be int"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive"),
+    "a million layers": ({"num_hidden_layers": 1000000}, "num_hidden_layers must be at most"),
+    "negative eps": ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' cannot be served; these can"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
+    "factors crossed": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs from layer to layer"),
+    "eos outside": ({"eos_token_id": 128}, "eos_token_id 128 is outside"),
+    "eos no id": ({"eos_token_id": "x"}, "eos_token_id must be a token id"),
+    "untied without head": ({"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
+    "another shape": ({"intermediate_size": 97}, r"'model.layers.0.mlp.gate_proj.weight' has shape \[96, 64\]"),
+    "a layer more": ({"num_hidden_layers": 4}, "'model.layers.3.input_layernorm.weight' is missing"),
+    "a layer less": ({"num_hidden_layers": 2}, "'model.layers.2.input_layernorm.weight' is not part"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
+    changes, reason = REFUSED[case]
+    write_model(tmp_path, llama_config(tie_word_embeddings=True))
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(**{"tie_word_embeddings": True, **changes})))
+    with pytest.raises(ModelError, match=reason) as caught:
+        inspect_model(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_bias_in_the_files_is_refused_even_if_the_configuration_hides_it(tmp_path: Path) -> None:
+    config = llama_config()
+    write_model(tmp_path, config)
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}
+    write_weights(tmp_path, random_tensors(config) | bias)
+    with pytest.raises(ModelError, match=r"q_proj.bias' is not part of this architecture"):
+        inspect_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"), [("config.json", "has no config.json"), ("tokenizer.json", "has no tokenizer.json")]
+)
+def test_missing_files(tmp_path: Path, file: str, reason: str) -> None:
+    write_model(tmp_path, llama_config())
+    (tmp_path / file).unlink()
+    with pytest.raises(ModelError, match=reason):
+        inspect_model(tmp_path)
+
+
+def test_no_folder_and_broken_json(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        inspect_model(tmp_path / "nowhere")
+    write_model(tmp_path, llama_config())
+    (tmp_path / "config.json").write_text('{"a": 1, "a": 2}')
+    with pytest.raises(ModelError, match="stands twice"):
+        inspect_model(tmp_path)
+
+
+def test_generation_config_wins_over_config(tmp_path: Path) -> None:
+    write_model(tmp_path, llama_config(eos_token_id=1))
+    generation = {"eos_token_id": [5, 6, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    spec = inspect_model(tmp_path)
+    assert spec.eos_ids == (5, 6)
+    assert spec.sampling == SamplingDefaults(temperature=0.6, top_p=0.9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "warm"}))
+    spec = inspect_model(tmp_path)
+    assert spec.eos_ids == (1,)
+    assert spec.sampling == SamplingDefaults()
+
+
+@pytest.mark.parametrize(("dtype", "auto"), [("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
+def test_compute_type_follows_the_tensors_not_the_configuration(tmp_path: Path, dtype: str, auto: str) -> None:
+    write_model(tmp_path, llama_config(torch_dtype="float64"), dtype=dtype, shards=2)
+    spec = inspect_model(tmp_path)
+    assert spec.checkpoint_dtype == dtype
+    assert compute_dtype_for(spec, "auto") == auto
+    assert compute_dtype_for(spec, "bf16") == "bf16"
+    assert compute_dtype_for(spec, "fp32") == "fp32"
+    with pytest.raises(ConfigError, match="fp8"):
+        compute_dtype_for(spec, "fp8")
+
+
+def test_mixed_types_need_fp32(tmp_path: Path) -> None:
+    config = llama_config()
+    write_model(tmp_path, config)
+    tensors = random_tensors(config)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.float16)
+    write_weights(tmp_path, tensors)
+    assert inspect_model(tmp_path).checkpoint_dtype == "fp32"
+
+
+def test_a_specification_survives_the_wire() -> None:
+    spec = inspect_model(BUNDLED)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
