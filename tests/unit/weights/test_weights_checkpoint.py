@@ -43,13 +43,8 @@ def test_the_bundled_model() -> None:
 
 
 def test_both_dialects_of_the_rotary_fields() -> None:
-    old = spec_of(rope_theta=500000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16", max_position_embeddings=131072)
-    new = spec_of(
-        rope_theta=None,
-        rope_parameters={**LLAMA3, "rope_theta": 500000.0},
-        dtype="bfloat16",
-        max_position_embeddings=131072,
-    )
+    old = spec_of(rope_theta=500000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16")
+    new = spec_of(rope_theta=None, rope_parameters={**LLAMA3, "rope_theta": 500000.0}, dtype="bfloat16")
     assert old == new
     assert old.rope.kind is RopeKind.LLAMA3
     assert (old.rope.theta, old.rope.factor, old.rope.original_max_positions) == (500000.0, 32.0, 8192)
@@ -80,7 +75,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
     want = LlamaRotaryEmbedding(LlamaConfig.from_dict(config)).inv_freq.numpy()
     got = parse(Fields(config, "config.json")).rope.inv_freq(80)
     assert got.dtype == np.float64
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=3e-6)  # theirs are computed in fp32
 
 
 def test_head_size_is_explicit_or_follows() -> None:
