@@ -1,6 +1,7 @@
 """What goes into the scheduler (events), and what comes out of it (a plan, an outcome).
 
-All plain data, so the simulator and the tests speak the same language as a worker.
+All plain data, so the simulator and the tests speak the same language as a worker.  What is made once a row and
+step is a msgspec struct: ten times as quick to make as a frozen dataclass, and nothing for the garbage collector.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
 
@@ -86,8 +89,7 @@ Event = Arrive | Granted | PagesArrived | FirstToken | Released | Cancelled
 # --- plan: what to compute now ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and draw the token after them."""
 
     request: Request
@@ -115,13 +117,13 @@ class Plan:
     reserved: tuple[Request, ...] = ()  # leg=decode: admitted now, all pages reserved: pull from ``request.computed``
     returned: tuple[ReturnedRequest, ...] = ()  # could not stay or could not be taken
     preempted: int = 0  # requests whose pages were taken back in making this plan
+    gone: tuple[RequestId, ...] = ()  # forgotten since the last plan, however they ended; the runner forgets them too
 
 
 # --- outcome: what came of it ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True, gc=False):
     """The runner's answer for one row: the tokens drawn (none for a row that does not sample, ``steps`` otherwise)."""
 
     tokens: tuple[int, ...] = ()
@@ -129,8 +131,7 @@ class Drawn:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request, ready to be sent to whoever asked.  ``index`` counts output tokens before them."""
 
     request: Request
@@ -141,8 +142,7 @@ class Progress:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt, with the first token, when asked for
 
 
-@dataclass(frozen=True, slots=True)
-class PageDone:
+class PageDone(msgspec.Struct, frozen=True, gc=False):
     """leg=prefill: page ``block`` of the request is final with ``tokens`` tokens in it, and may be sent."""
 
     request: Request

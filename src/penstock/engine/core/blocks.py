@@ -1,0 +1,175 @@
+"""The pages of one worker's KV memory: who holds them, and which of them could be given away.
+
+Knows page numbers only: not what stands in a page, nor where it lies in memory.
+
+::
+
+    every page is in exactly one of three places
+        free      nobody holds it, nothing worth keeping in it
+        cached    nobody holds it, its content has a name (a label): evictable, oldest first; counts as available
+        leased    held by one or more owners (its reference count)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from penstock.types import BlockHash, PageId
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """``missing`` more pages would have been needed; nothing was reserved."""
+
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaks:
+    """What the integrity check found.  All zero at every moment between two steps."""
+
+    leaked: int = 0  # held more often than owners know of
+    double: int = 0  # owned more often than held, owned though given up, or unlabelled with several owners
+    lost: int = 0  # in none of the three places, or in two
+
+    @property
+    def total(self) -> int:
+        """The figure reported as ``kv_pages_leaked``."""
+        return self.leaked + self.double + self.lost
+
+
+class Lease:
+    """Pages held for a while.  Leaving the scope gives them back, unless they were taken."""
+
+    __slots__ = ("_pool", "pages")
+
+    def __init__(self, pool: BlockPool, pages: list[PageId]) -> None:
+        self._pool = pool
+        self.pages = pages
+
+    def take(self) -> list[PageId]:
+        """Move the pages to the caller, who now owns one reference of each; the lease holds nothing more."""
+        pages, self.pages = self.pages, []
+        return pages
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.release(self.take())
+
+
+class BlockPool:
+    """A fixed number of pages, counted.  ``on_evict`` is told the label of every cached page that is given away."""
+
+    def __init__(self, pages: int, on_evict: Callable[[BlockHash], None] | None = None) -> None:
+        self.pages = pages
+        self.on_evict = on_evict
+        self.releases = 0  # how often something was given back: who waits for room need not ask again before
+        self._references = [0] * pages
+        self._generations = [0] * pages
+        self._labels: list[BlockHash | None] = [None] * pages
+        self._free = [PageId(page) for page in range(pages - 1, -1, -1)]
+        self._cached: OrderedDict[PageId, None] = OrderedDict()  # oldest first
+
+    @property
+    def free(self) -> int:
+        """Pages with nothing in them."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Pages that nobody holds and whose content is known."""
+        return len(self._cached)
+
+    @property
+    def leased(self) -> int:
+        """Pages that somebody holds."""
+        return self.pages - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be reserved now."""
+        return len(self._free) + len(self._cached)
+
+    def generation(self, page: PageId) -> int:
+        """How often ``page`` has been given out."""
+        return self._generations[page]
+
+    def references(self, page: PageId) -> int:
+        """How many owners hold ``page``."""
+        return self._references[page]
+
+    def label(self, page: PageId) -> BlockHash | None:
+        """The name of what stands in ``page``, when it is full and final."""
+        return self._labels[page]
+
+    def reserve(self, count: int, *, spare: int = 0) -> Lease | Shortfall:
+        """Hold ``count`` unlabelled pages, all or none, such that ``spare`` more would still be available."""
+        missing = count + spare - self.available
+        if missing > 0:
+            return Shortfall(missing)
+        return Lease(self, [self._give_out() for _ in range(count)])
+
+    def retain(self, pages: Iterable[PageId]) -> Lease:
+        """Hold labelled pages once more."""
+        held = list(pages)
+        for page in held:
+            if self._references[page] == 0:
+                del self._cached[page]
+            self._references[page] += 1
+        return Lease(self, held)
+
+    def release(self, pages: Sequence[PageId]) -> None:
+        """Give one reference of each back.  In reverse, so that a chain is evicted from its leaf."""
+        if not pages:
+            return
+        self.releases += 1
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if self._labels[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def set_label(self, page: PageId, label: BlockHash) -> None:
+        """Name the content of a page that is held; it stays cached when the last owner has gone."""
+        self._labels[page] = label
+
+    def check(self, owners: Iterable[Sequence[PageId]]) -> Leaks:
+        """Compare what is held with what ``owners`` say they hold.  O(pages + owned); changes nothing."""
+        owned = [0] * self.pages
+        for pages in owners:
+            for page in pages:
+                owned[page] += 1
+        places = [0] * self.pages
+        for page in (*self._free, *self._cached):
+            places[page] += 1
+        leaked = double = lost = 0
+        for index, held in enumerate(self._references):
+            leaked += held > owned[index]
+            double += held < owned[index] or (owned[index] > 1 and self._labels[index] is None)
+            lost += places[index] + (held > 0) != 1
+        return Leaks(leaked, double, lost)
+
+    def _give_out(self) -> PageId:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            label = self._labels[page]
+            self._labels[page] = None
+            if label is not None and self.on_evict is not None:
+                self.on_evict(label)
+        self._references[page] = 1
+        self._generations[page] += 1
+        return page

@@ -1,0 +1,89 @@
+"""How long a step will take: a linear model, learned from the steps that were measured.
+
+seconds = a + b * tokens + c * (query, key) pairs + d * rows that are drawn from; recursive least squares with
+forgetting (Ljung, System Identification, 2nd ed., 11.2) on relative errors.  Pure: it is told the seconds.
+It does not know what a layer is, nor which machine it is on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+Vector = tuple[float, float, float, float]
+
+SCALE: Vector = (1.0, 256.0, 262_144.0, 16.0)
+"""Units of the four features: a step, and amounts of work that one step may well contain."""
+
+PRIOR: Vector = (1e-3, 64e-3, 1e-3, 1e-3)
+"""Seconds for each unit, before anything was measured: slow, so that the first chunk on an unknown machine is short."""
+
+FORGETTING = 0.98
+NOISE = 0.05  # relative variance of a measured step
+MOST_SURPRISE = 3.0  # relative; a process that was stopped for a minute teaches no more than a fourfold surprise
+
+
+@dataclass(slots=True)
+class Work:
+    """What one step computes."""
+
+    tokens: int = 0
+    pairs: int = 0  # query-key pairs of causal attention
+    draws: int = 0  # positions whose logits are needed
+
+    def add(self, start: int, count: int, draws: int) -> None:
+        """``count`` tokens from position ``start``, with logits of ``draws`` of them."""
+        self.tokens += count
+        self.pairs += count * start + count * (count + 1) // 2
+        self.draws += draws
+
+    def vector(self) -> Vector:
+        """The four features, in units of ``SCALE``."""
+        return (1.0, self.tokens / SCALE[1], self.pairs / SCALE[2], self.draws / SCALE[3])
+
+
+class StepCost:
+    """Predicts and learns; weights are never negative."""
+
+    def __init__(self, prior: Vector = PRIOR) -> None:
+        self._weights = list(prior)
+        self._spread = [[(prior[i] ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
+        self._widest = [max(value**2, 1e-12) for value in prior]
+        self.measured = 0
+
+    def predict(self, work: Work) -> float:
+        """Seconds of one step."""
+        _, tokens, pairs, draws = work.vector()
+        a, b, c, d = self._weights
+        return a + b * tokens + c * pairs + d * draws
+
+    def affordable(self, work: Work, budget_s: float, start: int, *, draws_each: bool = False) -> int:
+        """Tokens from position ``start`` that can be added to ``work`` within ``budget_s``; may be 0 or less."""
+        left = budget_s - self.predict(work) - self._weights[3] / SCALE[3]
+        each = self._weights[1] / SCALE[1] + (self._weights[3] / SCALE[3] if draws_each else 0.0)
+        pair = self._weights[2] / SCALE[2]
+        linear = max(each + pair * (start + 0.5), 1e-12)
+        if left <= 0:
+            return 0
+        # the positive root of  pair/2 n^2 + linear n = left,  in the form that does not cancel
+        return int(min(2 * left / (linear + sqrt(linear * linear + 2 * pair * left)), 1e9))
+
+    def learn(self, work: Work, seconds: float) -> None:
+        """Take a measured step into account.  A step of no work teaches nothing."""
+        if work.tokens == 0:
+            return
+        self.measured += 1
+        expected = max(self.predict(work), 1e-5)
+        x = [value / expected for value in work.vector()]
+        surprise = min(seconds / expected - sum(w * v for w, v in zip(self._weights, x, strict=True)), MOST_SURPRISE)
+        spread = self._spread
+        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in spread]
+        scale = FORGETTING * NOISE + sum(v * p for v, p in zip(x, px, strict=True))
+        self._weights = [max(w + p / scale * surprise, 0.0) for w, p in zip(self._weights, px, strict=True)]
+        for i, row in enumerate(spread):
+            for j in range(4):
+                row[j] -= px[i] * px[j] / scale
+        # Forget only what the data keeps refreshing: spread beyond the prior would wind up without bound.
+        if all(spread[i][i] < FORGETTING * self._widest[i] for i in range(4)):
+            for row in spread:
+                row[:] = [value / FORGETTING for value in row]

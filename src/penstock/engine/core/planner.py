@@ -1,0 +1,117 @@
+"""Who is granted what in the next step: running rows first, then prompt chunks, then new requests.
+
+There are no phases, only counts: ``known - computed`` of a request is what a step may grant it, whether those are
+prompt tokens, tokens to recompute after a preemption, or the one token that was drawn last.
+"""
+
+from __future__ import annotations
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.cost import StepCost
+from penstock.engine.core.draft import Draft
+from penstock.engine.core.plan import Row
+from penstock.engine.core.request import OrderKey, Request, Status
+from penstock.engine.core.table import RequestTable
+from penstock.types import Leg
+
+
+def order(request: Request) -> OrderKey:
+    """First served first."""
+    return request.order
+
+
+def grows(request: Request) -> bool:
+    """Will need more pages than it has."""
+    return request.room < request.last and request.leg is not Leg.PREFILL
+
+
+class Planner:
+    """Drafts steps from the table, and moves requests in it by admission and preemption."""
+
+    def __init__(self, config: SchedulerConfig, cost: StepCost, table: RequestTable) -> None:
+        self._config = config
+        self._cost = cost
+        self._table = table
+        self._memory = table.memory
+        # Each running request gets at least one token of a step, so a long prompt never starves behind many answers.
+        self._max_active = min(config.max_running, config.max_step_tokens)
+
+    def draft(self, max_steps: int) -> Draft:
+        """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
+
+        No one is admitted in a step that preempted: the room is for those who needed it.
+        """
+        draft = Draft(self._config, self._cost)
+        chunked = sorted(self._grant_single_tokens(draft), key=order)
+        draft.close_decodes()
+        table = self._table
+        if max_steps > 1 and draft.rows and not chunked and not table.queue and not table.reserved:
+            self._grant_several(draft, max_steps)
+        granted = [draft.add_chunk(request) for request in chunked]
+        if all(granted) and not draft.preempted:
+            self._admit(draft)
+        return draft
+
+    def _grant_single_tokens(self, draft: Draft) -> list[Request]:
+        """A row for every running request with one missing token, and a page if it needs one; returns the others."""
+        rows, others, needy = draft.rows, list[Request](), list[Request]()
+        for request in self._table.running.values():
+            computed = request.computed
+            if request.known - computed != 1:
+                others.append(request)
+                continue
+            if computed >= request.room:
+                needy.append(request)
+            rows.append(Row(request, computed, 1, True))
+        if needy and self._make_room(needy, draft):
+            rows[:] = [row for row in rows if row.request.status is Status.RUNNING and row.start < row.request.room]
+            others = [request for request in others if request.status is Status.RUNNING]
+        return others
+
+    def _make_room(self, needy: list[Request], draft: Draft) -> bool:
+        """A page for each of ``needy``, oldest first, taken from the youngest when none is left.
+
+        True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
+        need no further page, and they end by themselves.  Who could take from nobody but itself misses a step.
+        """
+        disturbed = False
+        table = self._table
+        for request in sorted(needy, key=order):
+            while request.status is Status.RUNNING and not self._memory.grow(request, request.computed + 1):
+                disturbed = True
+                victims = [r for r in (*table.running.values(), *table.reserved.values()) if r.leg is not Leg.PREFILL]
+                if len(victims) == 1:
+                    break
+                table.preempt(max(victims, key=order))
+                draft.preempted += 1
+        return disturbed
+
+    def _grant_several(self, draft: Draft, limit: int) -> None:
+        """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
+        if any(row.request.leg is Leg.PREFILL for row in draft.rows):
+            return
+        limit = min(limit, *(row.request.last - row.request.known for row in draft.rows))
+        steps = draft.affordable_steps(limit)
+        fresh = sum(self._memory.pages_for(row.start + steps) - len(row.request.pages) for row in draft.rows)
+        if steps > 1 and fresh <= self._memory.pool.available:
+            draft.steps = steps
+            for row in draft.rows:
+                self._memory.grow(row.request, row.start + steps)
+
+    def _admit(self, draft: Draft) -> None:
+        """Let in whoever waits, strictly in order, while there is room, and work left to grant in this step.
+
+        A page for each request that still grows stays free: who is admitted into the last page is preempted at once.
+        """
+        table = self._table
+        if not table.queue:
+            return
+        spare = sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
+        while (request := table.queue.head()) is not None:
+            if table.active >= self._max_active or self._memory.admit(request, spare=spare) is not None:
+                return
+            spare += grows(request)
+            table.admit(request)
+            draft.admitted.append(request)
+            if request.leg is not Leg.DECODE and not draft.add_chunk(request):
+                return

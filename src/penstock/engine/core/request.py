@@ -1,0 +1,135 @@
+"""One request inside the engine: its tokens, how many of them are computed, and the pages they stand in.
+
+Knows nothing about other requests, time or memory.  Only the scheduler and its parts change one; runners read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from penstock.engine.core.plan import Arrive
+from penstock.types import BlockHash, FinishReason, Leg, PageId, TokenLogprob
+
+OrderKey = tuple[int, float, int]
+"""Who is served first: (priority, arrival, serial number); the last makes it unique."""
+
+
+class Status(Enum):
+    """Who owns the request now.  It says nothing about prefill or decode: that is a subtraction."""
+
+    UNGRANTED = "waits for the receiver's credit"
+    WAITING = "in the queue"
+    RESERVED = "has its pages, waits for what will stand in them"
+    RUNNING = "takes part in steps"
+    HANDOVER = "computed; its pages are held for the receiver"
+    GONE = "forgotten; holds nothing"
+
+
+class Request:
+    """Tokens ``[0, computed)`` stand in ``pages``; tokens ``[0, known)`` are known.  The rest of the engine is
+    bringing the first number up to the second.
+
+    ::
+
+        prompt ..................... | emitted elsewhere | drawn here     known = len(prompt) + len(output)
+        computed ................................. |       missing = known - computed
+        page | page | page | page | page | page | page |   room = tokens that fit the pages held
+        settled: pages full, final and hashed |
+    """
+
+    __slots__ = (
+        "announced",
+        "arrival",
+        "cached_tokens",
+        "computed",
+        "emitted",
+        "epoch",
+        "first_token",
+        "hashes",
+        "id",
+        "known",
+        "last",
+        "leg",
+        "order",
+        "output",
+        "pages",
+        "preempted",
+        "priority",
+        "prompt",
+        "prompt_logprobs",
+        "room",
+        "root",
+        "sampling",
+        "settled",
+        "status",
+        "stops",
+        "waits_for",
+    )
+
+    def __init__(self, event: Arrive, *, serial: int, max_model_len: int) -> None:
+        self.id = event.id
+        self.epoch = event.epoch
+        self.leg = event.leg
+        self.prompt: Sequence[int] = event.prompt
+        self.output: list[int] = list(event.emitted)  # emitted elsewhere, then drawn here
+        self.emitted = len(self.output)
+        self.sampling = event.sampling
+        self.arrival = event.arrival
+        self.priority = event.priority
+        self.root = event.root
+        self.order: OrderKey = (event.priority, event.arrival, serial)
+        self.known = len(event.prompt) + self.emitted
+        self.computed = 0
+        self.last = min(len(event.prompt) + event.sampling.max_tokens, max_model_len)  # ``known`` at which it ends
+        self.stops = frozenset(event.sampling.stop_token_ids)
+        self.pages: list[PageId] = []
+        self.room = 0
+        self.hashes: list[BlockHash] = list(event.hashes)
+        self.settled = 0  # pages whose content is final and was offered to the prefix cache
+        self.announced = 0  # leg=prefill: pages the receiver has been told of
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
+        self.preempted = 0  # how often its pages were taken back
+        self.first_token = False  # leg=decode: the prefill worker's token is here
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.waits_for: BlockHash | None = None  # a block that another request is computing
+        self.status = Status.UNGRANTED if event.leg is Leg.PREFILL else Status.WAITING
+
+    @property
+    def missing(self) -> int:
+        """Known tokens that are not computed yet."""
+        return self.known - self.computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Every prompt position must be computed here; they go out with the answer's first token."""
+        return self.sampling.prompt_logprobs is not None and not self.output and self.leg is not Leg.DECODE
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens ``[start, stop)``: of the prompt, then of the output."""
+        border = len(self.prompt)
+        if stop <= border:
+            return tuple(self.prompt[start:stop])
+        if start >= border:
+            return tuple(self.output[start - border : stop - border])
+        return (*self.prompt[start:border], *self.output[: stop - border])
+
+    def append(self, token: int) -> FinishReason | None:
+        """Know one token more; the reason if the answer ends with it."""
+        self.output.append(token)
+        self.known += 1
+        if token in self.stops:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.known >= self.last else None
+
+    def adopt(self, pages: list[PageId], *, page_tokens: int) -> None:
+        """Own these pages, after those owned already."""
+        self.pages.extend(pages)
+        self.room = len(self.pages) * page_tokens
+
+    def surrender(self) -> list[PageId]:
+        """Own no page, and have nothing computed; the caller gives the pages back."""
+        pages, self.pages = self.pages, []
+        self.room = self.computed = self.settled = 0
+        self.prompt_logprobs.clear()
+        return pages

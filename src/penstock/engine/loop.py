@@ -1,0 +1,77 @@
+"""The hot loop: what happened, what to do, doing it, what came of it.
+
+It knows neither messages nor models: the mailbox turns frames into events and outcomes into frames, the runner turns
+a plan into drawn tokens, and every decision is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from penstock.clock import Clock
+from penstock.engine.core.plan import Drawn, Event, Outcome, Plan
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.runner.port import Runner
+
+
+class Mailbox(Protocol):
+    """Where events come from and outcomes go; the worker's service, or a list in a test."""
+
+    def drain(self) -> Iterable[Event]:
+        """Everything that came since the last call; does not wait."""
+        ...
+
+    def about_to_run(self, predicted_s: float) -> None:
+        """A step begins now and should end after ``predicted_s`` seconds.  Not called for a plan without rows."""
+        ...
+
+    def publish(self, outcome: Outcome, plan: Plan) -> None:
+        """Tell everybody concerned.  Called once for each plan, also when both are empty."""
+        ...
+
+
+def _unseen(plan: Plan) -> None:
+    pass
+
+
+class EngineLoop:
+    """One engine.  ``step`` is all of it; whoever calls it decides when, and waits when there is nothing to do."""
+
+    def __init__(
+        self, mailbox: Mailbox, scheduler: Scheduler, runner: Runner, clock: Clock, *, max_steps: int = 1
+    ) -> None:
+        self.mailbox = mailbox
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.max_steps = max_steps  # how many steps may be granted at once when only answers are written
+        self.on_plan: Callable[[Plan], None] = (
+            _unseen  # sees each plan before it runs: credits need not wait for a step
+        )
+
+    def step(self) -> bool:
+        """One turn.  True when something happened: an event came, tokens were computed, or a request was moved."""
+        now = self.clock.now()
+        heard = False
+        for event in self.mailbox.drain():
+            self.scheduler.apply(event, now)
+            heard = True
+        plan = self.scheduler.plan(now, self.max_steps)
+        self.on_plan(plan)
+        for request in plan.gone:
+            self.runner.forget(request)
+        drawn, seconds = self._run(plan)
+        outcome = self.scheduler.commit(plan, drawn, self.clock.now(), seconds)
+        self.mailbox.publish(outcome, plan)
+        moved = plan.rows or plan.reserved or plan.preempted or outcome.progress or outcome.pages_done
+        return heard or bool(moved)
+
+    def _run(self, plan: Plan) -> tuple[Sequence[Drawn], float | None]:
+        """The runner's answer, and how long it took."""
+        if not plan.rows:
+            return (), None
+        self.mailbox.about_to_run(plan.predicted_s)
+        begin = self.clock.now()
+        drawn = self.runner.run(plan)
+        return drawn, self.clock.now() - begin
