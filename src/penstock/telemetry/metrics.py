@@ -1,10 +1,16 @@
 """Every metric name of Penstock, declared as data.
 
 Knows nothing about how they are counted or shown: workers fill ``WORKER_COUNTERS`` into their reports without
-importing a metrics library, and ``telemetry.registry`` shows all families to Prometheus.
+importing a metrics library, and ``telemetry.registry`` shows all families to Prometheus.  Names are those that vLLM's
+dashboards expect, under our own prefix.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+PREFIX = "penstock:"
 
 WORKER_COUNTERS: tuple[str, ...] = (
     "steps",  # steps that computed something
@@ -33,3 +39,96 @@ WORKER_MAXIMA: tuple[str, ...] = (
     "batch_rows_max",  # most requests computed in one step
 )
 """Names in ``Report.counters`` of which the largest value counts, over all incarnations."""
+
+
+class Kind(Enum):
+    """What Prometheus calls the type of a family."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric.  A counter is shown with Prometheus' suffix ``_total``."""
+
+    name: str  # without the prefix
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+_E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_PHASE = (0.001, 0.005, 0.01, 0.025, 0.05, *_E2E[1:])
+
+
+def _counter(name: str, text: str, *labels: str) -> Family:
+    return Family(name, Kind.COUNTER, text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Family:
+    return Family(name, Kind.GAUGE, text, labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Family:
+    return Family(name, Kind.HISTOGRAM, text, (), buckets)
+
+
+# --- of each worker, from its reports -----------------------------------------------------------------------------
+
+NUM_REQUESTS_RUNNING = _gauge("num_requests_running", "Requests in the worker's steps.", "worker", "role")
+NUM_REQUESTS_WAITING = _gauge("num_requests_waiting", "Requests queued in the worker.", "worker", "role")
+KV_CACHE_USAGE = _gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 means all.", "worker", "role")
+KV_PAGES_LEAKED = _gauge("kv_pages_leaked", "KV pages without an owner; 0 at every idle moment.", "worker", "role")
+WORKER_UP = _gauge("worker_up", "1 while the worker can be given work.", "worker", "role")
+
+BY_WORKER_COUNTER: dict[str, Family] = {
+    "steps": _counter("engine_steps", "Steps that computed something.", "worker"),
+    "prompt_tokens_computed": _counter("prompt_tokens_computed", "Prompt tokens computed, not cached.", "worker"),
+    "generation_tokens": _counter("worker_generation_tokens", "Tokens drawn, resubmitted work included.", "worker"),
+    "prefix_cache_queries": _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", "worker"),
+    "prefix_cache_hits": _counter("prefix_cache_hits", "Tokens found in the prefix cache.", "worker"),
+    "preemptions": _counter("num_preemptions", "Requests preempted.", "worker"),
+    "pages_sent": _counter("kv_transfer_pages_sent", "KV pages announced to a decode worker.", "worker"),
+    "pages_received": _counter("kv_transfer_pages", "KV pages received and verified.", "worker"),
+    "bytes_received": _counter("kv_transfer_bytes", "Bytes of KV pages received and verified.", "worker"),
+    "transfer_seconds": _counter("kv_transfer_seconds", "Time spent on copying and verifying KV pages.", "worker"),
+    "pages_corrupt": _counter("kv_pages_corrupt", "KV pages that failed their check.", "worker"),
+    "hand_overs": _counter("kv_hand_overs", "Hand-overs finished.", "worker"),
+    "hand_overs_failed": _counter("kv_hand_overs_failed", "Hand-overs given up.", "worker"),
+    "leases_expired": _counter("kv_leases_expired", "Leases that ended because the other side was silent.", "worker"),
+    "requests_returned": _counter("requests_returned", "Requests given back to the gateway.", "worker"),
+    "requests_cancelled": _counter("requests_cancelled", "Requests cancelled by the gateway.", "worker"),
+    "dropped_frames": _counter("worker_dropped_frames", "Frames a worker dropped.", "worker"),
+    "step_seconds": _counter("engine_step_seconds", "Time spent in steps.", "worker"),
+    "batch_multi_row_steps": _counter("engine_multi_row_steps", "Steps of two requests or more.", "worker"),
+}
+"""The family of each name in ``WORKER_COUNTERS``."""
+
+BY_WORKER_MAXIMUM: dict[str, Family] = {
+    "batch_rows_max": _gauge("engine_batch_rows_max", "Most requests computed in one step.", "worker"),
+}
+"""The family of each name in ``WORKER_MAXIMA``."""
+
+# --- of the gateway -----------------------------------------------------------------------------------------------
+
+PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+GENERATION_TOKENS = _counter("generation_tokens", "Tokens delivered to clients, each once.")
+TTFT = _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT)
+ITL = _histogram("inter_token_latency_seconds", "Between two tokens of one answer.", _ITL)
+E2E = _histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", _E2E)
+QUEUE_TIME = _histogram("request_queue_time_seconds", "Waiting in a worker before the prompt was read.", _PHASE)
+PREFILL_TIME = _histogram("request_prefill_time_seconds", "From the end of the queue to the first token.", _PHASE)
+DECODE_TIME = _histogram("request_decode_time_seconds", "From the first token to the end of the answer.", _PHASE)
+REQUEST_SUCCESS = _counter("request_success", "Requests ended, by reason.", "finished_reason")
+RESUBMISSIONS = _counter("resubmissions", "Requests submitted anew, after a loss or a return.")
+WORKER_DEATHS = _counter("worker_deaths", "Worker processes that ended or were ended.", "worker")
+WORKER_SUSPICIONS = _counter("worker_suspicions", "Workers given up because they were silent.", "worker")
+DROPPED_FRAMES = _counter("dropped_frames", "Frames the gateway dropped: malformed, or not to be sent.")
+REQUESTS_OPEN = _gauge("requests_open", "Requests that the gateway serves now.")
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")

@@ -1,0 +1,384 @@
+"""One request's flight over workers that may die under it: a pure state machine from events to effects.
+
+A flight submits its request in *epochs*.  Everything of an earlier epoch, or from a worker that has no leg in the
+current one, is ignored; so a worker that was given up and wakes again can do no harm.  What was delivered is kept,
+and a new epoch submits prompt + delivered tokens: by law 1 the answer goes on as if nothing had happened.
+
+::
+
+    WAITING --placed--> FLYING --finish--> DONE
+       ^                  |
+       +---lost, returned-+        epoch + 1, surviving legs cancelled
+
+A leg that was sent ends exactly once: by ``CancelLeg`` or by ``LegEnded``.  Knows nothing about fleets, links and
+time; the caller turns effects into deeds and hands in ``now``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from penstock.errors import NoWorkers, PenstockError, QueueFull, RequestError, StalledRequest, WorkerLost
+from penstock.hashing import block_hash
+from penstock.router.decide import Ask, Chosen, Decision
+from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.types import (
+    PAGE_TOKENS,
+    BlockHash,
+    FinishReason,
+    Leg,
+    ModelIdentity,
+    TokenBatch,
+    ValidRequest,
+    WorkerId,
+)
+from penstock.wire.messages import PageSource, Submit, TokenItem
+
+HOLD_S = 0.25
+"""How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
+
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 1.0
+"""Between submissions without a new token; the first resubmission goes at once."""
+
+BUSY_S = 0.25
+"""How long a worker that returned a request because of a full queue is not asked again for it."""
+
+
+class Phase(Enum):
+    """Where a flight is."""
+
+    WAITING = "waiting"
+    FLYING = "flying"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """When to give up."""
+
+    max_attempts: int  # submissions without a new token in between
+    first_byte_s: float  # to the first token
+    stall_s: float  # between two tokens
+
+
+@dataclass(slots=True)
+class LegRun:
+    """One leg of the current epoch."""
+
+    leg: Leg
+    worker: WorkerId
+    incarnation: int
+    ended: bool = False
+
+
+class Flight:
+    """The state machine of one request.  Methods are its events; each returns the effects, in order.
+
+    The first call is ``begin``.  After DONE every event is ignored.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_avoid",
+        "_base",
+        "_began",
+        "_early",
+        "_first_held",
+        "_last_reason",
+        "_legs",
+        "_moved",
+        "_patience",
+        "_started",
+        "emitted",
+        "epoch",
+        "identity",
+        "phase",
+        "request",
+    )
+
+    def __init__(self, request: ValidRequest, patience: Patience, now: float) -> None:
+        self.request = request
+        self.phase = Phase.WAITING
+        self.epoch = 1
+        self.emitted: list[int] = []  # delivered to the client, in order
+        self.identity: ModelIdentity | None = None  # of all workers of this answer, once one of them spoke
+        self._patience = patience
+        self._began = now
+        self._moved = now  # when the last token was delivered
+        self._started = False  # has anything been delivered?
+        self._attempts = 0  # submissions since the last new token
+        self._legs: list[LegRun] = []
+        self._base = 0  # tokens emitted when this epoch was submitted
+        self._early: dict[int, TokenItem] = {}  # index -> what came before its turn
+        self._first_held: float | None = None  # since when a decode leg's tokens wait for the prefill leg's word
+        self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
+        self._last_reason = ""
+
+    # --- placing ----------------------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> Effects:
+        """The request is to be served."""
+        return (WaitForWorker(now),)
+
+    def ask(self, now: float) -> Ask:
+        """What to decide about."""
+        avoid = frozenset(who for who, until in self._avoid.items() if until > now)
+        return Ask(request=self.request, emitted=len(self.emitted), identity=self.identity, avoid=avoid)
+
+    def placed(self, decision: Decision, root: BlockHash, now: float) -> Effects:
+        """A decision was made.  ``root`` is the hash chain's root for the decision's identity and this request."""
+        if self.phase is not Phase.WAITING:
+            return ()
+        if not decision.legs or decision.identity is None:
+            return self._unplaced(now)
+        self.phase = Phase.FLYING
+        self.identity = decision.identity
+        self._base = len(self.emitted)
+        self._attempts += 1
+        self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation) for chosen in decision.legs]
+        source = next((chosen for chosen in decision.legs if chosen.leg is Leg.PREFILL), None)
+        return tuple(
+            Send(chosen.worker, chosen.incarnation, self._submit(chosen, source, root), chosen.tokens)
+            for chosen in decision.legs
+        )
+
+    def _submit(self, chosen: Chosen, source: Chosen | None, root: BlockHash) -> Submit:
+        request = self.request
+        sampling = request.sampling
+        if self._started and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
+        pages_from = None
+        if chosen.leg is Leg.DECODE and source is not None:
+            pages_from = PageSource(worker=source.worker, incarnation=source.incarnation, endpoint=source.endpoint)
+        return Submit(
+            request=request.id,
+            epoch=self.epoch,
+            leg=chosen.leg,
+            prompt=request.prompt,
+            sampling=sampling,
+            arrival=request.arrival,
+            emitted=tuple(self.emitted),
+            root=root,
+            block_hashes=request.block_hashes if self._hashed_for(root) else (),
+            priority=request.priority,
+            pages_from=pages_from,
+        )
+
+    def _hashed_for(self, root: BlockHash) -> bool:
+        """Were the request's hashes made for what the chosen workers serve?  Others would name wrong pages."""
+        hashes = self.request.block_hashes
+        return bool(hashes) and hashes[0] == block_hash(root, self.request.prompt[:PAGE_TOKENS])
+
+    def _unplaced(self, now: float) -> Effects:
+        """Nobody can serve now.  Wait, unless those who could have said that waiting will not help."""
+        if self._last_reason == "too_long":
+            return self._fail(self._too_long())
+        if self._last_reason == "queue_full" and not self._started:
+            return self._fail(QueueFull("All workers' queues are full. Please try again.", retry_after=1))
+        soon = min((until for until in self._avoid.values() if until > now), default=math.inf)
+        return (WaitForWorker(soon),)
+
+    def _too_long(self) -> PenstockError:
+        known, left = len(self.request.prompt), self.request.sampling.max_tokens
+        text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
+        return WorkerLost(text) if self._started else RequestError(text, code="context_length_exceeded")
+
+    # --- what workers say -------------------------------------------------------------------------------------------
+
+    def tokens(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> Effects:
+        """Tokens arrived: those that are next are delivered, what is early is kept, what is known is dropped."""
+        leg = self._leg(worker, incarnation, item.epoch)
+        if leg is None:
+            return ()
+        if not self._started and leg.leg is Leg.DECODE and not self._may_begin(item):
+            self._keep(item)
+            if self._first_held is None:
+                self._first_held = now
+            return ()
+        effects = self._take(item, leg, now)
+        if self._early:
+            effects += self._take_early(now)
+        return effects
+
+    def left_after(self, item: TokenItem, worker: WorkerId) -> int:
+        """How many tokens ``worker`` has still to compute once it has sent ``item``."""
+        if any(leg.leg is Leg.PREFILL and leg.worker == worker for leg in self._legs):
+            return 0
+        return max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
+
+    def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> LegRun | None:
+        """The running leg that may speak, or None."""
+        if self.phase is not Phase.FLYING or epoch != self.epoch:
+            return None
+        for leg in self._legs:
+            if leg.worker == worker and leg.incarnation == incarnation:
+                return leg
+        return None
+
+    def _may_begin(self, item: TokenItem) -> bool:
+        """May a decode leg's tokens be the first that the client gets?"""
+        return item.index == self._base and item.prompt_logprobs is not None
+
+    def _keep(self, item: TokenItem) -> None:
+        kept = self._early.get(item.index)
+        if kept is None or len(item.tokens) > len(kept.tokens) or item.finish is not None:
+            self._early[item.index] = item
+
+    def _take(self, item: TokenItem, leg: LegRun, now: float) -> Effects:
+        """Deliver what is new in ``item``, or keep it for its turn."""
+        have = len(self.emitted)
+        if item.index > have:
+            self._keep(item)
+            return ()
+        skip = have - item.index
+        if skip > len(item.tokens) or (skip == len(item.tokens) and item.finish is None):
+            return self._own_token(item, leg) if self._started else ()
+        tokens = item.tokens[skip:] if skip else item.tokens
+        logprobs = item.logprobs
+        batch = TokenBatch(
+            tokens=tokens,
+            logprobs=logprobs[skip:] if skip and logprobs is not None else logprobs,
+            prompt_logprobs=None if self._started else item.prompt_logprobs,
+            finish=item.finish,
+            cached_tokens=0 if self._started else item.cached_tokens,
+        )
+        self.emitted.extend(tokens)
+        self._attempts = 0
+        self._moved = now
+        self._started = True
+        self._first_held = None
+        if item.finish is not None:
+            return (Deliver(batch), *self._finish(leg))
+        return (Deliver(batch), *self._own_token(item, leg))
+
+    def _take_early(self, now: float) -> Effects:
+        """What was kept and has its turn now.  Only a decode or whole leg can be ahead."""
+        effects: Effects = ()
+        writer = next((leg for leg in self._legs if leg.leg is not Leg.PREFILL), None)
+        while self.phase is Phase.FLYING and writer is not None:
+            index = min(self._early, default=None)
+            if index is None or index > len(self.emitted):
+                break
+            effects += self._take(self._early.pop(index), writer, now)
+        return effects
+
+    def _own_token(self, item: TokenItem, leg: LegRun) -> Effects:
+        """A decode leg that wrote a token of its own has all its pages: the prefill leg is over, its death harmless."""
+        if leg.leg is not Leg.DECODE or item.index + len(item.tokens) <= self._base + 1:
+            return ()
+        return tuple(self._end(other) for other in self._legs if other.leg is Leg.PREFILL and not other.ended)
+
+    def _finish(self, writer: LegRun) -> Effects:
+        """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
+        self.phase = Phase.DONE
+        ended = () if writer.ended else (self._end(writer),)
+        return ended + self._cancel_legs()
+
+    def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> Effects:
+        """A worker gives its leg back unfinished."""
+        leg = self._leg(worker, incarnation, epoch)
+        if leg is None or leg.ended:
+            return ()
+        if reason in ("too_long", "draining"):
+            self._avoid[worker, incarnation] = math.inf
+        elif reason == "queue_full":
+            self._avoid[worker, incarnation] = now + BUSY_S
+        ended = self._end(leg)
+        return (ended, *self._again(f"{worker} gave it back: {reason}", reason, now))
+
+    # --- what happens to workers, clients and time -------------------------------------------------------------------
+
+    def lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> Effects:
+        """A worker has died or is given up.  Its leg is cancelled too, for the case that it only slept."""
+        leg = self._leg(worker, incarnation, self.epoch)
+        if leg is None or leg.ended:
+            return ()
+        if leg.leg is Leg.PREFILL and self._first_held is not None and self._can_do_without():
+            return (self._end(leg), *self._release_held(now))
+        return self._again(f"{worker} was lost: {reason}", "lost", now)
+
+    def client_gone(self) -> Effects:
+        """Nobody wants the answer any more."""
+        if self.phase is Phase.DONE:
+            return ()
+        self.phase = Phase.DONE
+        return self._cancel_legs()
+
+    def tick(self, now: float) -> Effects:
+        """Time has passed."""
+        if self.phase is Phase.DONE:
+            return ()
+        patience = self._patience
+        since, limit = (self._moved, patience.stall_s) if self._started else (self._began, patience.first_byte_s)
+        if now - since > limit:
+            return self._fail(self._stalled(limit))
+        held = self._first_held
+        if held is not None and now - held >= HOLD_S and self.request.sampling.prompt_logprobs is None:
+            return self._release_held(now)
+        return ()
+
+    def _stalled(self, limit: float) -> PenstockError:
+        what = "next" if self._started else "first"
+        if self.phase is Phase.WAITING:
+            return NoWorkers(f"No worker was free to compute the {what} token within {limit:g} s.")
+        return StalledRequest(f"No worker computed the {what} token within {limit:g} s.")
+
+    def _can_do_without(self) -> bool:
+        """Is what the decode leg has sent enough to go on without the prefill leg's word?"""
+        own = any(item.index + len(item.tokens) > self._base + 1 for item in self._early.values())
+        return own and self._base in self._early and self.request.sampling.prompt_logprobs is None
+
+    def _release_held(self, now: float) -> Effects:
+        self._first_held = None
+        return self._take_early(now)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _again(self, why: str, reason: str, now: float) -> Effects:
+        """Cancel what is left of this epoch and ask for new workers, if that can help."""
+        cancels = self._cancel_legs()
+        self.epoch += 1
+        self._early.clear()
+        self._first_held = None
+        self._last_reason = reason
+        if not self._started:
+            self.identity = None
+        end = self._satisfied()
+        if end is not None:
+            self.phase = Phase.DONE
+            return (*cancels, Deliver(TokenBatch(tokens=(), finish=end)))
+        if self._attempts >= self._patience.max_attempts:
+            self.phase = Phase.DONE
+            text = f"Given up after {self._attempts} submissions without a new token; the last: {why}."
+            return (*cancels, Fail(WorkerLost(text)))
+        self.phase = Phase.WAITING
+        wait = 0.0 if self._attempts <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self._attempts - 2))
+        return (*cancels, WaitForWorker(now + wait))
+
+    def _satisfied(self) -> FinishReason | None:
+        """Do the delivered tokens end the answer already, though nobody has said so?"""
+        sampling = self.request.sampling
+        count = len(self.emitted)
+        if count and count >= sampling.min_tokens and self.emitted[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= sampling.max_tokens else None
+
+    def _fail(self, error: PenstockError) -> Effects:
+        self.phase = Phase.DONE
+        return (*self._cancel_legs(), Fail(error))
+
+    def _end(self, leg: LegRun) -> LegEnded:
+        leg.ended = True
+        return LegEnded(leg.worker, leg.incarnation, self.request.id, self.epoch)
+
+    def _cancel_legs(self) -> Effects:
+        cancels = tuple(
+            CancelLeg(leg.worker, leg.incarnation, self.request.id, self.epoch) for leg in self._legs if not leg.ended
+        )
+        self._legs = []
+        return cancels

@@ -1,0 +1,272 @@
+"""The fleet as the gateway knows it: who is there, in what state, and how many tokens each has still to compute.
+
+Columns, one slot a worker id; an id keeps its slot over restarts.  Two sources are joined: what workers report, and
+the gateway's own book of what it has handed out, so that the second of two decisions in one millisecond knows of the
+first.  Whatever comes from another incarnation than the current one is ignored (a fence).
+Knows nothing about links, requests' content or policies.  Pure: time is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState
+from penstock.wire.messages import Report, WorkerDown, WorkerUp
+
+_MOST_SILENCES = 8
+
+
+class Fleet:
+    """All workers ever seen.  Read the columns, never write them; ``load`` is what policies compare.
+
+    A *slot* is the index of a worker in every column.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[WorkerId] = []
+        self.incarnations: list[int] = []
+        self.roles: list[Role] = []
+        self.states: list[WorkerState] = []
+        self.reasons: list[str] = []  # why a slot is in its state, where that is known
+        self.endpoints: list[str] = []
+        self.pids: list[int] = []
+        self.heard: list[float] = []  # when the worker last said anything
+        self.reports: list[Report | None] = []  # the last of this incarnation
+        self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
+        self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
+        self._gaps: list[float] = []  # the longest silence of this incarnation that was not its end
+        self._own: list[int] = []
+        self._others: list[int] = []
+        self._work: list[dict[RequestId, int]] = []
+        self._slots: dict[WorkerId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def slot(self, worker: WorkerId) -> int | None:
+        """The slot of a worker, or None when it was never seen."""
+        return self._slots.get(worker)
+
+    # --- what the supervisor says -----------------------------------------------------------------------------------
+
+    def up(self, message: WorkerUp, now: float) -> bool:
+        """A process was started.  False: it is not newer than the one that is known.
+
+        Callers take the work of an earlier incarnation away first (``work``), since it is forgotten here.
+        """
+        slot = self._slots.get(message.worker)
+        if slot is None:
+            slot = self._add(message.worker)
+        elif message.incarnation <= self.incarnations[slot]:
+            return False
+        self._clear(slot)
+        self.incarnations[slot] = message.incarnation
+        self.roles[slot] = message.role
+        self.states[slot] = WorkerState.STARTING
+        self.reasons[slot] = ""
+        self.endpoints[slot] = message.endpoint
+        self.pids[slot] = message.pid
+        self.heard[slot] = now
+        self._ended[slot] = False
+        self._gaps[slot] = 0.0
+        return True
+
+    def down(self, message: WorkerDown) -> bool:
+        """A process has ended or is being ended.  False: that is not the one which is known as current."""
+        if not self.is_current(message.worker, message.incarnation):
+            return False
+        slot = self._slots[message.worker]
+        self._clear(slot)
+        self._ended[slot] = True
+        self.states[slot] = message.state
+        self.reasons[slot] = message.reason
+        return True
+
+    # --- what the worker says ---------------------------------------------------------------------------------------
+
+    def report(self, report: Report, now: float) -> bool:
+        """Take a worker's own word.  False: it is fenced off, or known to be dead."""
+        if not self.hear(report.worker, report.incarnation, now):
+            return False
+        slot = self._slots[report.worker]
+        self.reports[slot] = report
+        self.roles[slot] = report.role
+        self.states[slot] = report.state
+        self.reasons[slot] = ""
+        self.pids[slot] = report.pid
+        self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
+        self.load[slot] = self._own[slot] + self._others[slot]
+        return True
+
+    def hear(self, worker: WorkerId, incarnation: int, now: float) -> bool:
+        """Note a sign of life.  False: what was said must be ignored."""
+        if not self.is_current(worker, incarnation):
+            return False
+        slot = self._slots[worker]
+        if self._ended[slot]:
+            return False
+        if self.states[slot] is WorkerState.WEDGED:
+            self._gaps[slot] = max(self._gaps[slot], now - self.heard[slot])
+        self.heard[slot] = now
+        return True
+
+    def is_current(self, worker: WorkerId, incarnation: int) -> bool:
+        """Is this the incarnation that stands in the fleet now?"""
+        slot = self._slots.get(worker)
+        return slot is not None and self.incarnations[slot] == incarnation
+
+    # --- what the gateway finds -------------------------------------------------------------------------------------
+
+    def suspect(self, slot: int, reason: str) -> None:
+        """Nothing more goes there until it reports again.  Its work is forgotten: the caller has moved it."""
+        self._clear_work(slot)
+        self.states[slot] = WorkerState.WEDGED
+        self.reasons[slot] = reason
+
+    def silent(self, now: float, silence_s: float) -> Iterator[int]:
+        """Slots that have work of ours and have not said a word for ``silence_s``.
+
+        One that was suspected before and came back is only slow: it gets twice the silence it came back from, up to
+        ``_MOST_SILENCES`` times the usual.
+        """
+        for slot, heard in enumerate(self.heard):
+            quiet = now - heard
+            allowed = max(silence_s, min(2 * self._gaps[slot], _MOST_SILENCES * silence_s))
+            if quiet > allowed and self._work[slot] and self.is_up(slot):
+                yield slot
+
+    def forgive(self, seconds: float) -> None:
+        """This process did not listen for so long: nobody can be blamed for silence in that time."""
+        self.heard = [heard + seconds for heard in self.heard]
+
+    # --- the gateway's own book -------------------------------------------------------------------------------------
+
+    def charge(self, worker: WorkerId, incarnation: int, request: RequestId, tokens: int) -> None:
+        """``worker`` was given ``request`` with so many tokens to compute, or has so many left of it."""
+        slot = self._slots.get(worker)
+        if slot is None or self.incarnations[slot] != incarnation:
+            return
+        work = self._work[slot]
+        self._add_own(slot, tokens - work.get(request, 0))
+        work[request] = tokens
+
+    def progress(self, worker: WorkerId, request: RequestId, left: int) -> None:
+        """So many tokens are left; a request that is not in the book (any more) is none of ours."""
+        slot = self._slots[worker]
+        before = self._work[slot].get(request)
+        if before is not None:
+            self._work[slot][request] = left
+            self._add_own(slot, left - before)
+
+    def discharge(self, worker: WorkerId, incarnation: int, request: RequestId) -> None:
+        """Nothing of ``request`` is left at ``worker``."""
+        slot = self._slots.get(worker)
+        if slot is None or self.incarnations[slot] != incarnation:
+            return
+        self._add_own(slot, -self._work[slot].pop(request, 0))
+
+    def work(self, slot: int) -> Sequence[RequestId]:
+        """What the gateway has at this worker now."""
+        return tuple(self._work[slot])
+
+    def working(self) -> bool:
+        """Is anything of ours anywhere?"""
+        return any(self._work)
+
+    # --- views ------------------------------------------------------------------------------------------------------
+
+    def is_up(self, slot: int) -> bool:
+        """Has it said that it computes, and nothing to the contrary since?"""
+        return self.states[slot] in (WorkerState.READY, WorkerState.DRAINING)
+
+    def has_ended(self, slot: int) -> bool:
+        """Has the supervisor said that this incarnation is over?"""
+        return self._ended[slot]
+
+    def ready(self, roles: Sequence[Role], identity: ModelIdentity | None) -> list[int]:
+        """Slots that may be given work: of one of ``roles`` and, unless None, of this very identity."""
+        slots: list[int] = []
+        for slot, state in enumerate(self.states):
+            if state is WorkerState.READY and self.roles[slot] in roles:
+                report = self.reports[slot]
+                if report is not None and (identity is None or report.identity == identity):
+                    slots.append(slot)
+        return slots
+
+    def identities(self) -> list[ModelIdentity]:
+        """Identities of ready workers, that of most workers first, ties in order of slots."""
+        counts: dict[ModelIdentity, int] = {}
+        for slot, state in enumerate(self.states):
+            report = self.reports[slot]
+            if state is WorkerState.READY and report is not None:
+                counts[report.identity] = counts.get(report.identity, 0) + 1
+        return sorted(counts, key=lambda identity: -counts[identity])
+
+    def steps(self) -> int:
+        """Steps reported by the incarnations that are there now."""
+        return sum(report.steps for report in self.reports if report is not None)
+
+    def max_model_len(self) -> int | None:
+        """The longest context that a worker has reported, or None before any did."""
+        return max((report.max_model_len for report in self.reports if report is not None), default=None)
+
+    def status_rows(self) -> list[dict[str, Any]]:
+        """One mapping a worker, in order of ids, as ``penstock status --json`` prints it."""
+        return [self._row(slot) for slot in sorted(range(len(self.ids)), key=self.ids.__getitem__)]
+
+    def _row(self, slot: int) -> dict[str, Any]:
+        report = self.reports[slot]
+        row: dict[str, Any] = {
+            "id": self.ids[slot],
+            "role": self.roles[slot].value,
+            "pid": self.pids[slot],
+            "state": self.states[slot].value,
+            "running": report.running if report else 0,
+            "queued": report.queued if report else 0,
+            "kv_pages_used": report.kv_pages_used if report else 0,
+            "kv_pages_free": report.kv_pages_free if report else 0,
+            "kv_pages_leaked": report.kv_pages_leaked if report else 0,
+            "incarnation": self.incarnations[slot],
+            "steps": report.steps if report else 0,
+            "tokens_in_flight": self.load[slot],
+        }
+        if report is not None:
+            row["identity"] = report.identity.system_fingerprint
+        if self.reasons[slot]:
+            row["reason"] = self.reasons[slot]
+        return row
+
+    # --- columns ----------------------------------------------------------------------------------------------------
+
+    def _add(self, worker: WorkerId) -> int:
+        slot = self._slots[worker] = len(self.ids)
+        self.ids.append(worker)
+        self.incarnations.append(0)
+        self.roles.append(Role.BOTH)
+        self.states.append(WorkerState.STARTING)
+        self.reasons.append("")
+        self.endpoints.append("")
+        self.pids.append(0)
+        self.heard.append(0.0)
+        self.reports.append(None)
+        self.load.append(0)
+        self._ended.append(False)
+        self._gaps.append(0.0)
+        self._own.append(0)
+        self._others.append(0)
+        self._work.append({})
+        return slot
+
+    def _clear(self, slot: int) -> None:
+        """What an ended incarnation had is gone with it."""
+        self.reports[slot] = None
+        self._clear_work(slot)
+
+    def _clear_work(self, slot: int) -> None:
+        self._work[slot].clear()
+        self.load[slot] = self._own[slot] = self._others[slot] = 0
+
+    def _add_own(self, slot: int, tokens: int) -> None:
+        self._own[slot] += tokens
+        self.load[slot] += tokens

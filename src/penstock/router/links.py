@@ -1,0 +1,127 @@
+"""The gateway's connections to workers: one link a worker incarnation, each read by one task.
+
+Knows how to connect, greet and close; what messages mean is told by whoever handles them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.types import WorkerId
+from penstock.wire.codec import PeerMessage
+from penstock.wire.messages import Cancel, Hello
+from penstock.wire.transport import AsyncLink
+
+log = logging.getLogger("penstock.router")
+
+
+class Connect(Protocol):
+    """``Transport.connect_async``."""
+
+    def __call__(self, endpoint: str) -> AsyncLink: ...
+
+
+Handle = Callable[[WorkerId, int, PeerMessage], None]
+"""Called with worker, incarnation and each message that came from it."""
+
+
+class WorkerLink:
+    """One incarnation's link.  Cancels that cannot leave at once are kept and leave with a later beat."""
+
+    def __init__(self, worker: WorkerId, incarnation: int, link: AsyncLink) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self._link = link
+        self._unsent: list[Cancel] = []
+        self._reader: asyncio.Task[None] | None = None
+
+    def read(self, handle: Handle) -> None:
+        """Start to hand every message to ``handle``.  Needs a running event loop."""
+        self._reader = asyncio.get_running_loop().create_task(self._read(handle), name=f"link {self.worker}")
+
+    async def _read(self, handle: Handle) -> None:
+        async for received in self._link:
+            try:
+                handle(self.worker, self.incarnation, received.message)
+            except Exception:
+                log.exception("a message of %s could not be handled", self.worker)
+
+    def send(self, message: PeerMessage) -> bool:
+        """False: it will not be sent."""
+        return self._link.send(message)
+
+    def cancel(self, cancel: Cancel) -> None:
+        """Sent now or with a later beat, as long as the link lives."""
+        if self._unsent or not self._link.send(cancel):
+            self._unsent.append(cancel)
+
+    def beat(self, hello: Hello) -> None:
+        """Greet, and send what could not leave before."""
+        self._link.send(hello)
+        while self._unsent and self._link.send(self._unsent[0]):
+            del self._unsent[0]
+
+    def close(self) -> asyncio.Task[None] | None:
+        """Close the link; the task that read it, if there is one, ends by itself and may be awaited."""
+        self._link.close()
+        return self._reader
+
+    @property
+    def dropped(self) -> int:
+        """Frames that were malformed or could not be sent."""
+        return self._link.counters.malformed + self._link.counters.unsent
+
+
+class Links:
+    """All links, by worker."""
+
+    def __init__(self, connect: Connect, handle: Handle) -> None:
+        self._connect = connect
+        self._handle = handle
+        self._links: dict[WorkerId, WorkerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._dropped = 0  # by links that are closed
+
+    def open(self, worker: WorkerId, incarnation: int, endpoint: str) -> WorkerLink:
+        """Connect to a new incarnation, instead of any earlier one.  Raises ConfigError for a strange endpoint."""
+        self.drop(worker)
+        link = WorkerLink(worker, incarnation, self._connect(endpoint))
+        link.read(self._handle)
+        self._links[worker] = link
+        return link
+
+    def to(self, worker: WorkerId, incarnation: int) -> WorkerLink | None:
+        """The link to this very incarnation, or None."""
+        link = self._links.get(worker)
+        return link if link is not None and link.incarnation == incarnation else None
+
+    def beat(self, hello: Hello) -> None:
+        """Greet everybody."""
+        for link in self._links.values():
+            link.beat(hello)
+
+    def drop(self, worker: WorkerId) -> None:
+        """Close the link to a worker, if there is one."""
+        link = self._links.pop(worker, None)
+        if link is None:
+            return
+        self._dropped += link.dropped
+        reader = link.close()
+        if reader is not None and not reader.done():
+            self._closing.add(reader)
+            reader.add_done_callback(self._closing.discard)
+
+    @property
+    def dropped(self) -> int:
+        """Frames dropped so far, by all links there ever were."""
+        return self._dropped + sum(link.dropped for link in self._links.values())
+
+    async def close(self) -> None:
+        """Close all and wait until nobody reads any more."""
+        for worker in list(self._links):
+            self.drop(worker)
+        if self._closing:
+            await asyncio.gather(*self._closing, return_exceptions=True)

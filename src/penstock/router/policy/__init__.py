@@ -1,0 +1,1 @@
+"""Ways to choose among workers, one file each."""

@@ -1,0 +1,201 @@
+"""The gateway's metrics, counted and shown in Prometheus' text format.
+
+One registry an object, none global.  Workers' counters are added over incarnations, so a family never goes back when
+a worker is forked anew.  Knows nothing about requests but figures, and nothing about who asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from penstock.telemetry import metrics as names
+from penstock.telemetry.metrics import Family, Kind
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""Of what ``Metrics.exposition`` gives."""
+
+
+class WorkerTotals:
+    """Counters of workers over all their incarnations.
+
+    ``carried`` holds what earlier incarnations ended with; a value of the current one is added to it.
+    """
+
+    def __init__(self) -> None:
+        self._incarnations: dict[str, int] = {}
+        self._carried: dict[str, dict[str, float]] = {}
+        self._current: dict[str, dict[str, float]] = {}
+
+    def report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
+        """Take a report's counters.  Those of an earlier incarnation, and names that are not ours, are ignored."""
+        known = self._incarnations.get(worker)
+        if known is not None and incarnation < known:
+            return
+        if incarnation != known:
+            self._carry(worker)
+            self._incarnations[worker] = incarnation
+        current = self._current.setdefault(worker, {})
+        for name, value in counters.items():
+            if name in names.BY_WORKER_COUNTER or name in names.BY_WORKER_MAXIMUM:
+                current[name] = max(value, current.get(name, 0.0))  # a late report never takes anything back
+
+    def value(self, worker: str, name: str) -> float:
+        """The counter's sum, or the maximum's largest value, over all incarnations; 0 when it was never reported."""
+        carried = self._carried.get(worker, {}).get(name, 0.0)
+        current = self._current.get(worker, {}).get(name, 0.0)
+        return max(carried, current) if name in names.BY_WORKER_MAXIMUM else carried + current
+
+    def workers(self) -> Sequence[str]:
+        """All that ever reported, in order of name."""
+        return sorted(self._incarnations)
+
+    def _carry(self, worker: str) -> None:
+        """The current incarnation is over: what it ended with stays."""
+        ended = {name: self.value(worker, name) for name in self._current.get(worker, {})}
+        self._carried.setdefault(worker, {}).update(ended)
+        self._current[worker] = {}
+
+
+class Metrics:
+    """Everything that is counted in the gateway.
+
+    ``rows`` (``Fleet.status_rows``), ``open_requests`` and ``dropped_frames`` are asked when somebody looks.
+    """
+
+    def __init__(self, *, model_name: str = "") -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._model = model_name
+        self.rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+        self.open_requests: Callable[[], int] = int
+        self.dropped_frames: Callable[[], int] = int
+        self.totals = WorkerTotals()
+        self._registry.register(_AtScrape(self))
+        self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
+        self._generation_tokens = self._counter(names.GENERATION_TOKENS).labels(model_name)
+        self._resubmissions = self._counter(names.RESUBMISSIONS).labels(model_name)
+        self._success = self._counter(names.REQUEST_SUCCESS)
+        self._deaths = self._counter(names.WORKER_DEATHS)
+        self._suspicions = self._counter(names.WORKER_SUSPICIONS)
+        for reason in names.FINISHED_REASONS:
+            self._success.labels(model_name, reason)
+        self._ttft = self._histogram(names.TTFT)
+        self._itl = self._histogram(names.ITL)
+        self._e2e = self._histogram(names.E2E)
+        self._queue = self._histogram(names.QUEUE_TIME)
+        self._prefill = self._histogram(names.PREFILL_TIME)
+        self._decode = self._histogram(names.DECODE_TIME)
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def first_token(self, ttft_s: float, queued_s: float, prompt_tokens: int) -> None:
+        """A request of so many prompt tokens got its first token, ``ttft_s`` after its arrival."""
+        self._ttft.observe(max(0.0, ttft_s))
+        self._queue.observe(queued_s)
+        self._prefill.observe(max(0.0, ttft_s - queued_s))
+        self._prompt_tokens.inc(prompt_tokens)
+
+    def more_tokens(self, count: int, gap_s: float | None) -> None:
+        """``count`` tokens were delivered, ``gap_s`` after those before them (None: they are the first)."""
+        self._generation_tokens.inc(count)
+        if gap_s is not None:
+            for _ in range(count):
+                self._itl.observe(gap_s / count)
+
+    def finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
+        """A request ended for one of ``FINISHED_REASONS``; ``decode_s`` after its first token, if there was one."""
+        self._success.labels(self._model, reason).inc()
+        self._e2e.observe(max(0.0, e2e_s))
+        if decode_s is not None:
+            self._decode.observe(max(0.0, decode_s))
+
+    def resubmitted(self) -> None:
+        """A request was given to workers once more."""
+        self._resubmissions.inc()
+
+    def worker_died(self, worker: str) -> None:
+        """A worker process ended."""
+        self._deaths.labels(self._model, worker).inc()
+
+    def worker_suspected(self, worker: str) -> None:
+        """A worker was given up by the gateway."""
+        self._suspicions.labels(self._model, worker).inc()
+
+    def worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
+        """``WorkerTotals.report``."""
+        self.totals.report(worker, incarnation, counters)
+
+    # --- what is shown ----------------------------------------------------------------------------------------------
+
+    def exposition(self) -> bytes:
+        """All families in Prometheus' text format, of type ``CONTENT_TYPE``."""
+        return generate_latest(self._registry)
+
+    def at_scrape(self) -> Iterable[Metric]:
+        """The families that are not counted here but looked up."""
+        rows = self.rows()
+        for family, value in _ROW_GAUGES:
+            gauge = self._gauge(family)
+            for row in rows:
+                gauge.add_metric([self._model, row["id"], row["role"]], value(row))
+            yield gauge
+        for name, family in (names.BY_WORKER_COUNTER | names.BY_WORKER_MAXIMUM).items():
+            metric = (CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily)(
+                names.PREFIX + family.name, family.help, labels=("model_name", *family.labels)
+            )
+            for worker in self.totals.workers():
+                metric.add_metric([self._model, worker], self.totals.value(worker, name))
+            yield metric
+        opened = self._gauge(names.REQUESTS_OPEN)
+        opened.add_metric([self._model], self.open_requests())
+        yield opened
+        dropped = CounterMetricFamily(
+            names.PREFIX + names.DROPPED_FRAMES.name, names.DROPPED_FRAMES.help, labels=("model_name",)
+        )
+        dropped.add_metric([self._model], self.dropped_frames())
+        yield dropped
+
+    # --- making families --------------------------------------------------------------------------------------------
+
+    def _counter(self, family: Family) -> Counter:
+        labels = ("model_name", *family.labels)
+        return Counter(names.PREFIX + family.name, family.help, labels, registry=self._registry)
+
+    def _histogram(self, family: Family) -> Histogram:
+        made = Histogram(
+            names.PREFIX + family.name, family.help, ("model_name",), registry=self._registry, buckets=family.buckets
+        )
+        return made.labels(self._model)
+
+    def _gauge(self, family: Family) -> GaugeMetricFamily:
+        return GaugeMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
+
+
+def _usage(row: Mapping[str, Any]) -> float:
+    pages = row["kv_pages_used"] + row["kv_pages_free"]
+    return row["kv_pages_used"] / pages if pages else 0.0
+
+
+_ROW_GAUGES: tuple[tuple[Family, Callable[[Mapping[str, Any]], float]], ...] = (
+    (names.NUM_REQUESTS_RUNNING, lambda row: row["running"]),
+    (names.NUM_REQUESTS_WAITING, lambda row: row["queued"]),
+    (names.KV_CACHE_USAGE, _usage),
+    (names.KV_PAGES_LEAKED, lambda row: row["kv_pages_leaked"]),
+    (names.WORKER_UP, lambda row: float(row["state"] in ("ready", "draining"))),
+)
+
+
+class _AtScrape(Collector):
+    """Gives the registry what ``Metrics`` looks up."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.at_scrape()
