@@ -1,0 +1,304 @@
+"""``penstock bench``: measures any server of the OpenAI API, with the flags of ``vllm bench serve``.
+
+Parses, prepares, runs, prints.  What the numbers mean is in ``benchmark.measures``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from penstock.cli.benchmark import load, measures, report, workload
+from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
+from penstock.cli.benchmark.stutter import Stutter, run_stutter
+from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.errors import ConfigError, PenstockError
+
+EPILOG = """\
+examples:
+  penstock bench --num-prompts 200 --request-rate 4 --random-input-len 256 --random-output-len 64
+  penstock bench --dataset-name mooncake --dataset-path conversation_trace.jsonl.gz --length-scale 0.1 --num-prompts 100
+  penstock bench --long-prompt-len 2000 --long-prompt-every 1 --running-answers 8 --duration 30 --json > split.json
+
+With --request-rate a request's clock starts when it is due, not when it could be sent.  See docs/benchmarks.md.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure any server of the OpenAI API",
+        description="Load an OpenAI endpoint and measure TTFT, TPOT, ITL, E2E and goodput.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_workload_flags(parser.add_argument_group("workload"))
+    _add_arrival_flags(parser.add_argument_group("arrivals"))
+    _add_stutter_flags(parser.add_argument_group("long prompts amid running answers"))
+    _add_output_flags(parser.add_argument_group("output"))
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: %(default)s")
+    group.add_argument("--endpoint", default="/v1/completions", help="or /v1/chat/completions; default: %(default)s")
+    group.add_argument("--model", help="default: the first that /v1/models names")
+    group.add_argument("--api-key", help="sent as a bearer token")
+    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="further request headers")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request; default: %(default)g")
+    group.add_argument("--temperature", type=float, default=0.0, help="default: 0 (greedy)")
+    group.add_argument("--ignore-eos", action="store_true", help="ask for exactly the output length")
+    group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="further request fields")
+
+
+def _add_workload_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dataset-name", choices=["random", "mooncake", "azure"], default="random")
+    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="trace file (.jsonl, .jsonl.gz or .csv)")
+    group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="default: %(default)s")
+    group.add_argument("--random-input-len", type=int, default=256, metavar="T", help="tokens; default: %(default)s")
+    group.add_argument("--random-output-len", type=int, default=64, metavar="T", help="tokens; default: %(default)s")
+    group.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths vary by this share")
+    group.add_argument("--random-prefix-len", type=int, default=0, metavar="T", help="tokens that all prompts share")
+    group.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="multiplies a trace's lengths")
+    group.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="multiplies a trace's times")
+    group.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and prompts; default: %(default)s")
+
+
+def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--request-rate", type=float, metavar="R", help="per second; default: inf, or the trace's times")
+    group.add_argument("--burstiness", type=float, default=1.0, help="shape of the gaps: 1 Poisson, less bursts")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight at most")
+    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before, not measured")
+
+
+def _add_stutter_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--long-prompt-len", type=int, metavar="T", help="tokens; asks for this scenario")
+    group.add_argument("--long-prompt-every", type=float, default=1.0, metavar="S", help="default: %(default)g")
+    group.add_argument("--long-output-len", type=int, default=8, metavar="T", help="default: %(default)s")
+    group.add_argument("--running-answers", type=int, default=8, metavar="N", help="default: %(default)s")
+    group.add_argument("--duration", type=float, default=30.0, metavar="S", help="default: %(default)g")
+    group.add_argument("--warmup", type=float, default=3.0, metavar="S", help="running answers alone, before")
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:500 tpot:50 e2el:2000")
+    group.add_argument("--metric-percentiles", default="50,90,99", metavar="P,P", help="default: %(default)s")
+    group.add_argument("--json", action="store_true", help="print the result as JSON (seconds) on standard output")
+    group.add_argument("--save-result", type=Path, metavar="FILE", help="write the same JSON there")
+    group.add_argument("--save-detailed", action="store_true", help="with the times of every request")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when an answer came complete, 1 when none did, 2 when the run could not start."""
+    console = Console(stderr=True)
+    try:
+        result = uvloop.run(_bench(args, console))
+    except (PenstockError, ValueError, OSError) as error:
+        console.print(f"penstock bench: {error}", style="bold red", markup=False, highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return 130
+    text = json.dumps(result, indent=1)
+    if args.save_result:
+        args.save_result.write_text(text + "\n", encoding="utf-8")
+    if args.json:
+        print(text)
+    else:
+        out = Console()
+        out.print(f"{result['model']} at {result['base_url']}{result['endpoint']}, prompts: {result['prompts']}")
+        if "running" in result:
+            report.print_stutter(out, result)
+        else:
+            report.print_measures(out, result["workload"], result)
+        if result["skipped"]:
+            out.print(f"{result['skipped']} requests of the workload do not fit the context and were left out")
+    return 0 if (result["long"] if "running" in result else result)["completed"] else 1
+
+
+async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    headers = dict(pair.split("=", 1) for pair in args.header if "=" in pair)
+    async with HttpStreamClient(args.base_url, api_key=args.api_key, headers=headers) as client:
+        model, max_model_len = await _served_model(client, args.model)
+        extra = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
+        prompts = PromptMaker(client, RequestShape(model=model, endpoint=args.endpoint, extra=extra), args.seed)
+        await prompts.learn()
+        generator = load.LoadGenerator(client, args.endpoint, timeout=args.timeout)
+        await _warm_up(generator, prompts, args)
+        scenario = _long_prompts if args.long_prompt_len else _requests
+        found = await scenario(args, generator, prompts, max_model_len, console)
+    header = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "base_url": args.base_url,
+        "endpoint": args.endpoint,
+        "model": model,
+        "prompts": str(prompts.kind),
+        "seed": args.seed,
+    }
+    return header | found
+
+
+async def _served_model(client: HttpStreamClient, wanted: str | None) -> tuple[str, int | None]:
+    """Name to ask for, and its context length where the server tells.  Raises PenstockError."""
+    reply = await client.get("/v1/models")
+    models = msgspec.json.decode(reply.body).get("data", []) if reply.status == 200 else []
+    for model in models:
+        if wanted in (None, model.get("id")):
+            return model["id"], model.get("max_model_len")
+    if wanted is None:
+        raise ConfigError(f"{client.server.authority} names no model (/v1/models: {reply.status}): use --model")
+    return wanted, None
+
+
+async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: argparse.Namespace) -> None:
+    """A few short requests; their failures show that the rest would fail too."""
+    if args.num_warmups < 1:
+        return
+    bodies = await prompts.bodies([workload.Wanted(input_len=16, output_len=4)] * args.num_warmups)
+    for body in bodies:
+        record = generator.record()
+        await generator.ask(body, record)
+        if not record.ok:
+            raise StreamError("the first request failed", record.error or "")
+
+
+def _wanted(args: argparse.Namespace) -> list[workload.Wanted]:
+    if args.dataset_name == "random":
+        lengths = workload.RandomLengths(
+            args.random_input_len, args.random_output_len, args.random_range_ratio, args.random_prefix_len
+        )
+        return lengths.draw(args.num_prompts, args.seed)
+    if args.dataset_path is None:
+        raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
+    rows = {"mooncake": workload.mooncake, "azure": workload.azure}[args.dataset_name](args.dataset_path)
+    return [
+        workload.scaled(row, length=args.length_scale, time=args.time_scale) for row in islice(rows, args.num_prompts)
+    ]
+
+
+def _due_times(args: argparse.Namespace, wanted: Sequence[workload.Wanted]) -> list[float]:
+    """An explicit rate wins; a trace without one keeps its own times; anything else is due at once."""
+    if args.request_rate is None and wanted and wanted[0].at is not None:
+        first = wanted[0].at
+        return [(w.at or 0.0) - first for w in wanted]
+    rate = math.inf if args.request_rate is None else args.request_rate
+    return workload.arrivals(len(wanted), rate=rate, burstiness=args.burstiness, seed=args.seed)
+
+
+async def _requests(
+    args: argparse.Namespace,
+    generator: load.LoadGenerator,
+    prompts: PromptMaker,
+    max_model_len: int | None,
+    console: Console,
+) -> dict[str, Any]:
+    everything = _wanted(args)
+    wanted = workload.that_fit(everything, max_model_len)
+    if not wanted:
+        raise ConfigError(f"none of {len(everything)} requests fits the context of {max_model_len} tokens")
+    due = _due_times(args, wanted)
+    bodies = await prompts.bodies(wanted)
+    jobs = [load.Job(body, at) for body, at in zip(bodies, due, strict=True)]
+    closed_loop = due[-1] == 0
+    async with _progress(args, console, len(jobs)) as progress:
+        start = time.perf_counter()
+        finished = await generator.run(
+            jobs, max_concurrency=args.max_concurrency, closed_loop=closed_loop, progress=progress
+        )
+        duration = time.perf_counter() - start
+    found = {
+        "workload": f"{args.dataset_name}, {len(jobs)} requests",
+        "request_rate": None if closed_loop else len(jobs) / max(due[-1], 1e-9),
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "skipped": len(everything) - len(wanted),
+    }
+    if args.save_detailed:
+        found["detail"] = msgspec.to_builtins(finished)
+    objectives = measures.Objectives.parse(args.goodput) if args.goodput else None
+    return found | measures.measure(finished, duration=duration, percentiles=_percentiles(args), objectives=objectives)
+
+
+async def _long_prompts(
+    args: argparse.Namespace,
+    generator: load.LoadGenerator,
+    prompts: PromptMaker,
+    max_model_len: int | None,
+    console: Console,
+) -> dict[str, Any]:
+    count = max(1, round(args.duration / args.long_prompt_every))
+    short = workload.RandomLengths(args.random_input_len, args.random_output_len).draw(args.num_prompts, args.seed)
+    long = [workload.Wanted(input_len=args.long_prompt_len, output_len=args.long_output_len)] * count
+    if len(workload.that_fit([*short, *long], max_model_len)) < len(short) + len(long):
+        raise ConfigError(f"prompt and answer do not fit the context of {max_model_len} tokens")
+    bodies = await prompts.bodies([*short, *long])
+    scenario = Stutter(running=args.running_answers, every=args.long_prompt_every, warmup=args.warmup)
+    async with _progress(args, console, count) as progress:
+        result = await run_stutter(generator, scenario, bodies[: len(short)], bodies[len(short) :], progress)
+    found = {
+        "long_prompt_len": args.long_prompt_len,
+        "long_prompt_every_s": args.long_prompt_every,
+        "running_answers": args.running_answers,
+        "skipped": 0,
+    }
+    if args.save_detailed:
+        found["detail"] = result.raw()
+    return found | result.report(_percentiles(args))
+
+
+def _percentiles(args: argparse.Namespace) -> list[float]:
+    percentiles = [float(text) for text in args.metric_percentiles.split(",")]
+    if not all(0 < p < 100 for p in percentiles):
+        raise ConfigError(f"--metric-percentiles: between 0 and 100, not {args.metric_percentiles!r}")
+    return sorted(percentiles)
+
+
+@contextlib.asynccontextmanager
+async def _progress(args: argparse.Namespace, console: Console, total: int) -> AsyncIterator[load.Progress]:
+    """Counts for the body to fill, shown twice a second; the garbage collector rests meanwhile."""
+    counts = load.Progress(total)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    bar = Progress(*columns, console=console, auto_refresh=False, disable=args.disable_tqdm or not sys.stderr.isatty())
+    task = bar.add_task("", total=total, note="")
+
+    async def show() -> None:
+        while True:
+            note = f"{counts.sent - counts.done} running, {counts.failed} failed, {counts.output_tokens} tokens"
+            bar.update(task, completed=counts.done, note=note)
+            bar.refresh()
+            await asyncio.sleep(0.5)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with bar:
+            async with load.background([asyncio.create_task(show())]):
+                yield counts
+            bar.update(task, completed=counts.done, note=f"{counts.failed} failed, {counts.output_tokens} tokens")
+            bar.refresh()
+    finally:
+        gc.enable()

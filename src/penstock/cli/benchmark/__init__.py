@@ -1,0 +1,1 @@
+"""``penstock bench``: loads an OpenAI endpoint and measures what its clients would feel."""

@@ -1,0 +1,193 @@
+"""Sends requests when they are due and notes when their tokens come back.
+
+The schedule never waits for answers (an open loop) unless a concurrency limit says so.  Knows nothing about what the
+numbers add up to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.cli.benchmark.measures import Finished
+from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.cli.sse import DONE
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(self.text or (delta is not None and (delta.content or delta.reasoning_content)))
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class Chunk(msgspec.Struct):
+    """The few fields of a streamed event, or of an error's body, that matter here."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+decode_chunk = msgspec.json.Decoder(Chunk).decode
+
+
+class AnswerReader:
+    """Takes the events of one answer into its ``Finished`` record."""
+
+    def __init__(self, record: Finished) -> None:
+        self._record = record
+        self.done = False
+
+    def __call__(self, data: bytes, arrived: float) -> None:
+        """Raises StreamError for an error event and for what is no chunk."""
+        if data == DONE:
+            self.done = True
+            return
+        try:
+            chunk = decode_chunk(data)
+        except msgspec.DecodeError as error:
+            raise StreamError("bad chunk", str(error)) from error
+        if chunk.error is not None:
+            raise StreamError(f"error event {chunk.error.code or ''}".rstrip(), chunk.error.message)
+        if any(choice.has_text() for choice in chunk.choices):
+            self._record.events.append(arrived)
+        if chunk.usage is not None:
+            self._take_usage(chunk.usage)
+
+    def _take_usage(self, usage: _Usage) -> None:
+        self._record.prompt_tokens = usage.prompt_tokens
+        self._record.output_tokens = usage.completion_tokens or 0
+        if usage.prompt_tokens_details is not None:
+            self._record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a progress bar shows while the run goes on."""
+
+    total: int
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request, ready to be sent ``at`` seconds after the start."""
+
+    body: bytes
+    at: float = 0.0
+
+
+class LoadGenerator:
+    """Runs jobs against one endpoint."""
+
+    def __init__(self, client: HttpStreamClient, endpoint: str, *, timeout: float) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self.timeout = timeout
+
+    async def run(
+        self, jobs: Sequence[Job], *, max_concurrency: int | None, closed_loop: bool, progress: Progress | None = None
+    ) -> list[Finished]:
+        """All jobs, each sent when it is due and a slot is free.
+
+        ``closed_loop``: a job is due when its slot becomes free; otherwise when its ``at`` says, however late a slot
+        is free.  Cancelling cancels every request.
+        """
+        start = time.perf_counter()
+        gate = asyncio.Semaphore(max_concurrency or max(1, len(jobs)))
+        progress = progress or Progress(len(jobs))
+
+        async def one(job: Job) -> Finished:
+            async with gate:
+                record = self.record(due=None if closed_loop else start + job.at)
+                progress.sent += 1
+                await self.ask(job.body, record)
+                progress.done += 1
+                progress.failed += not record.ok
+                progress.output_tokens += record.output_tokens
+                return record
+
+        tasks: list[asyncio.Task[Finished]] = []
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                await until(start + job.at)
+                tasks.append(group.create_task(one(job)))
+        return [task.result() for task in tasks]
+
+    def record(self, due: float | None = None) -> Finished:
+        """An empty record of a request that is sent now."""
+        now = time.perf_counter()
+        return Finished(due=now if due is None else due, sent=now)
+
+    async def ask(self, body: bytes, record: Finished) -> None:
+        """One request from sending to its last event.  Failures are noted in the record, never raised."""
+        reader = AnswerReader(record)
+        try:
+            async with asyncio.timeout(self.timeout):
+                reply = await self._client.post(self._endpoint, body, reader)
+            record.error = failure(reply.status, reply.body, reader.done, record)
+        except StreamError as error:
+            record.error = error.kind
+        except TimeoutError:
+            record.error = f"timeout after {self.timeout:g} s"
+        record.output_tokens = record.output_tokens or len(record.events)
+
+
+def failure(status: int, body: bytes, done: bool, record: Finished) -> str | None:
+    """Short kind of what is wrong with a reply that came to its end, None when nothing is."""
+    if status != 200:
+        try:
+            error = decode_chunk(body).error
+        except msgspec.DecodeError:
+            error = None
+        return f"http {status} {error.code if error and error.code else ''}".rstrip()
+    if not done:
+        return "stream ended early"
+    return None if record.events else "no text"
+
+
+async def until(moment: float) -> None:
+    """Sleep until ``time.perf_counter()`` reaches ``moment``; one turn of the loop when it has already."""
+    await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+
+
+@asynccontextmanager
+async def background(coroutine_tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None]:
+    """Tasks that run beside the body and are cancelled, and waited for, when it ends."""
+    try:
+        yield
+    finally:
+        for task in coroutine_tasks:
+            task.cancel()
+        await asyncio.gather(*coroutine_tasks, return_exceptions=True)

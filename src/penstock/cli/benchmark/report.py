@@ -1,0 +1,72 @@
+"""Results for people: a table of latencies, a few rates, and every failure.
+
+Knows nothing about how they came about; the JSON for scripts is the mapping itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LATENCIES = {
+    "ttft_s": "time to first token",
+    "tpot_s": "time per output token",
+    "itl_s": "inter-token latency",
+    "e2e_s": "end to end",
+    "send_lag_s": "sent later than due",
+}
+
+
+def latency_table(rows: Mapping[str, Mapping[str, float] | None], title: str) -> Table:
+    """Milliseconds, one row a latency; rows without values are left out."""
+    present = {name: row for name, row in rows.items() if row}
+    columns = list(next(iter(present.values()), {}))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("milliseconds")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, row in present.items():
+        table.add_row(name, *(f"{1000 * row[column]:,.2f}" for column in columns))
+    return table
+
+
+def print_measures(console: Console, title: str, found: Mapping[str, Any]) -> None:
+    """One ``measures.measure``: latencies, then rates, then failures."""
+    console.print(latency_table({text: found[key] for key, text in LATENCIES.items()}, title))
+    console.print(
+        f"{found['completed']} of {found['requests']} requests in {found['duration_s']:.2f} s: "
+        f"{found['request_throughput']:.3f} requests/s, {found['output_throughput']:.1f} output tokens/s, "
+        f"{found['total_token_throughput']:.1f} tokens/s with the prompts'"
+    )
+    console.print(
+        f"{found['prompt_tokens']} prompt tokens ({found['cached_tokens']} of them cached), "
+        f"{found['output_tokens']} output tokens" + _per_event(found["tokens_per_event"])
+    )
+    if found["objectives"]:
+        wanted = ", ".join(f"{name[:-2]} <= {1000 * limit:g} ms" for name, limit in found["objectives"].items())
+        console.print(f"goodput: {found['goodput']:.3f} requests/s ({wanted})")
+    print_errors(console, found["errors"])
+
+
+def _per_event(tokens: float | None) -> str:
+    return "" if tokens is None or abs(tokens - 1) < 0.005 else f", {tokens:.2f} an event"
+
+
+def print_errors(console: Console, errors: Mapping[str, int]) -> None:
+    """Every kind of failure with its number."""
+    for kind, count in errors.items():
+        console.print(f"[bold red]failed: {count} x {kind}[/]")
+
+
+def print_stutter(console: Console, found: Mapping[str, Any]) -> None:
+    """The report of ``stutter.StutterResult``."""
+    running = found["running"]
+    rows = {"before the long prompts": running["itl_before_s"], "while they arrived": running["itl_s"]}
+    console.print(latency_table(rows, "Inter-token latency of the running answers"))
+    console.print(f"{running['events_per_s']:.1f} events/s in all running answers, for {found['duration_s']:.2f} s")
+    print_errors(console, running["errors"])
+    console.print()
+    print_measures(console, "The long prompts", found["long"])

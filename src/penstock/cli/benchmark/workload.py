@@ -1,0 +1,129 @@
+"""What is to be asked, how long it is, and when: pure, from a seed or from a trace file.
+
+Knows nothing about servers, tokens' text or clocks.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One request before it has words.  ``at`` is seconds from the start; None leaves it to the arrival process."""
+
+    input_len: int
+    output_len: int
+    at: float | None = None
+    blocks: tuple[int, ...] = ()  # the prompt's beginning: equal ids promise equal tokens, which a cache may find
+    block_tokens: int = 0  # in each of those; what the prompt has beyond them is its own
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLengths:
+    """Lengths drawn evenly from [(1 - ratio) L, (1 + ratio) L], as ``vllm bench serve`` draws them."""
+
+    input_len: int
+    output_len: int
+    range_ratio: float = 0.0
+    prefix_len: int = 0  # tokens shared by all prompts, on top of ``input_len``
+
+    def draw(self, count: int, seed: int) -> list[Wanted]:
+        rng = np.random.default_rng([seed, 1])
+        inputs = self._lengths(rng, self.input_len, count)
+        outputs = self._lengths(rng, self.output_len, count)
+        return [
+            Wanted(
+                input_len=self.prefix_len + int(i),
+                output_len=int(o),
+                blocks=(0,) if self.prefix_len else (),
+                block_tokens=self.prefix_len,
+            )
+            for i, o in zip(inputs, outputs, strict=True)
+        ]
+
+    def _lengths(self, rng: np.random.Generator, length: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        low = max(1, math.floor(length * (1 - self.range_ratio)))
+        high = max(low, math.ceil(length * (1 + self.range_ratio)))
+        return rng.integers(low, high, count, endpoint=True)
+
+
+def mooncake(path: Path) -> Iterator[Wanted]:
+    """Rows of a Mooncake trace (JSON lines, plain or gzipped): milliseconds, lengths, prefix blocks.
+
+    Raises ValueError naming the line that is not one.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield Wanted(
+                    input_len=int(row["input_length"]),
+                    output_len=max(1, int(row["output_length"])),
+                    at=row["timestamp"] / 1000,
+                    blocks=tuple(row["hash_ids"]),
+                    block_tokens=MOONCAKE_BLOCK_TOKENS,
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no row of a Mooncake trace: {error!r}") from error
+
+
+def azure(path: Path) -> Iterator[Wanted]:
+    """Rows of an Azure LLM inference trace (CSV): a date with seven decimals of seconds, and both lengths.
+
+    Raises ValueError naming the line that is not one.
+    """
+    first: float | None = None
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            try:
+                whole, _, decimals = row["TIMESTAMP"].partition(".")
+                moment = datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{decimals or 0}")
+                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no row of an Azure trace: {error!r}") from error
+            first = moment if first is None else first
+            yield Wanted(input_len=max(1, lengths[0]), output_len=max(1, lengths[1]), at=moment - first)
+
+
+def scaled(wanted: Wanted, *, length: float = 1.0, time: float = 1.0) -> Wanted:
+    """The same request with lengths and arrival multiplied; shared prefixes stay shared."""
+    return replace(
+        wanted,
+        input_len=max(1, round(wanted.input_len * length)),
+        output_len=max(1, round(wanted.output_len * length)),
+        at=None if wanted.at is None else wanted.at * time,
+        block_tokens=max(1, round(wanted.block_tokens * length)) if wanted.block_tokens else 0,
+    )
+
+
+def that_fit(wanted: Sequence[Wanted], max_model_len: int | None) -> list[Wanted]:
+    """Those that fit the context; the caller says how many did not."""
+    return [w for w in wanted if max_model_len is None or w.input_len + w.output_len <= max_model_len]
+
+
+def arrivals(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests are due, the first at 0.
+
+    Gaps are gamma distributed with mean 1 / rate and shape ``burstiness``: 1 is a Poisson process, less comes in
+    bursts, more is more regular.  An infinite rate has all of them due at once.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    rng = np.random.default_rng([seed, 2])
+    waits = rng.gamma(shape=burstiness, scale=1 / (rate * burstiness), size=max(0, count - 1))
+    return [0.0, *np.cumsum(waits).tolist()][:count]

@@ -1,0 +1,228 @@
+"""A small HTTP/1.1 client for streams: every server-sent event is handed over with the moment at which it arrived.
+
+Connections are kept and used again.  A callback takes the events inside the socket's own read, so a token's time is
+that of the read which brought it, not that of a task which woke up later.  Knows nothing about what events mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httptools
+
+from penstock.cli.sse import SseParser
+from penstock.errors import PenstockError
+
+OnEvent = Callable[[bytes, float], None]
+"""Called with an event's data and ``time.perf_counter()`` of its arrival.  What it raises ends the exchange."""
+
+MAX_PLAIN_BODY_BYTES = 64 << 20
+
+
+class StreamError(PenstockError):
+    """No complete reply came.  ``kind`` is a short name to count by."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a base URL points to."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> Server:
+        """From ``http://host:port/prefix``.  Raises ValueError for anything else."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"not an http or https URL: {url!r}")
+        tls = parts.scheme == "https"
+        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(slots=True)
+class Reply:
+    """A finished reply.  ``body`` is empty when its events went to a callback."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; one exchange at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[Reply] | None = None
+        self._on_event: OnEvent | None = None
+        self._arrived = 0.0
+        self.heard = False  # has the current exchange brought a byte?
+        self.reusable = True
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived = time.perf_counter()
+        self.heard = True
+        try:
+            self._parser.feed_data(data)
+        except Exception as error:  # noqa: BLE001 - the parser wraps whatever the event's callback raised
+            self._fail(error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        if self._done is None or self._done.done():
+            return
+        if self._until_eof and exc is None:
+            self._done.set_result(self._reply)
+        else:
+            self._fail(StreamError("connection lost", str(exc or "the server closed it")))
+
+    # --- one exchange
+
+    def begin(self, request: bytes, on_event: OnEvent | None) -> asyncio.Future[Reply]:
+        """Send a request; the future is done with the last byte of its reply.  Raises StreamError."""
+        self.heard = False
+        if self._transport is None or not self.reusable:
+            raise StreamError("connection lost")
+        self._done = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply = Reply()
+        self._events = SseParser()
+        self._streams = False
+        self._until_eof = False
+        self._on_event = on_event
+        self._transport.write(request)
+        return self._done
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, error: BaseException | None) -> None:
+        self.close()
+        if self._done is not None and not self._done.done():
+            known = isinstance(error, StreamError)
+            self._done.set_exception(error if known and error else StreamError("bad reply", repr(error)))
+
+    # --- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._reply.status = self._parser.get_status_code()
+        headers = self._reply.headers
+        self._until_eof = "content-length" not in headers and "chunked" not in headers.get("transfer-encoding", "")
+        self._streams = self._on_event is not None and "text/event-stream" in headers.get("content-type", "")
+        if self._until_eof or headers.get("connection", "").lower() == "close":
+            self.reusable = False
+
+    def on_body(self, body: bytes) -> None:
+        if self._streams and self._on_event is not None:
+            for event in self._events.feed(body):
+                self._on_event(event, self._arrived)
+            return
+        if len(self._reply.body) + len(body) > MAX_PLAIN_BODY_BYTES:
+            raise StreamError("bad reply", f"a body of more than {MAX_PLAIN_BODY_BYTES} bytes")
+        self._reply.body += body
+
+    def on_message_complete(self) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_result(self._reply)
+
+
+class HttpStreamClient:
+    """Talks to one server.  Close it (or use ``async with``) to close its connections."""
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+        self.server = Server.parse(base_url)
+        self._tls = ssl.create_default_context() if self.server.tls else None
+        self._idle: list[_Connection] = []
+        lines = {"Host": self.server.authority, "Accept": "*/*", "User-Agent": "penstock"}
+        if api_key:
+            lines["Authorization"] = f"Bearer {api_key}"
+        lines |= headers or {}
+        if any("\n" in text or "\r" in text for pair in lines.items() for text in pair):
+            raise ValueError("a header may not hold a line break")
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
+
+    async def __aenter__(self) -> HttpStreamClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    async def get(self, path: str) -> Reply:
+        """A plain reply.  Raises StreamError."""
+        return await self._exchange(b"GET", path, b"", None)
+
+    async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> Reply:
+        """Post JSON.  Events of an event stream go to ``on_event``, any other body into the reply.
+
+        Raises StreamError; cancelling it closes the connection, which is how a server learns that nobody listens.
+        """
+        return await self._exchange(b"POST", path, body, on_event)
+
+    async def _exchange(self, method: bytes, path: str, body: bytes, on_event: OnEvent | None) -> Reply:
+        request = b"%b %b HTTP/1.1\r\n%b" % (method, (self.server.prefix + path).encode("latin-1"), self._head)
+        if method == b"POST":
+            request += b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+        request += b"\r\n" + body
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                return await self._on(connection, request, on_event)
+            except StreamError:
+                if connection.heard:
+                    raise
+            # the server had closed this idle connection before it read the request: ask again on another
+        return await self._on(await self._connect(), request, on_event)
+
+    async def _on(self, connection: _Connection, request: bytes, on_event: OnEvent | None) -> Reply:
+        try:
+            reply = await connection.begin(request, on_event)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return reply
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(_Connection, self.server.host, self.server.port, ssl=self._tls)
+        except ConnectionRefusedError as error:
+            raise StreamError("connection refused", self.server.authority) from error
+        except (OSError, ssl.SSLError) as error:
+            raise StreamError("cannot connect", str(error)) from error
+        return connection

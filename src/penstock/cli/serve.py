@@ -1,0 +1,75 @@
+"""``penstock serve``: declares its flags and hands them, with file and environment, to the launcher."""
+
+from __future__ import annotations
+
+import argparse
+
+from penstock.config.load import load_serve
+
+EPILOG = """\
+examples:
+  penstock serve                                     the bundled storyteller, prefill and decode apart
+  penstock serve ~/models/Llama-3.2-1B-Instruct      a Hugging Face folder of the Llama architecture
+  penstock serve meta-llama/Llama-3.2-1B-Instruct    the same from the Hub
+  penstock serve --prefill 2 --decode 2 --kv-memory 2GiB
+  penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
+
+Every flag can also be set as PENSTOCK_FLAG (PENSTOCK_KV_MEMORY=2GiB) or in a TOML file given with --config
+(kv_memory = "2GiB", and the tables [limits], [failover], [hand_over], [supervise]); flags win, then the environment.
+Ready when http://HOST:PORT/ready answers 200.  Ctrl-C or SIGTERM finishes what runs, a second one stops at once.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model behind the OpenAI API",
+        description="Serve a model behind the OpenAI API, with prefill and decode on separate workers.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder or org/name; none: the bundled storyteller")
+    parser.add_argument("--config", metavar="FILE", help="settings as TOML")
+    _add_http_flags(parser.add_argument_group("HTTP"))
+    _add_fleet_flags(parser.add_argument_group("workers"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+
+
+def _add_http_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
+    group.add_argument("--port", metavar="PORT", help="default: 8000; 0: any free one")
+    group.add_argument("--api-key", metavar="KEY", help="clients must send it; PENSTOCK_API_KEY hides it from `ps`")
+    group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
+    group.add_argument("--log-json", action="store_true", help="log one JSON object a line")
+
+
+def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prefill", metavar="N", help="prefill workers (default: 1)")
+    group.add_argument("--decode", metavar="M", help="decode workers (default: 1)")
+    group.add_argument("--aggregated", action="store_true", help="one worker for both phases instead")
+    group.add_argument(
+        "--transfer", metavar="auto|shm|tcp", help="how KV pages travel (default: auto, shm on one host)"
+    )
+    group.add_argument("--threads", metavar="N", help="kernel threads of each worker (default: cores / workers)")
+    group.add_argument("--device", metavar="cpu|cuda", help="default: cpu")
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-model-len", metavar="T", help="longest prompt and answer together (default: the model's)")
+    group.add_argument("--kv-memory", metavar="SIZE", help="KV pages of each worker, as 512MiB or 2GB")
+    group.add_argument("--dtype", metavar="auto|bf16|fp32", help="type of matrix products (default: auto, as stored)")
+    group.add_argument("--kernels", metavar="FAMILY", help="avx512_bf16, avx512, avx2, portable or reference")
+    group.add_argument("--max-chunk-tokens", metavar="T", help="prompt tokens of one request in one step")
+    group.add_argument("--max-running", metavar="N", help="requests in one step (default: 256)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop.  0 after an orderly end; raises ConfigError, ModelError, GaveUp."""
+    flags = {key: value for key, value in vars(args).items() if key not in ("run", "command", "config")}
+    config = load_serve(flags, config_file=getattr(args, "config", None))
+    from penstock.launch.compose import serve
+
+    return serve(config)

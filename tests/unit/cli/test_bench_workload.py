@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.cli.benchmark.workload import RandomLengths, Wanted, arrivals, azure, mooncake, scaled, that_fit
+
+
+def test_random_lengths_stay_in_their_range_and_repeat_with_their_seed():
+    lengths = RandomLengths(input_len=100, output_len=10, range_ratio=0.5)
+    drawn = lengths.draw(500, seed=1)
+    inputs = [w.input_len for w in drawn]
+    assert (min(inputs), max(inputs)) == (50, 150)
+    assert {w.output_len for w in drawn} == set(range(5, 16))
+    assert drawn == lengths.draw(500, seed=1)
+    assert drawn != lengths.draw(500, seed=2)
+
+
+def test_without_a_ratio_all_lengths_are_alike():
+    assert set(RandomLengths(7, 3).draw(5, seed=0)) == {Wanted(input_len=7, output_len=3)}
+
+
+def test_a_shared_prefix_comes_on_top():
+    (wanted,) = RandomLengths(7, 3, prefix_len=16).draw(1, seed=0)
+    assert (wanted.input_len, wanted.blocks, wanted.block_tokens) == (23, (0,), 16)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 10.0])
+def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float):
+    due = np.asarray(arrivals(20_000, rate=5.0, burstiness=burstiness, seed=3))
+    waits = np.diff(due)
+    assert due[0] == 0
+    assert waits.min() >= 0
+    assert waits.mean() == pytest.approx(0.2, rel=0.05)
+    assert waits.std() / waits.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_an_infinite_rate_has_all_due_at_once():
+    assert arrivals(3, rate=float("inf"), burstiness=1.0, seed=0) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mooncake_rows(tmp_path: Path, packed: bool):
+    rows = (
+        b'{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n\n'
+        b'{"timestamp": 1500, "input_length": 7, "output_length": 0, "hash_ids": [0]}'
+    )
+    path = tmp_path / ("t.jsonl.gz" if packed else "t.jsonl")
+    path.write_bytes(gzip.compress(rows) if packed else rows)
+    assert list(mooncake(path)) == [
+        Wanted(input_len=6758, output_len=500, at=0.0, blocks=(0, 1), block_tokens=512),
+        Wanted(input_len=7, output_len=1, at=1.5, blocks=(0,), block_tokens=512),
+    ]
+
+
+@pytest.mark.parametrize("row", ["{", "{}", '{"timestamp": "x"}', "[]"])
+def test_what_is_no_mooncake_row_is_named(tmp_path: Path, row: str):
+    path = tmp_path / "t.jsonl"
+    path.write_text(row)
+    with pytest.raises(ValueError, match="line 1"):
+        list(mooncake(path))
+
+
+def test_azure_rows(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        "2023-11-16 18:15:46.6805900,374,44\r\n"
+        "2023-11-16 18:16:46.9305901,396,109"
+    )
+    first, second = azure(path)
+    assert first == Wanted(input_len=374, output_len=44, at=0.0)
+    assert (second.input_len, second.output_len) == (396, 109)
+    assert second.at == pytest.approx(60.25, abs=1e-6)
+
+
+def test_what_is_no_azure_row_is_named(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n")
+    with pytest.raises(ValueError, match="line 2"):
+        list(azure(path))
+
+
+def test_scaling_keeps_shared_blocks_shared():
+    wanted = Wanted(input_len=1024, output_len=3, at=10.0, blocks=(1, 2), block_tokens=512)
+    small = scaled(wanted, length=0.1, time=0.5)
+    assert small == Wanted(input_len=102, output_len=1, at=5.0, blocks=(1, 2), block_tokens=51)
+
+
+def test_what_does_not_fit_is_left_out():
+    wanted = [Wanted(input_len=n, output_len=10) for n in (80, 90, 91)]
+    assert that_fit(wanted, 100) == wanted[:2]
+    assert that_fit(wanted, None) == wanted
