@@ -1,0 +1,145 @@
+"""Where KV pages lie: one flat stretch of memory a worker, page after page.
+
+::
+
+    supervisor                  worker A                     worker B
+    KvFile A  --fork-->  map_own: read and write     map_readonly: cannot write, nor make itself able to
+    KvFile B  --fork-->  map_readonly                map_own
+
+A ``KvFile`` is a memfd: it has no name that could be left behind and ends with the last process that holds it.  It is
+sealed against changing its size, so no reader can be hit by SIGBUS.  A worker that starts again wipes its memory first:
+whoever still copies from it then reads zeros, and the checksum tells.
+
+Knows nothing about which page belongs to whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+from penstock.errors import ConfigError
+from penstock.kv.layout import KvLayout
+from penstock.types import PageId
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
+_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP")
+
+
+class KvFile:
+    """One worker's KV memory as the process holds it that forks the workers: a descriptor, not mapped."""
+
+    def __init__(self, descriptor: int, layout: KvLayout, pages: int) -> None:
+        self.descriptor = descriptor
+        self.layout = layout
+        self.pages = pages
+
+    @classmethod
+    def create(cls, layout: KvLayout, pages: int, *, label: str = "kv") -> KvFile:
+        """Zeroed memory of ``pages`` pages; it takes room as pages are written.
+
+        ``label`` is seen in /proc only.  Raises ConfigError when the system cannot give it.
+        """
+        size = _size(layout, pages)
+        try:
+            descriptor = os.memfd_create(f"penstock-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ConfigError(f"cannot make shared KV memory: {error.strerror}") from error
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"cannot make {size} bytes of shared KV memory: {error.strerror}") from error
+        return cls(descriptor, layout, pages)
+
+    def map_own(self) -> KvMemory:
+        """Read and write: for the one worker that owns these pages."""
+        return KvMemory(_map(self.descriptor, _size(self.layout, self.pages), write=True), self.layout, self.pages)
+
+    def map_readonly(self) -> KvMemory:
+        """For the other workers: mapped through a descriptor that was opened for reading, so that not even mprotect
+        can make it writable.  Close the file afterwards, or the process could still map it anew."""
+        try:
+            descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"cannot open KV memory for reading (is /proc there?): {error.strerror}") from error
+        try:
+            mapped = _map(descriptor, _size(self.layout, self.pages), write=False)
+        finally:
+            os.close(descriptor)
+        return KvMemory(mapped, self.layout, self.pages)
+
+    def close(self) -> None:
+        """Mappings stay valid.  May be called twice."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class KvMemory:
+    """Mapped pages: ``pages`` of ``layout.page_bytes`` each, one after another."""
+
+    def __init__(self, mapped: mmap.mmap, layout: KvLayout, pages: int, *, private: bool = False) -> None:
+        self.layout = layout
+        self.pages = pages
+        self._mapped = mapped
+        self._private = private
+        self._view = memoryview(mapped)[: pages * layout.page_bytes]
+        for name in _ADVICE:
+            if hasattr(mmap, name):
+                # Advice is refused where the kernel was built or set up without it; nothing is lost.
+                with contextlib.suppress(OSError):
+                    mapped.madvise(getattr(mmap, name))
+
+    @classmethod
+    def anonymous(cls, layout: KvLayout, pages: int) -> KvMemory:
+        """For one process: private memory that no other can see."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            mapped = mmap.mmap(-1, _size(layout, pages), flags=flags)
+        except OSError as error:
+            raise ConfigError(f"cannot make {_size(layout, pages)} bytes of KV memory: {error.strerror}") from error
+        return cls(mapped, layout, pages, private=True)
+
+    @property
+    def readonly(self) -> bool:
+        return self._view.readonly
+
+    @property
+    def buffer(self) -> memoryview:
+        """All pages, one after another."""
+        return self._view
+
+    def view(self, page: PageId) -> memoryview:
+        """The bytes of one page.  Raises IndexError outside the memory."""
+        if not 0 <= page < self.pages:
+            raise IndexError(f"page {page} of {self.pages}")
+        start = page * self.layout.page_bytes
+        return self._view[start : start + self.layout.page_bytes]
+
+    def wipe(self) -> None:
+        """Give all memory back to the system; every page reads as zeros from now on, for every reader."""
+        self._mapped.madvise(mmap.MADV_DONTNEED if self._private else mmap.MADV_REMOVE)
+
+    def close(self) -> None:
+        """Unmap, unless views of pages are still in use: then the memory goes with the last of them."""
+        self._view.release()
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
+
+
+def _map(descriptor: int, size: int, *, write: bool) -> mmap.mmap:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
+    try:
+        return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=protection)
+    except OSError as error:
+        raise ConfigError(f"cannot map {size} bytes of KV memory: {error.strerror}") from error
+
+
+def _size(layout: KvLayout, pages: int) -> int:
+    if pages < 1:
+        raise ConfigError(f"KV memory needs at least 1 page, not {pages}")
+    return -(-pages * layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,136 @@
+"""What the two ends of a hand-over ask of whoever drives them: messages to send, and news for the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.types import PageId, RequestId
+from penstock.wire.messages import (
+    HandOverAlive,
+    HandOverFailed,
+    PageReady,
+    PageSource,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    TokenItem,
+)
+
+# --- sending end -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One final page: ``page`` of the sender's own memory holds the ``tokens`` tokens of block ``block``.
+
+    It stays as it is until ``Released``.  ``generation`` says how often the page had been given out by then.
+    """
+
+    request: RequestId
+    epoch: int
+    block: int
+    page: PageId
+    tokens: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The receiver has room for all pages: the prompt may be computed."""
+
+    request: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nobody will read this request's pages any more: free them.  Comes exactly once for every opened leg."""
+
+    request: RequestId
+    epoch: int
+    reason: str  # "received", "cancelled", "lease ended", ...
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """For the listener.  When it answers False, tell ``HandOverSender.unsent``."""
+
+    peer: bytes
+    message: PageReady | PrefillDone | HandOverAlive | HandOverFailed
+    payload: memoryview | None = None
+
+
+@dataclass(slots=True)
+class SenderTurn:
+    """In this order: send, then apply."""
+
+    sends: list[Send] = field(default_factory=list[Send])
+    effects: list[Granted | Released] = field(default_factory=list["Granted | Released"])
+
+
+# --- receiving end ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """One request's pages, as the receiver wants them.
+
+    ``pages[block]`` is the receiver's own page for each block of the first ``tokens`` tokens; blocks below
+    ``skip_blocks`` are there already.
+    """
+
+    request: RequestId
+    epoch: int
+    source: PageSource
+    pages: Sequence[PageId]
+    skip_blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesAdvanced:
+    """The first ``computed`` tokens stand in verified pages of this worker's own."""
+
+    request: RequestId
+    epoch: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The hand-over is complete; decoding goes on after this token.
+
+    When ``first.finish`` is set the answer is complete too, and pages may be missing.
+    """
+
+    request: RequestId
+    epoch: int
+    first: TokenItem
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """Nothing more will be written for this request."""
+
+    request: RequestId
+    epoch: int
+    reason: str  # "corrupt", "silent", "sender gone", "protocol", or the sender's own words
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """For the link to ``source``.  When it answers False nothing need be done: it is said again in time."""
+
+    source: PageSource
+    message: PullPages | PagesReceived
+
+
+@dataclass(slots=True)
+class ReceiverTurn:
+    """In this order: send, then apply."""
+
+    sends: list[SendTo] = field(default_factory=list[SendTo])
+    effects: list[PagesAdvanced | FirstToken | PullFailed] = field(
+        default_factory=list["PagesAdvanced | FirstToken | PullFailed"]
+    )

@@ -1,0 +1,328 @@
+"""The sending end of hand-overs: one prefill worker, many receivers.
+
+::
+
+    open     pull       offer…      done        PagesReceived
+      |        |          |           |              |
+      v        v          v           v              v
+    opened -> granted -> pages under way -> all announced -> released
+      |        |          |                      |
+      +--------+-- cancel, fail, lease ended ----+-------> released
+
+``open`` and the pull come in either order.  A receiver acknowledges by pulling again with a higher ``skip_blocks``;
+what is under way to it and not acknowledged stays below the window.  Its lease runs only while it owes a sign: once
+it has been silent for ``lease_s``, everything held for it is released.  A pull for an unknown request is kept as long.
+
+Knows no sockets and no clock, computes nothing, owns no pages: it says when they may be freed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.config.schema import HandOverConfig
+from penstock.kv.transfer.effects import Granted, Offer, Released, Send, SenderTurn
+from penstock.kv.transfer.port import PageCarrier
+from penstock.types import RequestId
+from penstock.wire.messages import (
+    HandOverAlive,
+    HandOverFailed,
+    PageReady,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    TokenItem,
+)
+
+SIGNS_PER_LEASE = 4
+"""How often an idle end says that it is still there."""
+
+FRAME_COST_BYTES = 4096
+"""What one announcement takes of the window at least: bounds the queue to a receiver when pages have no payload."""
+
+MAX_WAITING_PULLS = 4096
+"""Pulls kept for requests that nobody has submitted yet."""
+
+
+@dataclass(slots=True)
+class _WaitingPull:
+    peer: bytes
+    pull: PullPages
+    since: float
+
+
+@dataclass(slots=True)
+class _Leg:
+    request: RequestId
+    epoch: int
+    peer: bytes | None = None  # set when granted
+    acknowledged: int = 0  # blocks below are the receiver's own
+    frames: dict[int, PageReady] = field(default_factory=dict[int, PageReady])  # offered, by block
+    waiting: deque[int] = field(default_factory=deque[int])  # blocks that the window holds back
+    flying: dict[int, int] = field(default_factory=dict[int, int])  # block -> its part of the window
+    done: PrefillDone | None = None
+    done_sent: bool = False
+    lost: bool = False  # the peer could not be reached; a new pull brings it back
+    owed_since: float | None = None  # since when the receiver owes a sign
+    spoke: float = 0.0  # when something was last sent
+
+
+class HandOverSender:
+    """All hand-overs of one worker's pages.  Every method returns what to send and what to tell the scheduler."""
+
+    def __init__(self, config: HandOverConfig, carrier: PageCarrier, incarnation: int) -> None:
+        self._config = config
+        self._carrier = carrier
+        self._incarnation = incarnation
+        self._legs: dict[RequestId, _Leg] = {}
+        self._pulls: dict[RequestId, _WaitingPull] = {}
+        self._closed: dict[RequestId, tuple[int, str, float]] = {}  # epoch, reason, when: to refuse late pulls at once
+        self._window: dict[bytes, int] = {}  # peer -> bytes under way
+
+    # --- what the scheduler says -------------------------------------------------------------------------------------
+
+    def open(self, request: RequestId, epoch: int, now: float) -> SenderTurn:
+        """A prefill leg is here.  It replaces one of an earlier epoch; an equal or earlier epoch changes nothing."""
+        turn = SenderTurn()
+        leg = self._legs.get(request)
+        if leg is not None:
+            if leg.epoch >= epoch:
+                return turn
+            self._close(leg, "replaced by a later epoch", now, turn)
+        self._closed.pop(request, None)
+        self._legs[request] = _Leg(request, epoch)
+        waiting = self._pulls.pop(request, None)
+        if waiting is not None:
+            self._pulled(waiting.peer, waiting.pull, now, turn)
+        return turn
+
+    def offer(self, offer: Offer, now: float) -> SenderTurn:
+        """A page is final.  Ignored for a leg that is not here (any more), and when it was offered before."""
+        turn = SenderTurn()
+        leg = self._legs.get(offer.request)
+        if leg is None or leg.epoch != offer.epoch or offer.block in leg.frames:
+            return turn
+        page = self._carrier.own.view(offer.page)
+        leg.frames[offer.block] = PageReady(
+            request=offer.request,
+            epoch=offer.epoch,
+            block=offer.block,
+            tokens=offer.tokens,
+            page=offer.page,
+            generation=offer.generation,
+            checksum=self._carrier.seal.checksum(page, offer.generation),
+        )
+        leg.waiting.append(offer.block)
+        self._pump(leg, now, turn)
+        return turn
+
+    def done(self, first: TokenItem, blocks: int, now: float) -> SenderTurn:
+        """All pages were offered, and this is the first token.  A leg that lacks a page fails here and now."""
+        turn = SenderTurn()
+        leg = self._legs.get(first.request)
+        if leg is None or leg.epoch != first.epoch:
+            return turn
+        if first.finish is None and any(block not in leg.frames for block in range(leg.acknowledged, blocks)):
+            self._close(leg, "pages missing", now, turn)
+            return turn
+        leg.done = PrefillDone(request=first.request, epoch=first.epoch, blocks=blocks, first=first)
+        self._pump(leg, now, turn)
+        return turn
+
+    def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderTurn:
+        """The leg cannot be finished; the receiver is told."""
+        turn = SenderTurn()
+        leg = self._legs.get(request)
+        if leg is not None and leg.epoch == epoch:
+            self._close(leg, reason, now, turn)
+        return turn
+
+    def cancel(self, request: RequestId, epoch: int, now: float) -> SenderTurn:
+        """Forget the request in whatever state, unless a later epoch of it is here."""
+        turn = SenderTurn()
+        leg = self._legs.get(request)
+        if leg is not None and leg.epoch <= epoch:
+            self._close(leg, "cancelled", now, turn)
+        waiting = self._pulls.get(request)
+        if waiting is not None and waiting.pull.epoch <= epoch:
+            del self._pulls[request]
+            turn.sends.append(Send(waiting.peer, _failed(waiting.pull, "cancelled")))
+        if leg is None or leg.epoch <= epoch:
+            self._closed[request] = (epoch, "cancelled", now)
+        return turn
+
+    # --- what receivers say ------------------------------------------------------------------------------------------
+
+    def pull(self, peer: bytes, message: PullPages, now: float) -> SenderTurn:
+        """A receiver has room, or acknowledges, or asks again.  From a new peer: its connection was made anew."""
+        turn = SenderTurn()
+        self._pulled(peer, message, now, turn)
+        return turn
+
+    def received(self, message: PagesReceived, now: float) -> SenderTurn:
+        """A receiver has everything or wants no more."""
+        turn = SenderTurn()
+        waiting = self._pulls.get(message.request)
+        if waiting is not None and waiting.pull.epoch <= message.epoch:
+            del self._pulls[message.request]
+        leg = self._legs.get(message.request)
+        if leg is not None and leg.epoch == message.epoch and leg.peer is not None:
+            self._close(leg, "received", now, turn)
+        return turn
+
+    # --- what the transport and the clock say ------------------------------------------------------------------------
+
+    def unsent(self, peer: bytes, now: float) -> None:
+        """The listener could not send to this peer: hold back until it pulls again or its leases end."""
+        for leg in self._legs.values():
+            if leg.peer == peer:
+                leg.lost = True
+                if leg.owed_since is None:
+                    leg.owed_since = now
+                self._take_back(leg)
+
+    def tick(self, now: float) -> SenderTurn:
+        """End leases that have run out, and tell receivers that we are still here.  Call it a few times a second."""
+        turn = SenderTurn()
+        lease = self._config.lease_s
+        for leg in list(self._legs.values()):
+            if leg.owed_since is not None and now - leg.owed_since >= lease:
+                self._close(leg, "lease ended", now, turn)
+            elif leg.peer is not None and not leg.lost and now - leg.spoke >= lease / SIGNS_PER_LEASE:
+                self._say(leg, HandOverAlive(request=leg.request, epoch=leg.epoch), now, turn)
+        for request, waiting in list(self._pulls.items()):
+            if now - waiting.since >= lease:
+                del self._pulls[request]
+                turn.sends.append(Send(waiting.peer, _failed(waiting.pull, "unknown request")))
+        self._closed = {request: entry for request, entry in self._closed.items() if now - entry[2] < lease}
+        return turn
+
+    @property
+    def open_legs(self) -> frozenset[tuple[RequestId, int]]:
+        """Legs whose pages are held, as (request, epoch): for integrity checks."""
+        return frozenset((leg.request, leg.epoch) for leg in self._legs.values())
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _pulled(self, peer: bytes, pull: PullPages, now: float, turn: SenderTurn) -> None:
+        leg = self._legs.get(pull.request)
+        mine = leg if leg is not None and leg.epoch == pull.epoch else None
+        refusal = self._refusal(pull, leg)
+        if refusal is not None:
+            turn.sends.append(Send(peer, _failed(pull, refusal)))
+            if mine is not None and mine.peer is None:
+                self._close(mine, refusal, now, turn)
+        elif mine is None:
+            self._pulls[pull.request] = _WaitingPull(peer, pull, now)
+        elif mine.peer is None:
+            mine.peer = peer
+            mine.acknowledged = pull.skip_blocks
+            mine.spoke = now
+            turn.effects.append(Granted(mine.request, mine.epoch))
+            self._pump(mine, now, turn)
+        else:
+            self._acknowledged(mine, peer, pull, now, turn)
+
+    def _refusal(self, pull: PullPages, leg: _Leg | None) -> str | None:
+        seal = self._carrier.seal
+        checks = (
+            ("model", pull.identity.fingerprint, seal.identity.fingerprint),
+            ("numerics class", pull.identity.numerics, seal.identity.numerics),
+            ("page layout", pull.layout, seal.layout.name),
+            ("carrier", pull.carrier, self._carrier.name),
+            ("incarnation", pull.incarnation, self._incarnation),
+        )
+        for what, theirs, ours in checks:
+            if theirs != ours:
+                return f"refused: {what} {theirs} does not fit {ours}"
+        if leg is not None and pull.epoch < leg.epoch:
+            return "replaced by a later epoch"
+        closed = self._closed.get(pull.request)
+        if closed is not None and pull.epoch <= closed[0]:
+            return closed[1]
+        if leg is None and pull.request not in self._pulls and len(self._pulls) >= MAX_WAITING_PULLS:
+            return "too many pulls wait"
+        return None
+
+    def _acknowledged(self, leg: _Leg, peer: bytes, pull: PullPages, now: float, turn: SenderTurn) -> None:
+        leg.acknowledged = max(leg.acknowledged, pull.skip_blocks)
+        if peer != leg.peer or leg.lost or pull.resend:
+            self._take_back(leg)
+            leg.peer, leg.lost, leg.done_sent = peer, False, False
+        for block in [block for block in leg.flying if block < leg.acknowledged]:
+            self._land(leg, block)
+        leg.owed_since = now if leg.flying or leg.done_sent else None
+        self._pump_all(peer, now, turn)
+
+    def _pump_all(self, peer: bytes, now: float, turn: SenderTurn) -> None:
+        for leg in self._legs.values():
+            if leg.peer == peer:
+                self._pump(leg, now, turn)
+
+    def _pump(self, leg: _Leg, now: float, turn: SenderTurn) -> None:
+        """Send what the window lets through."""
+        if leg.peer is None or leg.lost:
+            return
+        while leg.waiting:
+            block = leg.waiting[0]
+            if block >= leg.acknowledged:
+                frame = leg.frames[block]
+                payload = self._carrier.payload(frame.page)
+                cost = max(FRAME_COST_BYTES, 0 if payload is None else payload.nbytes)
+                used = self._window.get(leg.peer, 0)
+                if used > 0 and used + cost > self._config.window_bytes:
+                    return
+                self._window[leg.peer] = used + cost
+                leg.flying[block] = cost
+                self._say(leg, frame, now, turn, payload)
+            leg.waiting.popleft()
+        if leg.done is not None and not leg.done_sent:
+            leg.done_sent = True
+            self._say(leg, leg.done, now, turn)
+
+    def _say(
+        self,
+        leg: _Leg,
+        message: PageReady | PrefillDone | HandOverAlive,
+        now: float,
+        turn: SenderTurn,
+        payload: memoryview | None = None,
+    ) -> None:
+        assert leg.peer is not None
+        leg.spoke = now
+        if leg.owed_since is None and not isinstance(message, HandOverAlive):
+            leg.owed_since = now
+        turn.sends.append(Send(leg.peer, message, payload))
+
+    def _take_back(self, leg: _Leg) -> None:
+        """Count what is under way as not sent."""
+        again = sorted(leg.flying)
+        for block in again:
+            self._land(leg, block)
+        leg.waiting.extendleft(reversed(again))
+        leg.done_sent = False
+
+    def _land(self, leg: _Leg, block: int) -> None:
+        assert leg.peer is not None
+        left = self._window[leg.peer] - leg.flying.pop(block)
+        if left > 0:
+            self._window[leg.peer] = left
+        else:
+            del self._window[leg.peer]
+
+    def _close(self, leg: _Leg, reason: str, now: float, turn: SenderTurn) -> None:
+        del self._legs[leg.request]
+        self._closed[leg.request] = (leg.epoch, reason, now)
+        turn.effects.append(Released(leg.request, leg.epoch, reason))
+        if leg.peer is None:
+            return
+        for block in list(leg.flying):
+            self._land(leg, block)
+        if reason != "received" and not leg.lost:
+            turn.sends.append(Send(leg.peer, HandOverFailed(request=leg.request, epoch=leg.epoch, reason=reason)))
+        self._pump_all(leg.peer, now, turn)
+
+
+def _failed(pull: PullPages, reason: str) -> HandOverFailed:
+    return HandOverFailed(request=pull.request, epoch=pull.epoch, reason=reason)

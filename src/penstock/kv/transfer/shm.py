@@ -1,0 +1,40 @@
+"""Pages on one host: the receiver copies straight out of the sender's memory, which it has mapped read-only.
+
+Announcements carry no bytes.  What is copied may be overwritten meanwhile; the checksum of the copy tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.errors import HandOverRefused, PageCorrupt
+from penstock.kv.memory import KvMemory
+from penstock.kv.transfer.port import PageSeal
+from penstock.types import PageId, WorkerId
+from penstock.wire.messages import PageReady, PageSource
+
+
+class ShmCarrier:
+    """``peers``: the other workers' memory, mapped read-only.  It may grow while the carrier is in use."""
+
+    name = "shm"
+
+    def __init__(self, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> None:
+        self.own = own
+        self.seal = seal
+        self._peers = peers
+
+    def payload(self, page: PageId) -> memoryview | None:
+        """Nothing: the receiver reads the page where it lies."""
+        del page
+        return None
+
+    def copy(self, source: PageSource, frame: PageReady, payload: memoryview | None, into: memoryview) -> None:
+        """As ``PageCarrier.copy``."""
+        del payload
+        memory = self._peers.get(source.worker)
+        if memory is None:
+            raise HandOverRefused(f"the memory of {source.worker} is not mapped here")
+        if not 0 <= frame.page < memory.pages:
+            raise PageCorrupt(f"page {frame.page} of {source.worker}, which has {memory.pages}")
+        self.seal.copy(frame, memory.view(frame.page), into)

@@ -1,0 +1,224 @@
+"""Both ends of a hand-over, joined by a real transport or its double, with a clock that tests turn."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.clock import VirtualClock
+from penstock.config.schema import HandOverConfig
+from penstock.kv.layout import KvLayout
+from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.transfer.drive import post, post_pulls
+from penstock.kv.transfer.effects import (
+    FirstToken,
+    Granted,
+    Offer,
+    PagesAdvanced,
+    Pull,
+    PullFailed,
+    ReceiverTurn,
+    Released,
+    SenderTurn,
+)
+from penstock.kv.transfer.memory import MemoryCarrier
+from penstock.kv.transfer.port import PageCarrier, PageSeal
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.transfer.shm import ShmCarrier
+from penstock.kv.transfer.tcp import TcpCarrier
+from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
+from penstock.wire.keys import Keys
+from penstock.wire.memory import MemoryHub
+from penstock.wire.messages import PageSource, PagesReceived, PullPages, TokenItem
+from penstock.wire.transport import Transport
+from penstock.wire.zeromq import ZmqTransport
+
+CARRIERS = ("memory", "shm", "tcp")
+LAYOUT = KvLayout.full(layers=2, kv_heads=2, head_dim=8, dtype="fp32")
+IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32")
+PAGES = 64
+R = RequestId("cmpl-1/0")
+
+_names = itertools.count()
+
+
+def first_token(request: RequestId = R, epoch: int = 1, token: int = 42) -> TokenItem:
+    return TokenItem(request=request, epoch=epoch, index=0, tokens=(token,))
+
+
+@dataclass
+class Rig:
+    """``prefill-0`` on one side, one decode worker on the other."""
+
+    carrier: str
+    transport: Transport
+    clock: VirtualClock
+    sender: HandOverSender
+    receiver: HandOverReceiver
+    sender_memory: KvMemory
+    receiver_memory: KvMemory
+    source: PageSource = field(init=False)
+    endpoint: str = ""
+    incarnation: int = 1
+    granted: list[Granted] = field(default_factory=list)
+    released: list[Released] = field(default_factory=list)
+    advanced: list[PagesAdvanced] = field(default_factory=list)
+    firsts: list[FirstToken] = field(default_factory=list)
+    failed: list[PullFailed] = field(default_factory=list)
+    order: Callable[[list], list] = list
+
+    def __post_init__(self) -> None:
+        self.listener = self.transport.listen(self.endpoint)
+        self.source = PageSource(
+            worker=WorkerId("prefill-0"), incarnation=self.incarnation, endpoint=self.listener.endpoint
+        )
+        self.links = {self.source: self.transport.connect(self.listener.endpoint)}
+        noise = random.Random(7)
+        self.sender_memory.buffer[:] = noise.randbytes(self.sender_memory.buffer.nbytes)
+        self.receiver_memory.buffer[:] = noise.randbytes(self.receiver_memory.buffer.nbytes)
+
+    # --- what a scheduler would do ---
+
+    def expect(self, pages: list[int], *, tokens: int, skip: int = 0, epoch: int = 1, request: RequestId = R) -> None:
+        pull = Pull(
+            request=request,
+            epoch=epoch,
+            source=self.source,
+            pages=[PageId(page) for page in pages],
+            skip_blocks=skip,
+            tokens=tokens,
+        )
+        self.took(self.receiver.expect(pull, self.clock.now()))
+
+    def open(self, epoch: int = 1, request: RequestId = R) -> None:
+        self.sent(self.sender.open(request, epoch, self.clock.now()))
+
+    def offer(
+        self, block: int, page: int, *, tokens: int = 16, generation: int = 1, epoch: int = 1, request: RequestId = R
+    ) -> None:
+        offer = Offer(
+            request=request, epoch=epoch, block=block, page=PageId(page), tokens=tokens, generation=generation
+        )
+        self.sent(self.sender.offer(offer, self.clock.now()))
+
+    def done(self, blocks: int, epoch: int = 1, request: RequestId = R) -> None:
+        self.sent(self.sender.done(first_token(request, epoch), blocks, self.clock.now()))
+
+    # --- what a loop would do ---
+
+    def sent(self, turn: SenderTurn) -> None:
+        for effect in post(turn, self.listener, self.sender, self.clock.now()):
+            (self.granted if isinstance(effect, Granted) else self.released).append(effect)
+
+    def took(self, turn: ReceiverTurn) -> None:
+        for effect in post_pulls(turn, self.links):
+            match effect:
+                case PagesAdvanced():
+                    self.advanced.append(effect)
+                case FirstToken():
+                    self.firsts.append(effect)
+                case PullFailed():
+                    self.failed.append(effect)
+
+    def sender_turn(self) -> bool:
+        moved = False
+        while (received := self.listener.recv()) is not None:
+            moved = True
+            match received.message:
+                case PullPages() as pull:
+                    self.sent(self.sender.pull(received.peer, pull, self.clock.now()))
+                case PagesReceived() as got:
+                    self.sent(self.sender.received(got, self.clock.now()))
+        self.sent(self.sender.tick(self.clock.now()))
+        return moved
+
+    def receiver_listens(self) -> bool:
+        """Frames queue up; nothing is copied."""
+        came = []
+        for source, link in self.links.items():
+            while (received := link.recv()) is not None:
+                came.append((source, received))
+        for source, received in self.order(came):
+            self.took(self.receiver.receive(source, received.message, received.payload, self.clock.now()))
+        self.took(self.receiver.tick(self.clock.now()))
+        return bool(came)
+
+    def receiver_copies(self, budget: int | None = None) -> bool:
+        had = self.receiver.has_work
+        self.took(self.receiver.work(self.clock.now(), budget))
+        return had
+
+    def until(self, true: Callable[[], bool], *, copying: bool = True) -> None:
+        """Let both ends run until something is true.  Fails after five real seconds."""
+        deadline = time.monotonic() + 5
+        while not true():
+            assert time.monotonic() < deadline, "it did not come true"
+            moved = self.sender_turn() | self.receiver_listens()
+            if copying:
+                moved |= self.receiver_copies()
+            if not moved:
+                self.transport.wait(0.02, [self.listener, *self.links.values()])
+
+    def settle(self) -> None:
+        """Let both ends run until nothing moves for a while (real sockets need a moment to say so)."""
+        quiet = 0
+        while quiet < (2 if self.carrier == "memory" else 6):
+            moved = self.sender_turn() | self.receiver_listens() | self.receiver_copies()
+            quiet = 0 if moved else quiet + 1
+            if not moved:
+                self.transport.wait(0.01, [self.listener, *self.links.values()])
+
+    # --- what a test asks ---
+
+    def sender_page(self, page: int) -> bytes:
+        return bytes(self.sender_memory.view(PageId(page)))
+
+    def receiver_page(self, page: int) -> bytes:
+        return bytes(self.receiver_memory.view(PageId(page)))
+
+    def all_free(self) -> bool:
+        return not (self.sender.open_legs or self.receiver.open_pulls or self.receiver.has_work)
+
+
+def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation: int = 1) -> tuple[Rig, list]:
+    """A rig, and what must be closed after it."""
+    config = config or HandOverConfig()
+    seal = PageSeal(IDENTITY, LAYOUT)
+    closing: list = []
+    mine: KvMemory
+    theirs: KvMemory
+    send: PageCarrier
+    take: PageCarrier
+    transport: Transport
+    name = f"test-{os.getpid()}-{next(_names)}"
+    if carrier == "shm":
+        files = [KvFile.create(LAYOUT, PAGES), KvFile.create(LAYOUT, PAGES)]
+        mine, theirs, seen = files[0].map_own(), files[1].map_own(), files[0].map_readonly()
+        send, take = ShmCarrier(mine, {}, seal), ShmCarrier(theirs, {WorkerId("prefill-0"): seen}, seal)
+        transport, endpoint = ZmqTransport(Keys.ephemeral()), f"ipc://@penstock-{name}"
+        closing += [*files, seen]
+    else:
+        mine, theirs = KvMemory.anonymous(LAYOUT, PAGES), KvMemory.anonymous(LAYOUT, PAGES)
+        if carrier == "tcp":
+            send, take = TcpCarrier(mine, seal), TcpCarrier(theirs, seal)
+            transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
+        else:
+            send, take = MemoryCarrier(mine, {}, seal), MemoryCarrier(theirs, {WorkerId("prefill-0"): mine}, seal)
+            transport, endpoint = MemoryHub(), f"memory://{name}"
+    rig = Rig(
+        carrier=carrier,
+        transport=transport,
+        clock=VirtualClock(100.0),
+        sender=HandOverSender(config, send, incarnation),
+        receiver=HandOverReceiver(config, take),
+        sender_memory=mine,
+        receiver_memory=theirs,
+        endpoint=endpoint,
+        incarnation=incarnation,
+    )
+    return rig, [transport, mine, theirs, *closing]
