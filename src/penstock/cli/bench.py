@@ -27,8 +27,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from penstock.cli.benchmark import load, measures, report, workload
 from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
 from penstock.cli.benchmark.stutter import Stutter, run_stutter
-from penstock.cli.http_stream import HttpStreamClient, StreamError
-from penstock.errors import ConfigError, PenstockError
+from penstock.cli.http_stream import HttpStreamClient, StreamError, server_key, server_url
+from penstock.errors import ConfigError
 
 EPILOG = """\
 examples:
@@ -58,10 +58,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: %(default)s")
+    group.add_argument("--base-url", metavar="URL", help="default: PENSTOCK_URL or http://127.0.0.1:8000")
     group.add_argument("--endpoint", default="/v1/completions", help="or /v1/chat/completions; default: %(default)s")
     group.add_argument("--model", help="default: the first that /v1/models names")
-    group.add_argument("--api-key", help="sent as a bearer token")
+    group.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="further request headers")
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request; default: %(default)g")
     group.add_argument("--temperature", type=float, default=0.0, help="default: 0 (greedy)")
@@ -108,36 +108,35 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when an answer came complete, 1 when none did, 2 when the run could not start."""
-    console = Console(stderr=True)
+    """0 when an answer came complete, 1 when none did.  Raises PenstockError when the run could not start."""
     try:
-        result = uvloop.run(_bench(args, console))
-    except (PenstockError, ValueError, OSError) as error:
-        console.print(f"penstock bench: {error}", style="bold red", markup=False, highlight=False)
-        return 2
-    except KeyboardInterrupt:
-        console.print("stopped")
-        return 130
+        result = uvloop.run(_bench(args, Console(stderr=True)))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
     text = json.dumps(result, indent=1)
     if args.save_result:
         args.save_result.write_text(text + "\n", encoding="utf-8")
     if args.json:
         print(text)
     else:
-        out = Console()
-        out.print(f"{result['model']} at {result['base_url']}{result['endpoint']}, prompts: {result['prompts']}")
-        if "running" in result:
-            report.print_stutter(out, result)
-        else:
-            report.print_measures(out, result["workload"], result)
-        if result["skipped"]:
-            out.print(f"{result['skipped']} requests of the workload do not fit the context and were left out")
+        _print(result, Console())
     return 0 if (result["long"] if "running" in result else result)["completed"] else 1
 
 
+def _print(result: dict[str, Any], out: Console) -> None:
+    out.print(f"{result['model']} at {result['base_url']}{result['endpoint']}, prompts: {result['prompts']}\n")
+    if "running" in result:
+        report.print_stutter(out, result)
+    else:
+        report.print_measures(out, result["workload"], result)
+    if result["skipped"]:
+        out.print(f"{result['skipped']} requests of the workload do not fit the context and were left out")
+
+
 async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    headers = dict(pair.split("=", 1) for pair in args.header if "=" in pair)
-    async with HttpStreamClient(args.base_url, api_key=args.api_key, headers=headers) as client:
+    headers = dict(pair.split("=", 1) for pair in args.header)
+    url = server_url(args.base_url)
+    async with HttpStreamClient(url, api_key=server_key(args.api_key), headers=headers) as client:
         model, max_model_len = await _served_model(client, args.model)
         extra = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
         prompts = PromptMaker(client, RequestShape(model=model, endpoint=args.endpoint, extra=extra), args.seed)
@@ -148,7 +147,7 @@ async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         found = await scenario(args, generator, prompts, max_model_len, console)
     header = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "base_url": args.base_url,
+        "base_url": url,
         "endpoint": args.endpoint,
         "model": model,
         "prompts": str(prompts.kind),

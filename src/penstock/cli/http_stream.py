@@ -7,6 +7,7 @@ that of the read which brought it, not that of a task which woke up later.  Know
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,16 @@ class StreamError(PenstockError):
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
         self.kind = kind
+
+
+def server_url(flag: str | None) -> str:
+    """The flag, else ``PENSTOCK_URL``, else where ``penstock serve`` listens by default."""
+    return flag or os.environ.get("PENSTOCK_URL") or "http://127.0.0.1:8000"
+
+
+def server_key(flag: str | None) -> str | None:
+    """The flag, else ``PENSTOCK_API_KEY``, else none."""
+    return flag or os.environ.get("PENSTOCK_API_KEY") or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +135,8 @@ class _Connection(asyncio.Protocol):
     def _fail(self, error: BaseException | None) -> None:
         self.close()
         if self._done is not None and not self._done.done():
-            known = isinstance(error, StreamError)
-            self._done.set_exception(error if known and error else StreamError("bad reply", repr(error)))
+            ours = error if isinstance(error, PenstockError) else StreamError("bad reply", repr(error))
+            self._done.set_exception(ours)
 
     # --- httptools
 

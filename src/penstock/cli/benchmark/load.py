@@ -15,48 +15,9 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.cli.benchmark.measures import Finished
+from penstock.cli.chunks import Usage, decode_chunk, error_of
 from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.sse import DONE
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-
-    def has_text(self) -> bool:
-        delta = self.delta
-        return bool(self.text or (delta is not None and (delta.content or delta.reasoning_content)))
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: str | int | None = None
-
-
-class Chunk(msgspec.Struct):
-    """The few fields of a streamed event, or of an error's body, that matter here."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-
-
-decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 class AnswerReader:
@@ -77,12 +38,12 @@ class AnswerReader:
             raise StreamError("bad chunk", str(error)) from error
         if chunk.error is not None:
             raise StreamError(f"error event {chunk.error.code or ''}".rstrip(), chunk.error.message)
-        if any(choice.has_text() for choice in chunk.choices):
+        if any(choice.added() for choice in chunk.choices):
             self._record.events.append(arrived)
         if chunk.usage is not None:
             self._take_usage(chunk.usage)
 
-    def _take_usage(self, usage: _Usage) -> None:
+    def _take_usage(self, usage: Usage) -> None:
         self._record.prompt_tokens = usage.prompt_tokens
         self._record.output_tokens = usage.completion_tokens or 0
         if usage.prompt_tokens_details is not None:
@@ -167,11 +128,7 @@ class LoadGenerator:
 def failure(status: int, body: bytes, done: bool, record: Finished) -> str | None:
     """Short kind of what is wrong with a reply that came to its end, None when nothing is."""
     if status != 200:
-        try:
-            error = decode_chunk(body).error
-        except msgspec.DecodeError:
-            error = None
-        return f"http {status} {error.code if error and error.code else ''}".rstrip()
+        return f"http {status} {error_of(body).code or ''}".rstrip()
     if not done:
         return "stream ended early"
     return None if record.events else "no text"
