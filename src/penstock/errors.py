@@ -191,3 +191,7 @@ class ConfigError(PenstockError):
 
 class KernelError(PenstockError):
     """A kernel family that this machine or build does not have."""
+
+
+class GaveUp(PenstockError):
+    """A process could not be kept running; the message says why and what would help."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import sys
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.config.load import load_client
 from penstock.errors import ConfigError, WorkerError
 
 EPILOG = """\
@@ -43,8 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """0 with the list; raises WorkerError when nothing answers, ConfigError for a bad URL."""
-    url = args.url or os.environ.get("PENSTOCK_URL") or "http://127.0.0.1:8000"
-    workers = fetch(url, args.api_key or os.environ.get("PENSTOCK_API_KEY"), args.timeout)
+    url, api_key = load_client(args.url, args.api_key)
+    workers = fetch(url, api_key, args.timeout)
     if args.json:
         print(json.dumps({"workers": workers}))
     else:

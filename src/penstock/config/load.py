@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -23,8 +24,12 @@ from penstock.errors import ConfigError
 
 ENV_PREFIX = "PENSTOCK_"
 
-OTHER_VARIABLES = frozenset({"PENSTOCK_CONFIG", "PENSTOCK_URL"})
-"""Variables of ours that are no settings of ``serve``."""
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+OTHER_VARIABLES = frozenset(
+    {"PENSTOCK_CONFIG", "PENSTOCK_URL", "PENSTOCK_VENV", "PENSTOCK_TEST_VENV", "PENSTOCK_SETUP_ONLY"}
+)
+"""Variables of ours that are no settings of ``serve``: of other commands and of the scripts in the repository."""
 
 _TABLES = ("limits", "failover", "hand_over", "supervise")  # in a file only: too many for flags
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
@@ -57,12 +62,16 @@ def parse_size(text: str) -> int:
 
 
 def load_serve(
-    flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | Path | None = None
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
 ) -> ServeConfig:
     """The settings that follow from ``flags`` (given ones only, by field name), environment and file.
 
-    ``PENSTOCK_CONFIG`` names the file when ``config_file`` does not.  Raises ConfigError in one line.
+    ``environ`` is this process's unless given.  ``PENSTOCK_CONFIG`` names the file when ``config_file`` does not.
+    Raises ConfigError in one line.
     """
+    environ = os.environ if environ is None else environ
     path = config_file or environ.get("PENSTOCK_CONFIG") or None
     given: dict[str, _Given] = {}
     if path is not None:
@@ -72,6 +81,14 @@ def load_serve(
     config = ServeConfig(**{key: _parse(key, item) for key, item in given.items()})
     _check(config)
     return config
+
+
+def load_client(
+    url: str | None, api_key: str | None, environ: Mapping[str, str] | None = None
+) -> tuple[str, str | None]:
+    """(URL, key) for commands that talk to a running service: flags over PENSTOCK_URL and PENSTOCK_API_KEY."""
+    environ = os.environ if environ is None else environ
+    return url or environ.get("PENSTOCK_URL") or DEFAULT_URL, api_key or environ.get("PENSTOCK_API_KEY")
 
 
 def is_loopback(host: str) -> bool:

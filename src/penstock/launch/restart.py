@@ -219,7 +219,7 @@ class Restarts:
     def wake_at(self, now: float) -> float:
         """When to call again with ``Tick`` (or ``Looked``) at the latest."""
         times = [now + self.config.look_s]
-        if self._stage is not Stage.RUNNING:
+        if self._stage is Stage.DRAINING or (self._stage is Stage.ENDING and not self._killed_all):
             times.append(self._deadline)
         times += [c.due for c in self._children.values() if c.phase is Phase.WAITING and self._forks]
         return max(now, min(times))

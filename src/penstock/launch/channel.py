@@ -1,0 +1,81 @@
+"""The supervisor's line to the gateway: whole messages over one inherited SEQPACKET socket pair.
+
+Never blocks: what a busy gateway does not take now waits here.  Knows nothing about what the messages mean.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+
+from penstock.errors import ProtocolError
+from penstock.wire.codec import decode, encode
+from penstock.wire.messages import Draining, SupervisorMessage, Suspect, WorkerDown, WorkerUp
+
+MAX_MESSAGE_BYTES = 64 << 10
+MAX_WAITING = 4096
+"""Messages kept for a gateway that does not read; it will be found wedged long before."""
+
+_KINDS = (WorkerUp, WorkerDown, Draining, Suspect)
+
+
+class Channel:
+    """One end of the pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Two connected ends; each process closes the other's."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), cls(theirs)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Is there something that could not be sent yet?"""
+        return bool(self._waiting)
+
+    def send(self, message: SupervisorMessage) -> None:
+        """Send now or with a later ``flush``; nothing happens when the other end is gone."""
+        self._waiting.append(encode(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much of what waits as the other end takes."""
+        while self._waiting:
+            try:
+                self._sock.send(self._waiting[0])
+            except BlockingIOError:
+                return
+            except OSError:  # the other end is gone; its death is told by other means
+                self._waiting.clear()
+                return
+            self._waiting.popleft()
+
+    def receive(self) -> SupervisorMessage | None:
+        """The next message, or None when there is none now.  Raises EOFError when the other end is closed.
+
+        Raises ProtocolError for what is no message of ours.
+        """
+        try:
+            frame = self._sock.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            raise EOFError from None
+        if not frame:
+            raise EOFError
+        message = decode(frame)
+        if isinstance(message, _KINDS):
+            return message
+        raise ProtocolError(f"{type(message).__name__} does not belong on this channel")
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._sock.close()

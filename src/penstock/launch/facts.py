@@ -1,0 +1,74 @@
+"""What this machine has: processors, memory, and what a container leaves of them.  Linux only.
+
+Reads /proc, /sys and cgroup v2; what cannot be read counts as unlimited.  Decides nothing (``config.resolve`` does).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.config.resolve import MachineFacts
+
+
+def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> MachineFacts:
+    """The facts that ``config.resolve`` wants.  ``kernel_families``: what runs here, best first."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    return MachineFacts(
+        cpus=cpus, cores=usable_cores(cpus, root), memory_bytes=free_memory(root), kernel_families=kernel_families
+    )
+
+
+def usable_cores(cpus: tuple[int, ...], root: Path = Path("/")) -> int:
+    """Physical cores behind these logical processors, or what the container's quota leaves of them; at least 1."""
+    siblings = set()
+    for cpu in cpus:
+        name = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        siblings.add(_read(root / name) or str(cpu))
+    cores = len(siblings)
+    for folder in _cgroups(root):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be had without swapping: what the system has available, or what the container's limit leaves."""
+    available = 0
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for folder in _cgroups(root):
+        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            # Cached files count as used, but are given back when memory is wanted.
+            available = min(available, int(limit) - int(used) + _cached(folder))
+    return max(0, available)
+
+
+def _cached(folder: Path) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Our control group and those above it: each may have a limit of its own."""
+    base = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            here = base / line.removeprefix("0::").strip().lstrip("/")
+            while here != base and base in here.parents:
+                yield here
+                here = here.parent
+    yield base
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

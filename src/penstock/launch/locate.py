@@ -1,0 +1,104 @@
+"""From what was typed to a folder: the bundled model, a folder of the user's, or a name on the Hugging Face Hub.
+
+Downloading happens in a child process, because the Hub's library starts threads, and a process with threads must not
+fork workers later.  Knows nothing about what is in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.bundled import STORYTELLER, storyteller
+from penstock.errors import ModelError
+from penstock.launch.zygote import fork
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "LICENSE*", "README.md")
+_OK, _BAD = b"+", b"-"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model's folder and the name that clients call it by."""
+
+    path: Path
+    name: str
+    bundled: bool = False
+
+
+def locate(model: str | None, download: Callable[[str], str] | None = None) -> Located:
+    """Where the model lies.  ``download`` turns a Hub name into a folder; the default asks the Hub.
+
+    Raises ModelError in one line.
+    """
+    if model is None:
+        return Located(storyteller(), STORYTELLER, bundled=True)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Located(path.resolve(), path.resolve().name)
+    if path.exists():
+        raise ModelError(f"{model} is a file; expected the folder that holds config.json and *.safetensors")
+    if not _HUB_NAME.fullmatch(model):
+        raise ModelError(f"{model}: no such folder, and no Hub name (org/name) either")
+    return Located(Path((download or download_in_child)(model)), model)
+
+
+def download_in_child(name: str) -> str:
+    """The folder of a Hub model, fetched (with a progress bar) unless it is here already.  Raises ModelError."""
+    reader, writer = os.pipe()
+
+    def body() -> int:
+        try:
+            os.write(writer, _OK + _download(name).encode())
+        except ModelError as error:
+            os.write(writer, _BAD + str(error).encode())
+        return 0
+
+    try:
+        child = fork("download", body, keep=[writer])
+    finally:
+        os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            answer = pipe.read()
+    finally:
+        child.kill(signal.SIGKILL)
+        os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED)
+        os.close(child.pidfd)
+    if answer[:1] == _OK:
+        return answer[1:].decode()
+    raise ModelError(answer[1:].decode(errors="replace") or f"{name}: the download ended without a result")
+
+
+def _download(name: str) -> str:
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=list(_WANTED))
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then log in with `hf auth login` "
+            "or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"{name}: the Hub has no such model, or it is private (then log in: `hf auth login`)"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise ModelError(_unreachable(name)) from None
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{name}: cannot fetch it from the Hub: {first}") from None
+
+
+def _unreachable(name: str) -> str:
+    return (
+        f"{name}: the Hub cannot be reached and the model is not in the local cache; "
+        "connect once, or give the folder of a model: penstock serve PATH"
+    )

@@ -1,0 +1,107 @@
+"""A service whose children do nothing but beat; run as a program by test_supervise.
+
+    python fake_service.py '{"config": {"wedge_s": 0.4}, "decode-0": "crash"}'
+
+Behaviours of a child: "beat" (the default), "crash" (before it is ready), "deaf" (ignores SIGTERM); of the whole:
+"load_s" (how long loading takes).  Everything that is heard or done goes to stdout, one line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+from penstock.config.schema import SuperviseConfig
+from penstock.errors import GaveUp
+from penstock.launch.board import Board
+from penstock.launch.channel import Channel
+from penstock.launch.restart import GATEWAY
+from penstock.launch.supervise import Job, Stopped, Supervisor
+from penstock.types import Role, WorkerId, WorkerState
+from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
+
+SCRIPT = json.loads(sys.argv[1])
+ROLES = {WorkerId("prefill-0"): Role.PREFILL, WorkerId("decode-0"): Role.DECODE}
+NAMES = (GATEWAY, *ROLES)
+SLOTS = dict(zip(NAMES, Board(len(NAMES)).slots, strict=True))
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+class FakeJobs:
+    def gateway(self, incarnation: int, channel: Channel) -> Job:
+        return Job(body=lambda: gateway(incarnation, channel), keep=())
+
+    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+        return Job(body=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
+
+
+def beat(name: str) -> None:
+    now = time.monotonic_ns()
+    SLOTS[name].beat(now, now + 10**8, 0)
+
+
+def gateway(incarnation: int, channel: Channel) -> int:
+    SLOTS[GATEWAY].set_state(WorkerState.READY)
+    say("gateway", incarnation, "runs", os.getpid())
+    while True:
+        beat(GATEWAY)
+        select.select([channel], [], [], 0.05)
+        while (message := channel.receive()) is not None:
+            if isinstance(message, WorkerUp):
+                say("gateway", incarnation, "up", message.worker, message.incarnation, message.pid, message.endpoint)
+                if SCRIPT.get("suspect") == message.worker and message.incarnation == 1:
+                    channel.send(Suspect(worker=message.worker, incarnation=1, reason="no tokens"))
+            elif isinstance(message, WorkerDown):
+                say("gateway", incarnation, "down", message.worker, message.incarnation, message.state.value)
+            elif isinstance(message, Draining):
+                say("gateway", incarnation, "draining")
+                if not SCRIPT.get("endless"):
+                    return 0
+
+
+def child(name: str) -> int:
+    behaviour = SCRIPT.get(name, "beat")
+    if behaviour == "crash":
+        raise ValueError("I was told to")
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    SLOTS[name].set_state(WorkerState.READY)
+    say("worker", name, "runs", os.getpid())
+    while True:
+        beat(name)
+        time.sleep(0.02)
+
+
+def main() -> int:
+    config = SuperviseConfig(**SCRIPT.get("config", {}))
+    with Supervisor(config, FakeJobs(), SLOTS) as supervisor:
+        supervisor.when_stopping(lambda: say("stopping"))
+        supervisor.start()
+        try:
+            loaded = time.monotonic() + SCRIPT.get("load_s", 0.0)
+            while time.monotonic() < loaded:
+                supervisor.keep_watch()
+                time.sleep(0.01)
+            code = supervisor.run(ROLES, lambda: say("ready"))
+        except Stopped:
+            say("stopped while loading")
+            return 0
+        except GaveUp as error:
+            say("gave up:", error)
+            return 1
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        say("no child left")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
