@@ -1,0 +1,91 @@
+"""Keeps control tokens in the hands of the template.
+
+A client's text may spell a control token (``<|end|>``), whole or in parts that only the template joins.  Before
+rendering, ``ControlText.mark`` puts invisible marks around such spellings; after rendering, what bears no mark was
+written by the template.  ``guarded`` then renames the template's own control tokens to names that nobody can guess, for
+a tokenizer that knows only those names.  Text without such spellings takes the plain path and never meets a mark.
+
+Knows nothing about templates or tokenizers.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+_SPACE = " \t\r\n\f\v"
+
+
+class ControlText:
+    """The spellings of one tokenizer's control tokens, and the secret marks of this process."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        self.spellings = tuple(sorted(set(spellings), key=lambda word: (-len(word), word)))
+        nonce = secrets.token_hex(8)
+        # Noncharacters (Unicode 23.7) with a nonce: no client can write a mark or a guarded name.
+        self._open, self._close = f"\ufdd0{nonce}\ufdd1", f"\ufdd2{nonce}\ufdd3"
+        self._guard = (f"\ufdd4{nonce}\ufdd5", f"\ufdd6{nonce}\ufdd7")
+        words = "|".join(map(re.escape, self.spellings)) or "(?!)"
+        marks = f"{re.escape(self._open)}|{re.escape(self._close)}"
+        self._word = re.compile(words)
+        self._rendered = re.compile(
+            f"{re.escape(self._open)}(?P<client>{words}){re.escape(self._close)}|(?P<own>{words})|{marks}"
+        )
+        self._beginnings = frozenset(word[:i] for word in self.spellings for i in range(1, len(word)))
+        self._ends = frozenset(word[i:] for word in self.spellings for i in range(1, len(word)))
+        self._longest_part = max(map(len, self.spellings), default=1) - 1
+
+    def guarded_name(self, spelling: str) -> str:
+        """The name that the guarded tokenizer knows this control token by."""
+        return f"{self._guard[0]}{spelling}{self._guard[1]}"
+
+    def suspicious(self, value: Any) -> bool:
+        """Does any text within ``value`` (strings, lists, dicts) spell a control token, or begin or end with a part?"""
+        if isinstance(value, str):
+            return bool(self._word.search(value)) or any(self._partial(value))
+        if isinstance(value, dict):
+            return any(map(self.suspicious, value.values()))
+        if isinstance(value, list | tuple):
+            return any(map(self.suspicious, value))
+        return False
+
+    def mark(self, value: Any) -> Any:
+        """A copy of ``value`` with marks around control tokens, and where a part of one meets the template's text."""
+        if isinstance(value, str):
+            return self._mark_text(value)
+        if isinstance(value, dict):
+            return {key: self.mark(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(item) for item in value]
+        return value
+
+    def guarded(self, rendered: str) -> str:
+        """``rendered`` without marks, and with the template's own control tokens under their guarded names."""
+
+        def rename(match: re.Match[str]) -> str:
+            if match["own"] is not None:
+                return self.guarded_name(match["own"])
+            return match["client"] or ""
+
+        return self._rendered.sub(rename, rendered)
+
+    def _partial(self, text: str) -> tuple[bool, bool]:
+        core = text.strip(_SPACE)
+        reach = range(1, min(self._longest_part, len(core)) + 1)
+        return any(core[:i] in self._ends for i in reach), any(core[-i:] in self._beginnings for i in reach)
+
+    def _mark_text(self, text: str) -> str:
+        begins, ends = self._partial(text)
+        if begins or ends:
+            # Inside the white space, so that templates that trim still trim.
+            left = len(text) - len(text.lstrip(_SPACE))
+            right = len(text.rstrip(_SPACE))
+            core = self._word.sub(self._wrap, text[left:right])
+            core = f"{self._open if begins else ''}{core}{self._close if ends else ''}"
+            return f"{text[:left]}{core}{text[right:]}"
+        return self._word.sub(self._wrap, text)
+
+    def _wrap(self, match: re.Match[str]) -> str:
+        return f"{self._open}{match[0]}{self._close}"

@@ -1,0 +1,137 @@
+"""The words of every refusal: one small parser a kind of value, used by the parsers of the fields.
+
+A value that JSON's ``null`` stands for is absent, as with OpenAI.  Every refusal names field, value and limit.
+Knows nothing about what a field means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import BadField, RequestError
+
+WRONG_TYPE = "invalid_type"
+
+
+class Fields:
+    """One JSON object, asked field by field."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    def raw(self, name: str) -> Any:
+        """The value as it came; None when it is absent or null."""
+        return self._body.get(name)
+
+    def required(self, name: str) -> Any:
+        """The value of a field that must be there."""
+        value = self._body.get(name)
+        if value is None:
+            raise RequestError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+        return value
+
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self._body.get(name)
+        return default if value is None else boolean(name, value)
+
+    def integer(self, name: str, *, low: int, high: int) -> int | None:
+        value = self._body.get(name)
+        return None if value is None else integer(name, value, low=low, high=high)
+
+    def number(self, name: str, *, low: float, high: float, default: float) -> float:
+        value = self._body.get(name)
+        return default if value is None else number(name, value, low=low, high=high)
+
+    def string(self, name: str, *, max_chars: int) -> str | None:
+        value = self._body.get(name)
+        return None if value is None else string(name, value, max_chars=max_chars)
+
+
+def boolean(name: str, value: object) -> bool:
+    """``true`` or ``false``, nothing that looks like them."""
+    if not isinstance(value, bool):
+        raise BadField(name, got=value, want="a boolean", code=WRONG_TYPE)
+    return value
+
+
+def integer(name: str, value: object, *, low: int, high: int) -> int:
+    """A whole number from ``low`` to ``high``, written without a point."""
+    if type(value) is not int:
+        raise BadField(name, got=value, want="an integer", code=WRONG_TYPE)
+    if value < low:
+        raise BadField(name, got=value, want=f"an integer >= {low}", code="integer_below_min_value")
+    if value > high:
+        raise BadField(name, got=value, want=f"an integer <= {high}", code="integer_above_max_value")
+    return value
+
+
+def number(name: str, value: object, *, low: float, high: float) -> float:
+    """A number from ``low`` to ``high``."""
+    if type(value) is not int and type(value) is not float:
+        raise BadField(name, got=value, want="a number", code=WRONG_TYPE)
+    if value < low:
+        raise BadField(name, got=value, want=f"a number >= {low:g}", code="decimal_below_min_value")
+    if value > high:
+        raise BadField(name, got=value, want=f"a number <= {high:g}", code="decimal_above_max_value")
+    return float(value)
+
+
+def string(name: str, value: object, *, max_chars: int) -> str:
+    """A string of at most ``max_chars`` characters."""
+    if not isinstance(value, str):
+        raise BadField(name, got=value, want="a string", code=WRONG_TYPE)
+    if len(value) > max_chars:
+        raise BadField(
+            name,
+            got=f"a string of {len(value)} characters",
+            want=f"a string of at most {max_chars} characters",
+            code="string_above_max_length",
+        )
+    return value
+
+
+def array(name: str, value: object, *, max_items: int, what: str) -> Sequence[Any]:
+    """A list of at most ``max_items`` items."""
+    if not isinstance(value, list):
+        raise BadField(name, got=value, want=f"an array of {what}", code=WRONG_TYPE)
+    if len(value) > max_items:
+        raise BadField(
+            name,
+            got=f"an array of {len(value)}",
+            want=f"an array of at most {max_items} {what}",
+            code="array_above_max_length",
+        )
+    return value
+
+
+def mapping(name: str, value: object) -> Mapping[str, Any]:
+    """An object."""
+    if not isinstance(value, dict):
+        raise BadField(name, got=value, want="an object", code=WRONG_TYPE)
+    return value
+
+
+def token_ids(name: str, value: Sequence[Any], *, vocabulary: int) -> tuple[int, ...]:
+    """Ids of tokens that exist.  ``value`` is a list of a length that was checked."""
+    if not set(map(type, value)) <= {int}:
+        wrong = next(item for item in value if type(item) is not int)
+        raise BadField(name, got=wrong, want="an integer token id", code=WRONG_TYPE)
+    if value and not (0 <= min(value) and max(value) < vocabulary):
+        wrong = next(item for item in value if not 0 <= item < vocabulary)
+        raise BadField(name, got=wrong, want=f"token ids from 0 to {vocabulary - 1}")
+    return tuple(value)
+
+
+def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
+    """As OpenAI words it."""
+    unknown = [name for name in body if name not in known]
+    if unknown:
+        plural = "s" if len(unknown) > 1 else ""
+        shown = ", ".join(name[:64] for name in unknown[:16])
+        raise RequestError(f"Unrecognized request argument{plural} supplied: {shown}")
+
+
+def unsupported(name: str, why: str) -> RequestError:
+    """A field or value that OpenAI has and this server does not."""
+    return RequestError(f"Unsupported value for '{name}': {why}", param=name, code="unsupported_value")

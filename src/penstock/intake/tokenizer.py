@@ -1,0 +1,137 @@
+"""Text to token ids with the ``tokenizers`` library, beside the event loop.
+
+Knows nothing about requests or templates.  The library's ``encode_batch_fast`` works without the interpreter lock;
+texts above ``INLINE_CHARS`` go through it on a thread of a small pool, so that a prompt of 100,000 tokens delays
+nobody's answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from tokenizers import AddedToken, Tokenizer
+
+from penstock.errors import ModelError, RequestError
+from penstock.intake.control import ControlText
+from penstock.intake.vocabulary import TokenTable
+
+INLINE_CHARS = 2048
+"""Up to here encoding takes well under a millisecond, less than the way to a thread and back may take."""
+
+THREADS = 2
+_LONGEST_TOKEN_FLOOR = 16
+
+T = TypeVar("T")
+
+
+class TextTokenizer:
+    """One model's tokenizer: encode, decode, and the table of what every token says."""
+
+    def __init__(self, folder: Path, *, literals: Iterable[str] = ()) -> None:
+        """Reads ``tokenizer.json`` in ``folder``.
+
+        ``literals`` are the chat template's own strings: an added token among them is a control token like the
+        special ones.  Raises ModelError.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json. Penstock needs one (a 'fast' tokenizer).")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from error
+        # A shipped tokenizer.json may say "truncate": nothing is ever truncated here.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._added: dict[int, AddedToken] = dict(self._tokenizer.get_added_tokens_decoder())
+        special = frozenset(token for token, added in self._added.items() if added.special)
+        decoder = self._tokenizer.decoder
+        self.table = TokenTable(
+            self._tokenizer, decoder=None if decoder is None else decoder.__getstate__(), special=special
+        )
+        joined = "\0".join(literals)
+        self._control_ids = special | {token for token, added in self._added.items() if added.content in joined}
+        self.control = ControlText(self._added[token].content for token in self._control_ids)
+        self._guarded, self._renamed = self._guarded_tokenizer()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=0) + 1
+        self._longest = max(_LONGEST_TOKEN_FLOOR, max(map(len, vocabulary), default=0))
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Lets the threads end.  What is being encoded is finished, what waits is forgotten."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that ``text`` has at least, known without reading it."""
+        return -(-len(text) // self._longest)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so."""
+        return self._tokenizer.token_to_id(text)
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on a text of ``size`` characters: here and now when it is short, else on a thread."""
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """All of ``text``; spellings of control tokens in it become those tokens."""
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return tuple(encoding.ids)
+
+    def encode_guarded(self, text: str) -> tuple[int, ...]:
+        """All of ``text``; only guarded names (``ControlText.guarded``) become control tokens.
+
+        Raises RequestError when plain text cannot be written without a control token.
+        """
+        ids: list[int] = self._guarded.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not self._control_ids.isdisjoint(ids):
+            raise RequestError(
+                "A message spells a control token of the model in a way that cannot be told apart from it.",
+                param="messages",
+                code="control_token_in_text",
+            )
+        return tuple(self._renamed.get(token, token) for token in ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens`` as the library has it, control tokens written out."""
+        return str(self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=False)[0])
+
+    def _guarded_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
+        """A tokenizer over the same model that knows control tokens by their guarded names only.
+
+        Also returns the true id of every id that it gives to a token of another name or place.
+        """
+        guarded = Tokenizer(self._tokenizer.model)
+        if self._tokenizer.normalizer is not None:
+            guarded.normalizer = self._tokenizer.normalizer
+        if self._tokenizer.pre_tokenizer is not None:
+            guarded.pre_tokenizer = self._tokenizer.pre_tokenizer
+        names = {
+            token: self.control.guarded_name(added.content) if token in self._control_ids else added.content
+            for token, added in self._added.items()
+        }
+        guarded.add_tokens([_renamed(self._added[token], name) for token, name in sorted(names.items())])
+        places = {guarded.token_to_id(name): token for token, name in names.items()}
+        return guarded, {place: token for place, token in places.items() if place is not None and place != token}
+
+
+def _renamed(added: AddedToken, name: str) -> AddedToken:
+    return AddedToken(
+        name,
+        single_word=added.single_word,
+        lstrip=added.lstrip,
+        rstrip=added.rstrip,
+        normalized=added.normalized,
+        special=added.special,
+    )
