@@ -1,0 +1,104 @@
+"""A model, its kernels and its KV memory behind the real runner, driven by hand: no scheduler, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from penstock.kernels.select import make_ops
+
+from penstock.engine.core.plan import Arrive, Drawn, Plan, Row
+from penstock.engine.core.request import Request
+from penstock.engine.models.port import Model
+from penstock.engine.models.registry import build_model
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.weights.checkpoint import inspect_model
+from penstock.weights.load import load_model
+
+GREEDY = SamplingParams(seed=0, max_tokens=64, temperature=0.0)
+
+
+class RecordingModel:
+    """Hands everything on, and keeps the logits that were asked for."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.logits_RV: list[NDArray[np.float32]] = []
+
+    def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
+        return self.model.forward(ops, batch, kv)
+
+    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
+        result = self.model.logits(ops, hidden_RD)
+        self.logits_RV.append(np.array(ops.to_numpy(result)))
+        return result
+
+
+class RunnerBench:
+    """Requests of one model, with pages given out in a random order that depends on ``seed``."""
+
+    def __init__(self, folder: Path, dtype: str = "fp32", *, pages: int = 256, seed: int = 0, **ops: Any) -> None:
+        self.spec = inspect_model(folder)
+        self.ops = make_ops(compute_dtype=dtype, **ops)
+        loaded = load_model(folder, self.spec, self.ops)
+        self.model = RecordingModel(build_model(loaded, self.ops, self.spec.max_positions))
+        sizes = {"layers": self.spec.layers, "kv_heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}
+        self.kv = self.ops.new_kv(pages=pages, **sizes)
+        self.runner = ModelRunner(self.model, self.ops, self.kv)
+        self._free = [PageId(int(page)) for page in np.random.default_rng(seed).permutation(pages)]
+        self._serial = 0
+        self.runner_steps = 0
+
+    def request(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, emitted: Sequence[int] = ()) -> Request:
+        """A request that owns pages for everything it may become."""
+        self._serial += 1
+        arrive = Arrive(
+            id=RequestId(f"r{self._serial}"),
+            epoch=0,
+            leg=Leg.WHOLE,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            arrival=0.0,
+            root=BlockHash(bytes(32)),
+            emitted=emitted,
+        )
+        request = Request(arrive, serial=self._serial, max_model_len=self.spec.max_positions)
+        self.give_pages(request)
+        return request
+
+    def give_pages(self, request: Request) -> None:
+        """As many as it can ever need."""
+        need = -(-request.last // PAGE_TOKENS)
+        request.adopt([self._free.pop() for _ in range(need)], page_tokens=PAGE_TOKENS)
+
+    def release(self, request: Request) -> None:
+        """Take the pages back and forget what was computed, as a preemption does."""
+        self._free = [*request.surrender(), *self._free]
+
+    def step(self, work: Sequence[tuple[Request, int]], steps: int = 1) -> list[Drawn]:
+        """Compute so many missing tokens of each request; whoever has none left draws."""
+        rows = tuple(
+            Row(request, request.computed, count, request.computed + count == request.known) for request, count in work
+        )
+        drawn = list(self.runner.run(Plan(rows=rows, steps=steps)))
+        self.runner_steps += steps
+        for row, one in zip(rows, drawn, strict=True):
+            row.request.computed = row.start + row.count + max(0, len(one.tokens) - 1)
+            for token in one.tokens:
+                row.request.append(token)
+        return drawn
+
+    def read(self, request: Request, chunk: int) -> Drawn:
+        """Compute all missing tokens in chunks; the last chunk's answer, with the prompt log-probabilities of all."""
+        told: list[Any] = []
+        while request.missing:
+            (drawn,) = self.step([(request, min(chunk, request.missing))])
+            told.extend(drawn.prompt_logprobs)
+            if drawn.tokens:
+                break
+        return Drawn(drawn.tokens, drawn.logprobs, tuple(told))
