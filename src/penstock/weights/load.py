@@ -57,7 +57,10 @@ def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
     if isinstance(weight, Vector):
         return ops.vector(_aligned(checkpoint.array(weight.part.tensor)))
     parts = [checkpoint.array(part.tensor) for part in weight.parts]
-    whole_NK = np.concatenate(parts) if len(parts) > 1 else _aligned(parts[0])
+    if len(parts) == 1:
+        return ops.pack_linear(_aligned(parts[0]), segments=weight.segments)
+    dtypes = {part.dtype for part in parts}
+    whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
     return ops.pack_linear(whole_NK, segments=weight.segments)
 
 

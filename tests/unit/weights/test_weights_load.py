@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,30 @@ def test_tensors_may_begin_at_any_byte(tmp_path: Path) -> None:
     got = load(tmp_path)
     assert got.fingerprint == want.fingerprint
     assert got.weights["embed"].data.tobytes() == want.weights["embed"].data.tobytes()
+
+
+def test_parts_of_different_types_are_fused_without_loss(tmp_path: Path) -> None:
+    config = llama_config()
+    write_model(tmp_path, config)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors = random_tensors(config)
+    tensors[name] = random_tensors(config, seed=1, dtype="fp16")[name]
+    write_weights(tmp_path, tensors)
+    keys_NK = load(tmp_path).weights["0.qkv"].data[64:96]
+    assert keys_NK.dtype == np.float32
+    assert (keys_NK == tensors[name].astype(np.float32)).all()
+
+
+def test_the_peak_is_the_weights_and_one_more(tmp_path: Path) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=6, vocab_size=512)
+    folder = write_model(tmp_path, config)
+    spec = inspect_model(folder)
+    tracemalloc.start()
+    loaded = load_model(folder, spec, KeepingOps())  # type: ignore[arg-type]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    largest = max(weight.nbytes for weight in loaded.weights.values() if isinstance(weight, PackedLinear))
+    assert peak <= loaded.nbytes + largest + 300_000  # names, headers, layout
 
 
 def digest_of(folder: Path, tensors: Tensors, shards: int = 1) -> str:
