@@ -38,6 +38,8 @@ class Exchange:
         await self.writer.drain()
 
     async def piece(self, data: bytes) -> None:
+        if self.writer.is_closing():  # asyncio's loop would raise this; uvloop's has an error of its own
+            raise ConnectionResetError
         self.writer.write(b"%x\r\n%b\r\n" % (len(data), data))
         await self.writer.drain()
 
