@@ -1,0 +1,378 @@
+"""The worker's mailbox (``engine.loop.Mailbox``): the one place where messages and the scheduler's words meet.
+
+::
+
+    gateway --Submit, Cancel, Hello--> drain --Arrive, Cancelled-------> scheduler
+    peer    --pages, pulls-----------> drain --Granted, PagesArrived…--> scheduler
+    scheduler --Plan-----------------> planned --PullPages, Returned---> peers, gateways
+    scheduler --Outcome--------------> publish --Tokens, pages---------> gateways, peers
+
+The two ends of a hand-over (``kv.transfer``) decide what to say to other workers; this only carries it.  Nothing here
+waits, and nothing that a peer sends raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.config.schema import WorkerConfig
+from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan, Progress
+from penstock.engine.core.plan import FirstToken as FirstTokenCame
+from penstock.engine.core.plan import Granted as CreditCame
+from penstock.engine.core.plan import PagesArrived as PagesCame
+from penstock.engine.core.plan import Released as PagesReleased
+from penstock.engine.core.request import Status
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.asks import Ask, Asks, Gateway
+from penstock.engine.service.peers import Peers
+from penstock.engine.service.reports import Reporter
+from penstock.kv.transfer.effects import (
+    FirstToken,
+    Granted,
+    Offer,
+    PagesAdvanced,
+    Pull,
+    PullFailed,
+    ReceiverTurn,
+    Released,
+    SenderTurn,
+)
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.types import Leg, ModelIdentity, RequestId, WorkerState
+from penstock.wire.messages import (
+    Cancel,
+    HandOverAlive,
+    HandOverFailed,
+    Hello,
+    PageReady,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    Returned,
+    Submit,
+    TokenItem,
+    Tokens,
+)
+from penstock.wire.transport import Listener, Received, Source, Transport
+
+MESSAGES_PER_TURN = 1024
+"""Messages taken from the mailbox between two steps; the rest waits for the next turn."""
+
+TICK_S = 0.1
+"""Between two looks at leases and silent gateways."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Both ends of this worker's hand-overs, and whose pages pass through them."""
+
+    identity: ModelIdentity
+    sender: HandOverSender
+    receiver: HandOverReceiver
+
+
+class WorkerMailbox:
+    """See ``engine.loop.Mailbox``; besides, the loop calls ``planned`` with each plan before it runs."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        scheduler: Scheduler,
+        hand_over: HandOver,
+        transport: Transport,
+        clock: Clock,
+    ) -> None:
+        self._page_tokens = config.scheduler.page_tokens
+        self._scheduler = scheduler
+        self._sender = hand_over.sender
+        self._receiver = hand_over.receiver
+        self._clock = clock
+        self._listener: Listener = transport.listen(config.endpoint)
+        self._peers = Peers(transport)
+        self._asks = Asks(config.gateway_silence_s)
+        self._firsts: dict[RequestId, TokenItem] = {}  # leg=decode: the prefill worker's token, with its facts
+        self._events: list[Event] = []
+        self._next_tick = 0.0
+        self._step_began = 0.0
+        self.reporter = Reporter(config, hand_over.identity, scheduler, self._receiver)
+
+    # --- for the loop ------------------------------------------------------------------------------------------------
+
+    def drain(self) -> Iterable[Event]:
+        """Take what came, copy what can be copied within the budget, and say what the scheduler must know."""
+        now = self._clock.now()
+        for _ in range(MESSAGES_PER_TURN):
+            received = self._listener.recv()
+            if received is None:
+                break
+            self._from_mailbox(received, now)
+        for source, received in self._peers.received():
+            if isinstance(received.message, PageReady | PrefillDone | HandOverAlive | HandOverFailed):
+                self._receiving(self._receiver.receive(source, received.message, received.payload, now))
+        if self._receiver.has_work:
+            began = self._clock.now()
+            self._receiving(self._receiver.work(now))
+            self.reporter.count("transfer_seconds", self._clock.now() - began)
+        if now >= self._next_tick:
+            self._tick(now)
+        events, self._events = self._events, []
+        return events
+
+    def planned(self, plan: Plan) -> None:
+        """A plan was made: credits and returns go out before the step is computed."""
+        now = self._clock.now()
+        for returned in plan.returned:
+            # Its pages may be somebody else's already: stop writing before anything else happens.
+            self._receiving(self._receiver.cancel(returned.id, returned.epoch))
+            self._sending(self._sender.fail(returned.id, returned.epoch, returned.reason, now))
+            self._return(returned.id, returned.epoch, returned.reason)
+        for request in plan.reserved:
+            ask = self._asks.get(request.id)
+            if ask is None or ask.pages_from is None:
+                continue
+            tokens = len(request.prompt) + request.emitted
+            blocks = -(-tokens // self._page_tokens)
+            pull = Pull(
+                request=request.id,
+                epoch=request.epoch,
+                source=ask.pages_from,
+                pages=tuple(request.pages[:blocks]),
+                skip_blocks=request.computed // self._page_tokens,
+                tokens=tokens,
+            )
+            self._receiving(self._receiver.expect(pull, now))
+        for row in plan.rows:
+            if row.count > 1 or len(row.request.output) == row.request.emitted:
+                ask = self._asks.get(row.request.id)
+                if ask is not None and ask.started is None:
+                    ask.started = now
+        for request_id in plan.gone:
+            if self._scheduler.find(request_id) is None:
+                self._firsts.pop(request_id, None)
+                ask = self._asks.get(request_id)
+                if ask is not None:
+                    self._asks.drop(request_id, ask.epoch)
+
+    def publish(self, outcome: Outcome, plan: Plan) -> None:
+        """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
+        now = self._clock.now()
+        if plan.rows:
+            self.reporter.count_step(plan, now - self._step_began)
+        pool = self._scheduler.memory.pool
+        for done in outcome.pages_done:
+            request, page = done.request, done.request.pages[done.block]
+            offer = Offer(
+                request=request.id,
+                epoch=request.epoch,
+                block=done.block,
+                page=page,
+                tokens=done.tokens,
+                generation=pool.generation(page),
+            )
+            self._sending(self._sender.offer(offer, now))
+            self.reporter.count("pages_sent")
+        items: dict[int, tuple[Gateway, list[TokenItem]]] = {}
+        for progress in outcome.progress:
+            ask = self._asks.get(progress.request.id)
+            if ask is None or ask.epoch != progress.request.epoch:
+                continue
+            item = self._item(progress, ask, now)
+            items.setdefault(id(ask.gateway), (ask.gateway, []))[1].append(item)
+            if ask.leg is Leg.PREFILL:
+                blocks = -(-(len(progress.request.prompt) + progress.index) // self._page_tokens)
+                self._sending(self._sender.done(item, blocks, now))
+        for gateway, batch in items.values():
+            self._send_tokens(gateway, tuple(batch))
+        if (plan.rows and self.reporter.due(now)) or self.reporter.overdue(now):
+            self.report(now)
+
+    def about_to_run(self, predicted_s: float) -> None:
+        """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
+        self._step_began = self._clock.now()
+
+    # --- for whoever drives the loop ---------------------------------------------------------------------------------
+
+    @property
+    def sources(self) -> list[Source]:
+        """What to wait for when there is nothing to do."""
+        return [self._listener, *self._peers.links()]
+
+    @property
+    def busy(self) -> bool:
+        """Are there pages to copy right now?"""
+        return self._receiver.has_work
+
+    def report(self, now: float) -> None:
+        """Tell every gateway how this worker is."""
+        counters = self._listener.counters
+        report = self.reporter.report(now, asked=len(self._asks), dropped_frames=counters.malformed + counters.unsent)
+        for gateway in self._asks.gateways():
+            self._listener.send(gateway.peer, report)
+
+    def drain_out(self) -> None:
+        """This worker is about to stop: give everything back to the gateways."""
+        self.reporter.state = WorkerState.DRAINING
+        for ask in self._asks.all():
+            self._return(ask.request, ask.epoch, "draining")
+        self.report(self._clock.now())
+
+    # --- messages in -------------------------------------------------------------------------------------------------
+
+    def _from_mailbox(self, received: Received, now: float) -> None:
+        message, peer = received.message, received.peer
+        match message:
+            case Submit():
+                self._submit(peer, message, now)
+            case Cancel():
+                self._cancel(message.request, message.epoch, now)
+            case PullPages():
+                self._sending(self._sender.pull(peer, message, now))
+            case PagesReceived():
+                self._sending(self._sender.received(message, now))
+            case Hello():
+                self._hello(peer, message, now)
+            case _:
+                pass  # well-formed, but nothing that a worker is told; the transport has counted it
+
+    def _hello(self, peer: bytes, message: Hello, now: float) -> None:
+        gateway, orphans = self._asks.hello(peer, message, now)
+        for ask in orphans:
+            self._cancel(ask.request, ask.epoch, now)
+        while gateway.unsent and self._listener.send(gateway.peer, gateway.unsent[-1]):
+            gateway.unsent.pop()
+        self.report(now)
+
+    def _submit(self, peer: bytes, message: Submit, now: float) -> None:
+        earlier = self._asks.get(message.request)
+        ask = self._asks.submit(peer, message, now)
+        if ask is None:
+            return
+        if earlier is not None:
+            self._receiving(self._receiver.cancel(message.request, earlier.epoch))
+        if message.leg is Leg.DECODE and message.pages_from is None:
+            self._return(message.request, message.epoch, "no source of pages was named")
+            return
+        self._events.append(
+            Arrive(
+                id=message.request,
+                epoch=message.epoch,
+                leg=message.leg,
+                prompt=message.prompt,
+                sampling=message.sampling,
+                arrival=message.arrival,
+                root=message.root,
+                hashes=message.block_hashes,
+                emitted=message.emitted,
+                priority=message.priority,
+            )
+        )
+        if message.leg is Leg.PREFILL:
+            self._sending(self._sender.open(message.request, message.epoch, now))
+
+    def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
+        """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
+        if self._asks.drop(request, epoch) is not None:
+            self.reporter.count("requests_cancelled")
+        self._receiving(self._receiver.cancel(request, epoch))
+        self._sending(self._sender.cancel(request, epoch, now))
+        self._events.append(Cancelled(id=request, epoch=epoch))
+
+    def _tick(self, now: float) -> None:
+        self._next_tick = now + TICK_S
+        for ask in self._asks.silent(now):
+            self._cancel(ask.request, ask.epoch, now)
+        self._receiving(self._receiver.tick(now))
+        self._sending(self._sender.tick(now))
+
+    # --- what the ends of hand-overs say ------------------------------------------------------------------------------
+
+    def _receiving(self, turn: ReceiverTurn) -> None:
+        for send in turn.sends:
+            self._peers.send(send.source, send.message)
+        for effect in turn.effects:
+            match effect:
+                case PagesAdvanced():
+                    self._events.append(PagesCame(id=effect.request, epoch=effect.epoch, computed=effect.computed))
+                case FirstToken():
+                    self._first_token(effect)
+                case PullFailed():
+                    self.reporter.count("hand_overs_failed")
+                    self._events.append(Cancelled(id=effect.request, epoch=effect.epoch))
+                    self._return(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
+
+    def _first_token(self, effect: FirstToken) -> None:
+        """The scheduler puts the token in its place; what else is known of it waits here for ``publish``."""
+        first = effect.first
+        self.reporter.count("hand_overs")
+        ask = self._asks.get(effect.request)
+        if first.finish is None:
+            self._firsts[effect.request] = first
+        elif ask is not None and ask.epoch == effect.epoch:
+            # The whole answer is this token.  The prefill worker has told the gateway; if it died on the way, we do.
+            self._send_tokens(ask.gateway, (first,))
+        self._events.append(
+            FirstTokenCame(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
+        )
+
+    def _sending(self, turn: SenderTurn) -> None:
+        now = self._clock.now()
+        for send in turn.sends:
+            if not self._listener.send(send.peer, send.message, send.payload):
+                self._sender.unsent(send.peer, now)
+        for effect in turn.effects:
+            match effect:
+                case Granted():
+                    self._events.append(CreditCame(id=effect.request, epoch=effect.epoch))
+                case Released():
+                    self._released(effect)
+
+    def _released(self, effect: Released) -> None:
+        if effect.reason == "lease ended":
+            self.reporter.count("leases_expired")
+        request = self._scheduler.find(effect.request)
+        if request is not None and request.epoch == effect.epoch and request.status is not Status.HANDOVER:
+            # The receiver went away before the prompt was read: nobody will finish this answer.
+            self.reporter.count("hand_overs_failed")
+            self._return(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
+        self._events.append(PagesReleased(id=effect.request, epoch=effect.epoch))
+
+    # --- messages out ------------------------------------------------------------------------------------------------
+
+    def _item(self, progress: Progress, ask: Ask, now: float) -> TokenItem:
+        request = progress.request
+        first = self._firsts.get(request.id)
+        if first is not None and first.index == progress.index and first.epoch == request.epoch:
+            return first
+        is_first = progress.index == request.emitted
+        return TokenItem(
+            request=request.id,
+            epoch=request.epoch,
+            index=progress.index,
+            tokens=progress.tokens,
+            logprobs=progress.logprobs if request.sampling.logprobs is not None else None,
+            prompt_logprobs=progress.prompt_logprobs or None,
+            finish=progress.finish,
+            cached_tokens=request.cached_tokens if is_first else 0,
+            queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
+        )
+
+    def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> None:
+        if self._listener.send(gateway.peer, Tokens(items=items)):
+            return
+        # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
+        for item in items:
+            self._return(item.request, item.epoch, "unsent")
+
+    def _return(self, request: RequestId, epoch: int, reason: str) -> None:
+        """Give a request back to its gateway and forget it here."""
+        ask = self._asks.drop(request, epoch)
+        if ask is None:
+            return
+        self.reporter.count("requests_returned")
+        self._events.append(Cancelled(id=request, epoch=epoch))
+        message = Returned(request=request, epoch=epoch, reason=reason)
+        if not self._listener.send(ask.gateway.peer, message):
+            ask.gateway.unsent.append(message)

@@ -1,0 +1,93 @@
+"""What a worker tells of itself: its counters, its load, and when it is time to tell again."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.config.schema import WorkerConfig
+from penstock.engine.core.plan import Plan
+from penstock.engine.core.scheduler import Scheduler
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
+from penstock.types import ModelIdentity, WorkerState
+from penstock.wire.messages import Report
+
+
+class Reporter:
+    """Counts, and makes ``Report`` messages."""
+
+    def __init__(
+        self, config: WorkerConfig, identity: ModelIdentity, scheduler: Scheduler, receiver: HandOverReceiver
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._scheduler = scheduler
+        self._receiver = receiver
+        self._counts: dict[str, float] = dict.fromkeys((*WORKER_COUNTERS, *WORKER_MAXIMA), 0)
+        self._told_at = float("-inf")
+        self._leaked = 0
+        self.state = WorkerState.READY
+
+    @property
+    def steps(self) -> int:
+        """Steps that computed something."""
+        return int(self._counts["steps"])
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter of ``telemetry.metrics.WORKER_COUNTERS``.  KeyError for any other name."""
+        self._counts[name] += amount
+
+    def count_step(self, plan: Plan, seconds: float) -> None:
+        """A plan with rows was computed."""
+        counts, rows = self._counts, plan.rows
+        counts["steps"] += plan.steps
+        counts["step_seconds"] += seconds
+        if len(rows) > 1:
+            counts["batch_multi_row_steps"] += plan.steps
+        counts["batch_rows_max"] = max(counts["batch_rows_max"], len(rows))
+        for row in rows:
+            if row.samples:
+                counts["generation_tokens"] += plan.steps
+            if row.count > 1 or not row.samples:
+                counts["prompt_tokens_computed"] += row.count
+
+    def due(self, now: float) -> bool:
+        """May the next report go out already?"""
+        return now - self._told_at >= self._config.report_min_s
+
+    def overdue(self, now: float) -> bool:
+        """Must a report go out even if nothing happened?"""
+        return now - self._told_at >= self._config.report_max_s
+
+    def report(self, now: float, *, asked: int, dropped_frames: int) -> Report:
+        """The worker as it is now.  ``asked``: requests that some gateway still waits for."""
+        self._told_at = now
+        scheduler, counts, transfer = self._scheduler, self._counts, self._receiver.counters
+        load, memory = scheduler.load(), scheduler.memory
+        counts["prefix_cache_queries"] = memory.asked_tokens
+        counts["prefix_cache_hits"] = memory.found_tokens
+        counts["preemptions"] = scheduler.preemptions
+        counts["pages_received"] = transfer.pages
+        counts["bytes_received"] = transfer.bytes
+        counts["pages_corrupt"] = transfer.corrupt
+        counts["dropped_frames"] = dropped_frames
+        if not load.running:
+            # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
+            self._leaked = scheduler.check().total + (0 if asked else load.pages_used)
+        return Report(
+            worker=self._config.worker,
+            incarnation=self._config.incarnation,
+            role=self._config.role,
+            state=self.state,
+            pid=os.getpid(),
+            identity=self._identity,
+            max_model_len=self._config.scheduler.max_model_len,
+            steps=self.steps,
+            running=load.running + load.awaiting + load.handing_over,
+            queued=load.queued,
+            tokens_in_flight=load.tokens_in_flight,
+            kv_pages_used=load.pages_used,
+            kv_pages_free=load.pages_free,
+            kv_pages_leaked=self._leaked,
+            counters={name: value for name, value in counts.items() if value},
+        )

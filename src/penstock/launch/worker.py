@@ -1,0 +1,124 @@
+"""One worker process: everything it is made of, put together after the fork, and the loop that drives it.
+
+Nothing here decides anything: the scheduler plans, the runner computes, the mailbox talks.  A worker is one thread of
+Python beside the kernels' own; it sleeps only when it has nothing to compute and nothing to copy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import monotonic_ns
+
+from penstock.clock import MonotonicClock
+from penstock.config.schema import WorkerConfig
+from penstock.engine.core.plan import Plan
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.loop import EngineLoop
+from penstock.engine.models.port import Model
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.service.mailbox import HandOver, WorkerMailbox
+from penstock.kernels.ops import Ops
+from penstock.kv.layout import KvLayout
+from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.transfer.port import PageCarrier, PageSeal
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.transfer.shm import ShmCarrier
+from penstock.kv.transfer.tcp import TcpCarrier
+from penstock.launch.board import Slot
+from penstock.types import ModelIdentity, WorkerId, WorkerState
+from penstock.wire.keys import Keys
+from penstock.wire.zeromq import ZmqTransport
+
+BEATS_PER_S = 4
+"""How often an idle worker turns its loop at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a worker has from the process that forked it: read-only, or its own alone."""
+
+    model: Model
+    ops: Ops
+    identity: ModelIdentity
+    kv: KvFile
+    peers: Mapping[WorkerId, KvFile]
+    keys: Keys
+    slot: Slot
+
+
+def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
+    """Serve until SIGTERM; returns the exit code.  Runs in the forked child."""
+    stop = _StopFlag()
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
+    own = inherited.kv.map_own()
+    own.wipe()
+    peers = {worker: file.map_readonly() for worker, file in inherited.peers.items() if worker != config.worker}
+    for file in (inherited.kv, *inherited.peers.values()):
+        file.close()
+    transport = ZmqTransport(inherited.keys)
+    clock = MonotonicClock()
+    scheduler = Scheduler(config.scheduler)
+    carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
+    hand_over = HandOver(
+        inherited.identity,
+        HandOverSender(config.hand_over, carrier, config.incarnation),
+        HandOverReceiver(config.hand_over, carrier),
+    )
+    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock)
+    runner = ModelRunner(inherited.model, inherited.ops, _kv_array(inherited.ops, own))
+    loop = EngineLoop(mailbox, scheduler, runner, clock)
+    pulse = _Pulse(inherited.slot, mailbox)
+    loop.on_plan = pulse.on_plan
+    inherited.slot.set_state(WorkerState.READY)
+    while not stop.asked:
+        if not loop.step() and not mailbox.busy:
+            transport.wait(1 / BEATS_PER_S, mailbox.sources)
+    inherited.slot.set_state(WorkerState.DRAINING)
+    mailbox.drain_out()
+    transport.close()
+    return 0
+
+
+class _StopFlag:
+    """SIGTERM asks the loop to end between two steps."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, signum: int, frame: object) -> None:
+        self.asked = True
+
+
+class _Pulse:
+    """Beats on the heartbeat board with every turn, and before a step says when it should be over."""
+
+    def __init__(self, slot: Slot, mailbox: WorkerMailbox) -> None:
+        self._slot = slot
+        self._mailbox = mailbox
+
+    def on_plan(self, plan: Plan) -> None:
+        """Called once a turn, right before the plan is computed."""
+        self._mailbox.planned(plan)
+        now = monotonic_ns()
+        self._slot.beat(now, now + int(plan.predicted_s * 1e9), self._mailbox.reporter.steps)
+
+
+def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:
+    return ShmCarrier(own, peers, seal) if name == "shm" else TcpCarrier(own, seal)
+
+
+def _kv_array(ops: Ops, own: KvMemory) -> object:
+    layout: KvLayout = own.layout
+    return ops.new_kv(
+        pages=own.pages,
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        memory=own.buffer,
+    )

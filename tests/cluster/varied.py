@@ -1,0 +1,50 @@
+"""Twenty requests that differ in everything that could make an answer depend on how it was served.
+
+Prompts of 3 to 1,500 tokens cross every size threshold (pages of 16, attention blocks of 64, the tile of 256, key
+partitions of 512, chunks of 1,024), sampling goes from greedy to everything at once.  They are data: the law-1 test and
+the chaos run send them and compare answers.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+PROMPT_LENGTHS = (3, 15, 16, 17, 31, 63, 64, 65, 100, 129, 255, 256, 257, 300, 511, 513, 700, 1023, 1025, 1500)
+
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 1},
+    {"temperature": 1.0, "seed": 2, "logprobs": 3},
+    {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 1},
+    {"temperature": 1.2, "top_k": 20, "seed": -3},
+    {"temperature": 0.9, "min_p": 0.05, "seed": 4, "presence_penalty": 0.8},
+    {"temperature": 0.8, "frequency_penalty": 1.1, "seed": 5, "logprobs": 5},
+    {"temperature": 1.0, "seed": 6, "stop": ["the", "."]},
+    {"temperature": 0, "stop": ["\n\n"], "logprobs": 0},
+    {"temperature": 1.0, "seed": 7, "min_tokens": 20, "stop_token_ids": [1]},
+    {"temperature": 1.5, "top_p": 0.8, "top_k": 50, "min_p": 0.01, "seed": 8, "repetition_penalty": 1.1},
+    {"temperature": 0, "ignore_eos": True},
+    {"temperature": 0.6, "seed": 9, "logit_bias": {"262": 3.0, "46": -100}},
+    {"temperature": 1.0, "seed": 10, "n": 2},
+)
+
+
+def varied_requests(*, max_tokens: int = 48, salt: str = "", vocab: int = 4096) -> list[dict[str, Any]]:
+    """Bodies for ``/v1/completions``.  ``salt`` keeps prefix caches of two rounds apart without changing an answer."""
+    source = random.Random(20261122)
+    bodies: list[dict[str, Any]] = []
+    for index, length in enumerate(PROMPT_LENGTHS):
+        # Half of the prompts share a beginning, so that prefix hits end inside other requests' prompts.
+        shared = random.Random(7) if index % 2 else source
+        prompt = [shared.randrange(6, vocab) for _ in range(length)]
+        bodies.append(
+            {
+                "model": "storyteller",
+                "prompt": prompt,
+                "max_tokens": max_tokens - index % 5,
+                "cache_salt": salt or "varied",
+                **SAMPLING[index % len(SAMPLING)],
+            }
+        )
+    return bodies
