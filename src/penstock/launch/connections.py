@@ -1,0 +1,162 @@
+"""What uvicorn leaves open in one connection: limits on a request's head, and on clients that stop reading.
+
+- A head (request line and headers) may have ``max_header_bytes`` and take ``header_s``: 431 and 408.
+- At most ``MAX_PIPELINED`` requests wait behind a running one: 400.
+- A client that takes nothing of its answer for ``idle_client_s`` is hung up on, so that a stream nobody reads holds
+  neither memory here nor pages in a worker.
+- What is no HTTP is refused with the same JSON envelope as everything else.
+
+Knows nothing about paths or bodies (``edge`` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock.config.schema import Limits
+
+MAX_PIPELINED = 16
+_SEPARATORS = len(": \r\n")
+
+
+class _BadHeadError(Exception):
+    """Stops the parser; uvicorn then asks for ``send_400_response``."""
+
+
+def guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """uvicorn's protocol class with these limits built in (uvicorn makes one object of it a connection)."""
+    return type("GuardedConnection", (_GuardedConnection,), {"limits": limits})
+
+
+class _GuardedConnection(HttpToolsProtocol):
+    limits: Limits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0  # of the head that is being received
+        self._in_head = True
+        self._refusal: tuple[HTTPStatus, str] | None = None  # what to say instead of uvicorn's own words
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # --- the head ----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.limits.max_header_bytes:
+            self._refuse(*self._too_large())
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._start_head_timer()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + _SEPARATORS for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._refusal = self._too_large()
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HTTPStatus.BAD_REQUEST, f"More than {MAX_PIPELINED} requests are pipelined."
+        if self._refusal is not None:
+            raise _BadHeadError
+        self._in_head = False
+        self._head_bytes = 0
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+
+    def _too_large(self) -> tuple[HTTPStatus, str]:
+        limit = self.limits.max_header_bytes
+        return (
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            f"The request's head is larger than the limit of {limit} bytes.",
+        )
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.limits.header_s, self._on_slow_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_slow_head(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_head_timer()  # an answer is on its way: not to be cut off for what comes behind it
+            return
+        if self._head_bytes == 0 and self.cycle is None:
+            self.transport.close()  # it never said a word
+            return
+        seconds = self.limits.header_s
+        self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"The request's head took longer than the limit of {seconds:g} s.")
+
+    # --- the answer --------------------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_reader(self, unread: int) -> None:
+        self._write_timer = self.loop.call_later(self.limits.idle_client_s, self._on_idle_reader, unread)
+
+    def _on_idle_reader(self, unread: int) -> None:
+        """Anything taken since the last look keeps the connection, however little."""
+        now = self.transport.get_write_buffer_size()
+        if now < unread:
+            self._watch_reader(now)
+        else:
+            self.transport.abort()
+
+    def _stop_timers(self) -> None:
+        self._stop_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # --- refusals ----------------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer in OpenAI's envelope and close.  Amid an answer there is nothing to say: only close."""
+        self._stop_timers()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+            body = msgspec.json.encode({"error": error})
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode("ascii") + body)
+        self.transport.close()
