@@ -1,0 +1,314 @@
+"""``penstock doctor``: what this machine has, what would be used, what is missing, and how to mend it.
+
+Every probe is harmless and takes milliseconds: nothing heavy is imported, nothing is written, no port is opened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from penstock.bundled import storyteller
+from penstock.config.resolve import show_bytes
+from penstock.launch.facts import machine_facts
+
+EPILOG = """\
+examples:
+  penstock doctor
+  penstock doctor --json | jq .checks
+
+Exit code 0 when this machine can serve, 1 when something that serving needs is missing.
+"""
+
+SHOWN_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_bf16")
+"""Processor features that kernel families are chosen by, as /proc/cpuinfo names them."""
+
+ENOUGH_FILES = 4096
+"""Open files; every streaming client takes one in the gateway."""
+
+ENOUGH_MEMORY = 512 << 20
+"""Bytes for the processes of the bundled model; another model needs its weights on top."""
+
+
+class Verdict(StrEnum):
+    """What a finding means for serving."""
+
+    OK = "ok"
+    NOTE = "note"  # serves, but slower or with less
+    MISSING = "missing"  # cannot serve
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding; ``mend`` says what to do unless all is well."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this machine has and what is missing",
+        description="Say what this machine has, what would be used, what is missing and how to mend it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help='print {"serves": ..., "checks": [...]}')
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when this machine can serve, else 1."""
+    checks = examine()
+    serves = all(check.verdict is not Verdict.MISSING for check in checks)
+    if args.json:
+        print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
+    else:
+        print(report(checks))
+        print("\nready to serve: penstock serve" if serves else "\ncannot serve before what is missing is mended")
+    return 0 if serves else 1
+
+
+def report(checks: Iterable[Check]) -> str:
+    """One line a check, and one more for what to do."""
+    lines = []
+    for check in checks:
+        lines.append(f"{check.verdict:8}{check.name:20}{check.found}")
+        if check.mend:
+            lines.append(f"{'':28}-> {check.mend}")
+    return "\n".join(lines)
+
+
+def examine(root: Path = Path("/")) -> list[Check]:
+    """All checks, machine first."""
+    return [
+        check_system(),
+        check_processor(root),
+        check_memory(root),
+        check_huge_pages(root),
+        *check_facilities(),
+        check_open_files(),
+        *check_packages(),
+        check_kernels(),
+        check_bundled_model(),
+        check_gpu(),
+    ]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def check_system() -> Check:
+    """Linux is required: memfd, pidfd and abstract sockets have no stand-in elsewhere."""
+    name = f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
+    if platform.system() != "Linux":
+        return Check("system", Verdict.MISSING, name, "Penstock runs on Linux; use a container or a virtual machine")
+    return Check("system", Verdict.OK, name)
+
+
+def check_processor(root: Path) -> Check:
+    """Model, cores that may be used, and the features that matter to kernels."""
+    facts = machine_facts((), root)
+    lines = _colon_lines(root / "proc/cpuinfo")
+    flags = set(lines.get("flags", "").split())
+    features = " ".join(name for name in SHOWN_FEATURES if name in flags) or "no vector features that matter"
+    numbers = f"family {lines.get('cpu family', '?')} model {lines.get('model', '?')}"
+    found = f"{lines.get('model name', platform.machine())} ({numbers}), {facts.cores} cores, {features}"
+    return Check("processor", Verdict.OK, found)
+
+
+def check_memory(root: Path) -> Check:
+    """What can be had without swapping, within a container's limit."""
+    free = machine_facts((), root).memory_bytes
+    if free < ENOUGH_MEMORY:
+        mend = (
+            f"{show_bytes(ENOUGH_MEMORY)} suffice for the bundled model; end something, or raise the container's limit"
+        )
+        return Check("memory", Verdict.NOTE, f"{show_bytes(free)} available", mend)
+    return Check("memory", Verdict.OK, f"{show_bytes(free)} available")
+
+
+def check_huge_pages(root: Path) -> Check:
+    """Weights are read at full memory bandwidth from 2 MiB pages only."""
+    path = "sys/kernel/mm/transparent_hugepage/enabled"
+    try:
+        mode = (root / path).read_text(encoding="ascii").split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return Check("huge pages", Verdict.NOTE, "unknown", "this kernel tells nothing about transparent huge pages")
+    if mode == "never":
+        mend = f"as root: echo madvise > /{path}  (weights are read at about half the bandwidth without)"
+        return Check("huge pages", Verdict.NOTE, "never", mend)
+    return Check("huge pages", Verdict.OK, f"{mode}, for anonymous memory")
+
+
+def _colon_lines(path: Path) -> dict[str, str]:
+    """``name : value`` lines, the first of each name."""
+    found: dict[str, str] = {}
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return found
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found
+
+
+# --- what processes need of the kernel --------------------------------------------------------------------------------
+
+
+def check_facilities() -> list[Check]:
+    """Each kernel facility that serving stands on, tried out."""
+    probes: Mapping[str, tuple[Callable[[], None], str]] = {
+        "memfd": (_try_memfd, "KV pages are shared through it: Linux 3.17 or newer, not forbidden by seccomp"),
+        "pidfd": (_try_pidfd, "deaths are seen through it: Linux 5.3 or newer, not forbidden by seccomp"),
+        "abstract sockets": (_try_abstract_socket, "workers listen on them: not forbidden by a sandbox"),
+        "seqpacket sockets": (_try_seqpacket, "supervisor and gateway talk over them"),
+        "curve": (_try_curve, "pip install pyzmq from a wheel: its libzmq must be built with CURVE"),
+    }
+    return [_tried(name, probe, mend) for name, (probe, mend) in probes.items()]
+
+
+def _tried(name: str, probe: Callable[[], None], mend: str) -> Check:
+    try:
+        probe()
+    except Exception as error:  # noqa: BLE001 - whatever a probe raises is the finding
+        return Check(name, Verdict.MISSING, f"{type(error).__name__}: {error}", mend)
+    return Check(name, Verdict.OK, "works")
+
+
+def _try_memfd() -> None:
+    descriptor = os.memfd_create("penstock-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
+def _try_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _try_abstract_socket() -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.bind(f"\0penstock-doctor-{os.getpid()}")
+
+
+def _try_seqpacket() -> None:
+    for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        end.close()
+
+
+def _try_curve() -> None:
+    import zmq
+
+    if not zmq.has("curve"):
+        raise OSError(f"libzmq {zmq.zmq_version()} has no CURVE")
+
+
+def check_open_files() -> Check:
+    """The hard limit: the gateway raises its soft limit to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} (at most {'unlimited' if hard == resource.RLIM_INFINITY else hard})"
+    if hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES:
+        return Check("open files", Verdict.NOTE, found, f"ulimit -n {ENOUGH_FILES}: every streaming client takes one")
+    return Check("open files", Verdict.OK, found)
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+
+
+def check_packages(distribution: str = "penstock") -> list[Check]:
+    """The dependencies as the installed package declares them; nothing to say when it runs from its source tree."""
+    try:
+        declared = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Check("packages", Verdict.OK, "running from a source tree")]
+    wrong: list[str] = []
+    for requirement in (line for line in declared if "extra ==" not in line):
+        name, _, wanted = requirement.partition("==")
+        try:
+            have = importlib.metadata.version(name.strip())
+        except importlib.metadata.PackageNotFoundError:
+            return [Check("packages", Verdict.MISSING, f"{name} is not installed", f"pip install '{requirement}'")]
+        if have != wanted.strip():
+            wrong.append(f"{name} {have} instead of {wanted}")
+    if wrong:
+        mend = "pip install penstock in an environment of its own: other versions are not tested"
+        return [Check("packages", Verdict.NOTE, "; ".join(wrong), mend)]
+    return [Check("packages", Verdict.OK, "all of the pinned versions")]
+
+
+def check_bundled_model() -> Check:
+    """Is the model there that ``penstock serve`` serves without an argument?"""
+    folder = storyteller()
+    missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).is_file()]
+    if missing:
+        return Check("bundled model", Verdict.NOTE, f"lacks {', '.join(missing)}", "install again, or name a model")
+    return Check("bundled model", Verdict.OK, f"{folder.name} (only tells stories)")
+
+
+# --- accelerators -----------------------------------------------------------------------------------------------------
+
+
+def check_gpu(driver: str = "libcuda.so.1") -> Check:
+    """Devices that the CUDA driver counts, and whether torch is there for them."""
+    torch = _torch_version()
+    try:
+        count = _cuda_devices(driver)
+    except OSError:
+        found = "no CUDA driver" + (f"; torch {torch} is installed" if torch else "")
+        return Check("gpu", Verdict.OK, found + "; the processor is used")
+    if count and torch is None:
+        return Check("gpu", Verdict.NOTE, f"{count} CUDA devices, no torch", "pip install 'penstock[gpu]'")
+    return Check("gpu", Verdict.OK, f"{count} CUDA devices, torch {torch}; serve --device cuda uses one")
+
+
+def _torch_version() -> str | None:
+    """Without importing it: that takes seconds."""
+    return importlib.metadata.version("torch") if importlib.util.find_spec("torch") else None
+
+
+def _cuda_devices(driver: str) -> int:
+    """Raises OSError where there is no driver, or it does not start."""
+    cuda: Any = ctypes.CDLL(driver)
+    count = ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        raise OSError("the CUDA driver does not start")
+    return count.value
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def check_kernels() -> Check:
+    """Families that this build and processor have, best first."""
+    try:
+        from penstock.kernels.select import usable_families
+    except ImportError as error:
+        mend = "pip install . compiles them (needs g++ 12 or newer); in a source tree ./run-tests does"
+        return Check("kernels", Verdict.MISSING, f"not built: {error}", mend)
+    families = tuple(usable_families())
+    wanted = os.environ.get("PENSTOCK_KERNELS", "")
+    if not families or (wanted and wanted not in (*families, "auto", "reference")):
+        return Check(
+            "kernels", Verdict.MISSING, f"{', '.join(families)}; PENSTOCK_KERNELS={wanted}", "unset the variable"
+        )
+    others = f" (also {', '.join(families[1:])})" if families[1:] else ""
+    return Check("kernels", Verdict.OK, f"{wanted or families[0]}{others}")
