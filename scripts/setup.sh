@@ -14,10 +14,10 @@ fail() {
 
 python_fits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-# Prints the Python to use: PENSTOCK_PYTHON, or the first of the usual names that is 3.11 or newer.
+# Prints the Python to use: PYTHON, or the first of the usual names that is 3.11 or newer.
 find_python() {
     local candidate
-    for candidate in "${PENSTOCK_PYTHON:-}" python3.11 python3 python3.12 python3.13; do
+    for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13; do
         if [[ -n $candidate ]] && command -v "$candidate" >/dev/null && python_fits "$candidate"; then
             command -v "$candidate"
             return 0
@@ -58,7 +58,7 @@ need_system_packages() {
     "${as_root[@]}" apt-get update -qq || fail "apt-get update failed" "By hand, as root: $by_hand"
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
         "${missing[@]}" || fail "apt-get install failed" "By hand, as root: $by_hand"
-    find_python >/dev/null || fail "no Python 3.11 or newer" "Set PENSTOCK_PYTHON to one."
+    find_python >/dev/null || fail "no Python 3.11 or newer" "Set PYTHON to one."
 }
 
 # make_environment DIR: a virtual environment there, kept when it works.
@@ -67,7 +67,7 @@ make_environment() {
     if [[ -x $dir/bin/python ]] && python_fits "$dir/bin/python" && "$dir/bin/python" -m pip --version >/dev/null 2>&1; then
         return 0
     fi
-    python=$(find_python) || fail "no Python 3.11 or newer" "Set PENSTOCK_PYTHON to one."
+    python=$(find_python) || fail "no Python 3.11 or newer" "Set PYTHON to one."
     say "Making a virtual environment in $dir ($("$python" --version))"
     rm -rf "$dir"
     "$python" -m venv "$dir" || fail "cannot make a virtual environment in $dir"

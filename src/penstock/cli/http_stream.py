@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from penstock.cli.sse import SseParser
+from penstock.config.load import DEFAULT_URL
 from penstock.errors import PenstockError
 
 OnEvent = Callable[[bytes, float], None]
@@ -36,7 +37,7 @@ class StreamError(PenstockError):
 
 def server_url(flag: str | None) -> str:
     """The flag, else ``PENSTOCK_URL``, else where ``penstock serve`` listens by default."""
-    return flag or os.environ.get("PENSTOCK_URL") or "http://127.0.0.1:8000"
+    return flag or os.environ.get("PENSTOCK_URL") or DEFAULT_URL
 
 
 def server_key(flag: str | None) -> str | None:
