@@ -1,0 +1,199 @@
+"""Whole workers in one process, without a model: real scheduler, mailbox and hand-over, a clock that is turned by hand.
+
+The runner writes each token's id into its place in the KV page and, before it computes anything, reads back every
+earlier one.  So a page that is lost, mixed up, written by the wrong request or handed over wrongly shows at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from penstock.clock import VirtualClock
+from penstock.config.schema import HandOverConfig, SchedulerConfig, WorkerConfig
+from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.loop import EngineLoop
+from penstock.engine.runner.null import NullRunner
+from penstock.engine.service.mailbox import HandOver, WorkerMailbox
+from penstock.hashing import chain_root
+from penstock.kv.layout import KvLayout
+from penstock.kv.memory import KvMemory
+from penstock.kv.transfer.memory import MemoryCarrier
+from penstock.kv.transfer.port import PageSeal
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId
+from penstock.wire.memory import MemoryHub
+from penstock.wire.messages import Hello, PageSource, Report, Returned, Submit, TokenItem, Tokens
+
+IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
+LAYOUT = KvLayout.full(layers=1, kv_heads=1, head_dim=2, dtype="fp32")  # 16 places of 16 bytes a page
+VOCAB = 1000
+
+
+class MarkingRunner(NullRunner):
+    """Draws as the null runner does, and keeps every token's id in its page, as a model keeps keys and values."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        super().__init__(vocab=VOCAB)
+        self._memory = memory
+
+    def run(self, plan: Plan) -> Sequence[Drawn]:
+        for row in plan.rows:
+            self._check(row)
+            for position in range(row.start, row.start + row.count):
+                self._place(row, position)[:4] = struct.pack("<I", row.request.tokens(position, position + 1)[0])
+        return super().run(plan)
+
+    def _check(self, row: Row) -> None:
+        known = row.request.tokens(0, row.start)
+        found = tuple(struct.unpack("<I", self._place(row, position)[:4])[0] for position in range(row.start))
+        assert found == known, f"{row.request.id}: pages hold {found}, not {known}"
+
+    def _place(self, row: Row, position: int) -> memoryview:
+        page = self._memory.view(row.request.pages[position // LAYOUT.page_tokens])
+        size = LAYOUT.page_bytes // LAYOUT.page_tokens
+        start = position % LAYOUT.page_tokens * size
+        return page[start : start + size]
+
+
+class StageWorker:
+    """One worker on the stage."""
+
+    def __init__(self, stage: Stage, name: str, role: Role, **scheduler: int) -> None:
+        self.name = WorkerId(name)
+        self.endpoint = f"memory://{name}"
+        self.memory = KvMemory.anonymous(LAYOUT, scheduler.setdefault("pages", 64))
+        stage.memories[self.name] = self.memory
+        scheduler.setdefault("max_model_len", 256)
+        config = WorkerConfig(
+            worker=self.name,
+            incarnation=1,
+            role=role,
+            endpoint=self.endpoint,
+            carrier="memory",
+            scheduler=SchedulerConfig(**scheduler),
+            hand_over=stage.hand_over,
+        )
+        carrier = MemoryCarrier(self.memory, stage.memories, PageSeal(IDENTITY, LAYOUT))
+        self.scheduler = Scheduler(config.scheduler)
+        self.sender = HandOverSender(config.hand_over, carrier, config.incarnation)
+        self.receiver = HandOverReceiver(config.hand_over, carrier)
+        self.mailbox = WorkerMailbox(
+            config, self.scheduler, HandOver(IDENTITY, self.sender, self.receiver), stage.hub, stage.clock
+        )
+        self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory), stage.clock)
+        self.loop.on_plan = self.mailbox.planned
+        self.link = stage.hub.connect(self.endpoint)
+        self.stopped = False
+
+    @property
+    def source(self) -> PageSource:
+        return PageSource(worker=self.name, incarnation=1, endpoint=self.endpoint)
+
+
+class Stage:
+    """Workers, a hub between them, a clock, and a gateway that writes down what it is told."""
+
+    def __init__(self, *, lease_s: float = 1.0) -> None:
+        self.clock = VirtualClock(100.0)
+        self.hub = MemoryHub()
+        self.hand_over = HandOverConfig(lease_s=lease_s)
+        self.memories: dict[WorkerId, KvMemory] = {}
+        self.workers: list[StageWorker] = []
+        self.tokens: list[tuple[WorkerId, TokenItem]] = []
+        self.returned: list[tuple[WorkerId, Returned]] = []
+        self.reports: dict[WorkerId, Report] = {}
+
+    def worker(self, name: str, role: Role, **scheduler: int) -> StageWorker:
+        worker = StageWorker(self, name, role, **scheduler)
+        self.workers.append(worker)
+        worker.link.send(Hello(gateway="g", incarnation=1))
+        return worker
+
+    def turn(self, seconds: float = 0.001) -> bool:
+        """Every worker turns its loop once, the gateway reads its mail, the clock moves.  True if anything moved."""
+        moved = False
+        for worker in self.workers:
+            if not worker.stopped:
+                moved |= worker.loop.step() or worker.mailbox.busy
+            while (received := worker.link.recv()) is not None:
+                match received.message:
+                    case Tokens(items=items):
+                        self.tokens += [(worker.name, item) for item in items]
+                        moved = True
+                    case Returned() as returned:
+                        self.returned.append((worker.name, returned))
+                        moved = True
+                    case Report() as report:
+                        self.reports[worker.name] = report
+                    case other:
+                        raise AssertionError(f"a gateway is never told {other}")
+        self.clock.advance(seconds)
+        return moved
+
+    def run(self, *, turns: int = 2000) -> None:
+        """Turn until nothing moves for a while."""
+        idle = 0
+        for _ in range(turns):
+            idle = 0 if self.turn() else idle + 1
+            if idle > 5:
+                return
+        raise AssertionError(f"still busy after {turns} turns")
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, with everybody awake who is not stopped; the gateway goes on saying Hello."""
+        for _ in range(int(seconds / 0.1)):
+            for worker in self.workers:
+                worker.link.send(Hello(gateway="g", incarnation=1))
+            self.turn(0.1)
+
+    def ask(self, prompt: Sequence[int], *, to: StageWorker, leg: Leg = Leg.WHOLE, **more: object) -> Submit:
+        """Submit one leg."""
+        source = more.pop("pages_from", None)
+        fields = {"request": RequestId("r"), "epoch": 1, "emitted": (), "arrival": self.clock.now()} | {
+            key: more.pop(key) for key in ("request", "epoch", "emitted", "arrival") if key in more
+        }
+        submit = Submit(
+            leg=leg,
+            prompt=tuple(prompt),
+            sampling=SamplingParams(**{"seed": 7, "max_tokens": 8} | more),
+            root=chain_root(IDENTITY),
+            pages_from=source.source if isinstance(source, StageWorker) else None,
+            **fields,
+        )
+        to.link.send(submit)
+        return submit
+
+    def ask_split(self, prompt: Sequence[int], prefill: StageWorker, decode: StageWorker, **more: object) -> Submit:
+        """Submit both legs of one request, the decode leg first, as the router does."""
+        self.ask(prompt, to=decode, leg=Leg.DECODE, pages_from=prefill, **more)
+        return self.ask(prompt, to=prefill, leg=Leg.PREFILL, **more)
+
+    def answer(self, request: str = "r", epoch: int = 1) -> list[int]:
+        """The answer as a client would get it: by index, each once.  Asserts that everybody who spoke agreed."""
+        by_index: dict[int, int] = {}
+        for _, item in self.tokens:
+            if item.request != request or item.epoch != epoch:
+                continue
+            for offset, token in enumerate(item.tokens):
+                assert by_index.setdefault(item.index + offset, token) == token, "two tokens at one place"
+        first = min(by_index, default=0)
+        assert by_index, "nobody said anything"
+        assert sorted(by_index) == list(range(first, first + len(by_index))), "a gap in the answer"
+        return [by_index[index] for index in sorted(by_index)]
+
+    def assert_idle(self) -> None:
+        """Nobody holds anything."""
+        self.wait(0.3)
+        for worker in self.workers:
+            if worker.stopped:
+                continue
+            load = worker.scheduler.load()
+            assert load.pages_used == 0, f"{worker.name} holds {load.pages_used} pages"
+            assert worker.scheduler.check().total == 0
+            assert not worker.sender.open_legs
+            assert not worker.receiver.open_pulls
+            assert len(worker.mailbox._asks) == 0
+            assert self.reports[worker.name].kv_pages_leaked == 0
