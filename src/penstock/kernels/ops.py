@@ -118,7 +118,9 @@ class Ops(Protocol):
         """A small parameter (norm weights) as the backend wants it, in fp32."""
         ...
 
-    def new_kv(self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None) -> Array:
+    def new_kv(
+        self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None
+    ) -> Array:
         """KV memory of ``pages`` pages over ``memory`` (zeroed, page after page) or freshly allocated."""
         ...
 

@@ -1,0 +1,49 @@
+// One kernel family: compiled once a family, with PENSTOCK_FAMILY naming it and flags choosing the registers.
+//
+// No function of the standard library is instantiated here: a template compiled for AVX-512 and merged by the linker
+// with its twin would crash processors without it.
+#include "attention.hpp"
+#include "sampling.hpp"
+
+#define PS_STRING_OF(x) #x
+#define PS_STRING(x) PS_STRING_OF(x)
+#define PS_JOIN_OF(a, b) a##b
+#define PS_JOIN(a, b) PS_JOIN_OF(a, b)
+
+namespace {
+
+template <class Args, void (*kBf16)(const Args&), void (*kFp32)(const Args&)>
+void by_type(const Args& args, Compute compute) {
+  compute == Compute::kBf16 ? kBf16(args) : kFp32(args);
+}
+
+void convert(const float* from, long count, void* to, Compute compute) {
+  compute == Compute::kBf16 ? to_compute_typed<Bf16>(from, count, static_cast<uint16_t*>(to))
+                            : to_compute_typed<Fp32>(from, count, static_cast<float*>(to));
+}
+
+}  // namespace
+
+namespace penstock {
+
+extern const Family PS_JOIN(family_, PENSTOCK_FAMILY);
+const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
+    PS_STRING(PENSTOCK_FAMILY),
+    by_type<LinearArgs, linear_typed<Bf16>, linear_typed<Fp32>>,
+    by_type<EmbedArgs, embed_typed<Bf16>, embed_typed<Fp32>>,
+    by_type<NormArgs, rms_norm_typed<Bf16>, rms_norm_typed<Fp32>>,
+    by_type<SiluArgs, silu_mul_typed<Bf16>, silu_mul_typed<Fp32>>,
+    by_type<RopeArgs, rope_and_write_typed<Bf16>, rope_and_write_typed<Fp32>>,
+    by_type<AttentionArgs, attention_typed<Bf16>, attention_typed<Fp32>>,
+    convert,
+    argmax,
+    sum_exp,
+    exp_minus,
+    divide,
+    collect,
+    gumbel,
+    gumbel_argmax,
+    log_of,
+};
+
+}  // namespace penstock

@@ -1,0 +1,171 @@
+// What one kernel family offers: a table of functions over plain structs of pointers.
+//
+// Shapes use the letters of kernels/ops.py.  Nothing is checked here: the binding (module.cpp) has checked it all.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Never emitted as a symbol of its own: a copy compiled for AVX-512 could be linked into code for other processors.
+#define PS_EVERYWHERE __attribute__((always_inline)) inline
+
+namespace penstock {
+
+// Part of every numerics class: raised whenever the bits that any family produces change.
+constexpr int kKernelVersion = 1;
+
+constexpr int kPageTokens = 16;
+constexpr int kBlockKeys = 64;       // keys that attention reduces at a time
+constexpr int kPartitionKeys = 512;  // keys of one partition
+constexpr int kMaxSegments = 8;
+constexpr int kMaxHeadDim = 512;
+
+enum class Compute : int { kBf16 = 0, kFp32 = 1 };
+
+// A packed weight: panels of 16 outputs, each [steps][16] cells; segment s covers inputs [k_begin[s], k_begin[s + 1])
+// and steps [step_begin[s], step_begin[s + 1]), padded with zeros to whole cells.
+struct PackedView {
+  const uint32_t* cells;
+  long n;
+  long k;
+  int segments;
+  long k_begin[kMaxSegments + 1];
+  long step_begin[kMaxSegments + 1];
+  int per_cell;
+
+  PS_EVERYWHERE long panels() const { return (n + 15) / 16; }
+  PS_EVERYWHERE long steps() const { return step_begin[segments]; }
+  // Do inputs lie in x as the cells want them, without gaps?
+  PS_EVERYWHERE bool direct() const {
+    for (int s = 0; s <= segments; ++s)
+      if (k_begin[s] != step_begin[s] * per_cell) return false;
+    return true;
+  }
+};
+
+struct LinearArgs {
+  const void* x;  // [rows, k]
+  long rows;
+  PackedView weight;
+  float* out;  // [rows, n]
+  bool add;    // out += product, else out = product
+};
+
+struct EmbedArgs {
+  PackedView table;
+  const int32_t* tokens;
+  long rows;
+  float* out;  // [rows, k]
+};
+
+struct NormArgs {
+  const float* hidden;
+  const float* weight;
+  long rows;
+  long width;
+  float eps;
+  void* out;
+};
+
+struct SiluArgs {
+  const float* gate_up;  // [rows, 2 * width]
+  long rows;
+  long width;
+  void* out;
+};
+
+// KV memory: pages of [layers][K: kv_heads x C / per_cell x 16 cells | V: kv_heads x 16 / per_cell x C cells].
+struct KvView {
+  uint32_t* cells;
+  long pages;
+  int layers;
+  int kv_heads;
+  int head_dim;
+  int per_cell;
+
+  PS_EVERYWHERE size_t head_cells() const { return static_cast<size_t>(kPageTokens) * head_dim / per_cell; }
+  PS_EVERYWHERE size_t page_cells() const { return 2 * layers * kv_heads * head_cells(); }
+  PS_EVERYWHERE uint32_t* keys(long page, int layer, int head) const {
+    return cells + page * page_cells() + (2 * static_cast<size_t>(layer) * kv_heads + head) * head_cells();
+  }
+  PS_EVERYWHERE uint32_t* values(long page, int layer, int head) const { return keys(page, layer, head + kv_heads); }
+};
+
+struct BatchView {
+  const int32_t* positions;  // [tokens]
+  const int32_t* starts;     // [sequences + 1]
+  const int32_t* table;      // [sequences, table_width]
+  long tokens;
+  long sequences;
+  long table_width;
+};
+
+struct RopeArgs {
+  const float* qkv;   // [tokens, (heads + 2 kv_heads) * C]
+  const float* rope;  // [positions, 2, C / 2]: cos, then sin
+  const int32_t* sequence_of;  // [tokens]
+  BatchView batch;
+  KvView kv;
+  int layer;
+  int heads;
+  void* q;  // [tokens, heads, C]
+};
+
+// Some tokens of one sequence: the unit of attention's work for one key-value head.
+struct Chunk {
+  long sequence;
+  long token;      // first
+  long tokens;
+  long part;       // index of its first partition among those of all chunks
+  long parts;      // partitions up to its last position
+};
+
+struct AttentionArgs {
+  const void* q;  // [tokens, heads, C]
+  KvView kv;
+  BatchView batch;
+  int layer;
+  int heads;
+  float scale;
+  const Chunk* chunks;
+  long chunk_count;
+  long part_count;
+  long max_rows;   // of one chunk: tokens times heads a key-value head
+  float* partial;  // null, or [part_count * kv_heads, max_rows, ceil(C / 16) * 16 + 2]: partitions computed apart
+  double work;     // multiply-adds, roughly
+  void* out;       // [tokens, heads * C]
+};
+
+struct DrawKey {
+  uint32_t seed_low;
+  uint32_t seed_high;
+  uint32_t position;
+  uint32_t choice;
+};
+
+struct Best {
+  float value;
+  int32_t id;
+};
+
+struct Family {
+  const char* name;
+  void (*linear)(const LinearArgs&, Compute);
+  void (*embed)(const EmbedArgs&, Compute);
+  void (*rms_norm)(const NormArgs&, Compute);
+  void (*silu_mul)(const SiluArgs&, Compute);
+  void (*rope_and_write)(const RopeArgs&, Compute);
+  void (*attention)(const AttentionArgs&, Compute);
+  void (*to_compute)(const float* from, long count, void* to, Compute);
+  // Sampling, on one row.
+  Best (*argmax)(const float* x, long n);
+  float (*sum_exp)(const float* x, long n, float top);
+  void (*exp_minus)(const float* x, long n, float top, float* out);
+  void (*divide)(const float* x, long n, float by, float* out);
+  long (*collect)(const float* x, long n, float floor, int32_t* ids);
+  void (*gumbel)(const DrawKey& key, const int32_t* ids, long n, float* out);
+  Best (*gumbel_argmax)(const DrawKey& key, const float* x, long n, float floor, Best top);
+  float (*log)(float);
+};
+
+}  // namespace penstock

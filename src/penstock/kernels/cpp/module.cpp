@@ -1,0 +1,394 @@
+// penstock.kernels._native: the Python face of the kernels.  Checks every shape and index, then releases the GIL.
+//
+// Arrays are NumPy arrays: fp32 as float32, bf16 as uint16.  Outputs are given by the caller.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.hpp"
+#include "packing.hpp"
+#include "philox.hpp"
+#include "pool.hpp"
+#include "sampler.hpp"
+
+namespace nb = nanobind;
+using namespace penstock;
+
+namespace {
+
+template <class T, int N>
+using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T, int N>
+using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using AnyOut = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+template <class Array>
+long dim(const Array& array, size_t axis) {
+  return static_cast<long>(array.shape(axis));
+}
+
+Ids ids_of(const In<int32_t, 1>& array) { return {array.data(), dim(array, 0)}; }
+
+void require_ids(const Ids& ids, long limit, const char* what) {
+  for (long i = 0; i < ids.size; ++i) require(ids.data[i] >= 0 && ids.data[i] < limit, what);
+}
+
+// One operation at a time in a process: the pool and its scratch memory are shared.
+std::mutex one_operation;
+
+template <class Fn>
+void without_gil(const Fn& fn) {
+  nb::gil_scoped_release released;
+  const std::lock_guard<std::mutex> alone(one_operation);
+  fn();
+}
+
+// A packed weight over memory that Python owns (and this object keeps alive).
+struct Weights {
+  Out<uint32_t, 1> memory;
+  PackedView view;
+
+  Weights(Out<uint32_t, 1> cells, long n, long k, const std::vector<long>& ends, int per_cell)
+      : memory(std::move(cells)), view(packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell)) {
+    require(dim(memory, 0) == view.panels() * view.steps() * 16, "memory does not fit the weight");
+    view.cells = memory.data();
+  }
+
+  static long cells_needed(long n, long k, const std::vector<long>& ends, int per_cell) {
+    const PackedView view = packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell);
+    return view.panels() * view.steps() * 16;
+  }
+
+  void fill(const AnyIn& weight, const std::string& source) {
+    require(weight.ndim() == 2 && dim(weight, 0) == view.n && dim(weight, 1) == view.k, "weight has another shape");
+    const bool wide = source == "fp32";
+    require(wide || source == "fp16" || source == "bf16", "source must be bf16, fp16 or fp32");
+    require(weight.itemsize() == (wide ? 4u : 2u), "elements have another size");
+    pack(weight.data(), wide ? Source::kFp32 : source == "fp16" ? Source::kFp16 : Source::kBf16, view, memory.data());
+  }
+};
+
+// KV memory over a buffer that Python owns.
+struct KvMemory {
+  Out<uint32_t, 1> memory;
+  KvView view;
+
+  KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int head_dim, int per_cell)
+      : memory(std::move(cells)), view{memory.data(), pages, layers, kv_heads, head_dim, per_cell} {
+    require(pages > 0 && layers > 0 && kv_heads > 0, "KV memory needs pages, layers and heads");
+    require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "head size must be even and at most 512");
+    require(memory.size() == static_cast<size_t>(pages) * view.page_cells(), "memory does not fit the pages");
+  }
+};
+
+// The step's tokens, checked: positions in order, table entries inside the memory.
+struct Batch {
+  In<int32_t, 1> positions, starts;
+  In<int32_t, 2> table;
+  BatchView view;
+  std::vector<int32_t> sequence_of;
+  long last_position = -1;
+
+  Batch(In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP)
+      : positions(std::move(positions_T)), starts(std::move(starts_S1)), table(std::move(table_SP)) {
+    view = {positions.data(), starts.data(),     table.data(),
+            dim(positions, 0), dim(starts, 0) - 1, dim(table, 1)};
+    require(view.sequences >= 0 && dim(table, 0) >= view.sequences, "a table row for every sequence");
+    require(view.starts[0] == 0 && view.starts[view.sequences] == view.tokens, "starts must span all tokens");
+    sequence_of.resize(static_cast<size_t>(view.tokens));
+    for (long s = 0; s < view.sequences; ++s) check_sequence(s);
+  }
+
+  void check_sequence(long s) {
+    require(view.starts[s] <= view.starts[s + 1], "starts must ascend");
+    for (long t = view.starts[s]; t < view.starts[s + 1]; ++t) {
+      require(view.positions[t] >= 0, "positions start at 0");
+      require(t == view.starts[s] || view.positions[t] == view.positions[t - 1] + 1, "positions must be consecutive");
+      sequence_of[static_cast<size_t>(t)] = static_cast<int32_t>(s);
+    }
+    if (view.starts[s] == view.starts[s + 1]) return;
+    const long last = view.positions[view.starts[s + 1] - 1];
+    require(last / kPageTokens < view.table_width, "the table is too short for the last position");
+    last_position = std::max(last_position, last);
+  }
+
+  void check_pages(long pages) const {
+    for (long s = 0; s < view.sequences; ++s) {
+      if (view.starts[s] == view.starts[s + 1]) continue;
+      const long last = view.positions[view.starts[s + 1] - 1];
+      require_ids({view.table + s * view.table_width, last / kPageTokens + 1}, pages, "page outside the memory");
+    }
+  }
+};
+
+struct DrawRow {
+  Draw how;
+  std::vector<In<int32_t, 1>> ids;
+  In<float, 1> bias;
+
+  DrawRow(uint64_t seed, uint32_t position, uint32_t choice, float temperature, std::optional<long> top_k, float top_p,
+          float min_p, std::optional<int> logprobs) {
+    how.seed = seed;
+    how.position = position;
+    how.choice = choice;
+    how.temperature = temperature;
+    how.top_k = top_k.value_or(0);
+    how.top_p = top_p;
+    how.min_p = min_p;
+    how.logprobs = logprobs.value_or(-1);
+  }
+
+  void penalise(float presence, float frequency, float repetition, In<int32_t, 1> output, In<int32_t, 1> counts,
+                In<int32_t, 1> prompt) {
+    require(dim(output, 0) == dim(counts, 0), "a count for every output id");
+    how.presence = presence;
+    how.frequency = frequency;
+    how.repetition = repetition;
+    how.output = ids_of(output);
+    how.output_counts = ids_of(counts);
+    how.prompt = ids_of(prompt);
+    ids.insert(ids.end(), {output, counts, prompt});
+  }
+
+  void set_bias(In<int32_t, 1> bias_ids, In<float, 1> values) {
+    require(dim(bias_ids, 0) == dim(values, 0), "a value for every biased id");
+    how.bias = ids_of(bias_ids);
+    how.bias_values = values.data();
+    ids.push_back(bias_ids);
+    bias = values;
+  }
+
+  void ban(In<int32_t, 1> banned) {
+    how.banned = ids_of(banned);
+    ids.push_back(banned);
+  }
+
+  void check(long vocabulary) const {
+    for (const Ids& own : {how.output, how.prompt, how.bias, how.banned})
+      require_ids(own, vocabulary, "token id outside the vocabulary");
+  }
+};
+
+using Answer = std::tuple<int32_t, float, std::vector<std::pair<int32_t, float>>>;
+
+std::vector<Answer> answers_of(std::vector<Drawn>& drawn) {
+  std::vector<Answer> answers;
+  for (Drawn& own : drawn) answers.emplace_back(own.token, own.logprob, std::move(own.top));
+  return answers;
+}
+
+template <class Fn>
+void for_rows(long rows, const Fn& fn) {
+  parallel(rows, const_cast<Fn*>(&fn), [](void* f, long row, int) { (*static_cast<const Fn*>(f))(row); });
+}
+
+// One family and one compute type.
+class Kernels {
+ public:
+  Kernels(const std::string& name, const std::string& compute)
+      : family_(find_family(name.c_str())), compute_(compute == "bf16" ? Compute::kBf16 : Compute::kFp32) {
+    require(family_ != nullptr, "this kernel family cannot run here");
+    require(compute == "bf16" || compute == "fp32", "the compute type must be bf16 or fp32");
+  }
+
+  void linear(const AnyIn& x, const Weights& w, const Out<float, 2>& out, bool add) const {
+    require(x.ndim() == 2 && dim(x, 1) == w.view.k && x.itemsize() == size(), "x must be compute [T, K]");
+    require(w.view.per_cell == per_cell(), "the weight was packed for the other compute type");
+    require(dim(out, 0) == dim(x, 0) && dim(out, 1) == w.view.n, "out must be [T, N]");
+    const LinearArgs args{x.data(), dim(x, 0), w.view, out.data(), add};
+    without_gil([&] { family_->linear(args, compute_); });
+  }
+
+  void embed(const Weights& table, const In<int32_t, 1>& tokens, const Out<float, 2>& out) const {
+    require(dim(out, 0) == dim(tokens, 0) && dim(out, 1) == table.view.k, "out must be [T, D]");
+    require(table.view.per_cell == per_cell(), "the weight was packed for the other compute type");
+    require_ids(ids_of(tokens), table.view.n, "token id outside the vocabulary");
+    const EmbedArgs args{table.view, tokens.data(), dim(tokens, 0), out.data()};
+    without_gil([&] { family_->embed(args, compute_); });
+  }
+
+  void rms_norm(const In<float, 2>& hidden, const In<float, 1>& weight, float eps, const AnyOut& out) const {
+    require(dim(weight, 0) == dim(hidden, 1), "weight must be [D]");
+    check_out(out, hidden.size());
+    const NormArgs args{hidden.data(), weight.data(), dim(hidden, 0), dim(hidden, 1), eps, out.data()};
+    without_gil([&] { family_->rms_norm(args, compute_); });
+  }
+
+  void silu_mul(const In<float, 2>& gate_up, const AnyOut& out) const {
+    require(dim(gate_up, 1) % 2 == 0, "gate_up must be [T, 2 I]");
+    check_out(out, gate_up.size() / 2);
+    const SiluArgs args{gate_up.data(), dim(gate_up, 0), dim(gate_up, 1) / 2, out.data()};
+    without_gil([&] { family_->silu_mul(args, compute_); });
+  }
+
+  void rope_and_write(const In<float, 2>& qkv, const In<float, 3>& rope, const KvMemory& kv, int layer,
+                      const Batch& batch, int heads, const AnyOut& q) const {
+    check_kv(kv, layer, batch, heads);
+    const long head_dim = kv.view.head_dim;
+    require(dim(qkv, 0) == batch.view.tokens && dim(qkv, 1) == (heads + 2 * kv.view.kv_heads) * head_dim,
+            "qkv must be [T, (H + 2 G) C]");
+    require(dim(rope, 1) == 2 && dim(rope, 2) * 2 == head_dim && dim(rope, 0) > batch.last_position,
+            "the rope table must reach the last position");
+    check_out(q, static_cast<size_t>(batch.view.tokens * heads * head_dim));
+    const RopeArgs args{qkv.data(), rope.data(), batch.sequence_of.data(), batch.view, kv.view, layer, heads, q.data()};
+    without_gil([&] { family_->rope_and_write(args, compute_); });
+  }
+
+  void attention(const AnyIn& q, const KvMemory& kv, int layer, const Batch& batch, int heads, float scale,
+                 const AnyOut& out) const {
+    check_kv(kv, layer, batch, heads);
+    const auto count = static_cast<size_t>(batch.view.tokens * heads * kv.view.head_dim);
+    require(q.size() == count && q.itemsize() == size(), "q must be compute [T, H, C]");
+    check_out(out, count);
+    AttentionArgs args{};
+    args.q = q.data();
+    args.kv = kv.view;
+    args.batch = batch.view;
+    args.layer = layer;
+    args.heads = heads;
+    args.scale = scale;
+    args.out = out.data();
+    without_gil([&] { attend(args); });
+  }
+
+  void to_compute(const In<float, 1>& values, const AnyOut& out) const {
+    check_out(out, values.size());
+    family_->to_compute(values.data(), dim(values, 0), out.data(), compute_);
+  }
+
+  std::vector<Answer> sample(const In<float, 2>& logits, const std::vector<const DrawRow*>& rows) const {
+    const long vocabulary = dim(logits, 1);
+    require(dim(logits, 0) == static_cast<long>(rows.size()) && vocabulary > 0, "a row of logits for every draw");
+    for (const DrawRow* row : rows) row->check(vocabulary);
+    std::vector<Drawn> drawn(rows.size());
+    without_gil([&] {
+      for_rows(dim(logits, 0), [&](long row) {
+        drawn[static_cast<size_t>(row)] =
+            draw(*family_, logits.data() + row * vocabulary, vocabulary, rows[static_cast<size_t>(row)]->how);
+      });
+    });
+    return answers_of(drawn);
+  }
+
+  std::vector<Answer> score_tokens(const In<float, 2>& logits, const In<int32_t, 1>& tokens, int top) const {
+    const long vocabulary = dim(logits, 1);
+    require(dim(logits, 0) == dim(tokens, 0), "a row of logits for every token");
+    require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
+    std::vector<Drawn> drawn(tokens.size());
+    without_gil([&] {
+      for_rows(dim(logits, 0), [&](long row) {
+        drawn[static_cast<size_t>(row)] =
+            score_token(*family_, logits.data() + row * vocabulary, vocabulary, tokens.data()[row], top);
+      });
+    });
+    return answers_of(drawn);
+  }
+
+  void gumbel(uint64_t seed, uint32_t position, uint32_t choice, const In<int32_t, 1>& ids,
+              const Out<float, 1>& out) const {
+    require(dim(ids, 0) == dim(out, 0), "out must be as long as ids");
+    const DrawKey key{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), position, choice};
+    family_->gumbel(key, ids.data(), dim(ids, 0), out.data());
+  }
+
+  int per_cell() const { return compute_ == Compute::kBf16 ? 2 : 1; }
+
+ private:
+  size_t size() const { return compute_ == Compute::kBf16 ? 2 : 4; }
+
+  void check_out(const AnyOut& out, size_t count) const {
+    require(out.size() == count && out.itemsize() == size(), "out has another shape or type");
+  }
+
+  void check_kv(const KvMemory& kv, int layer, const Batch& batch, int heads) const {
+    require(kv.view.per_cell == per_cell(), "the KV memory holds the other compute type");
+    require(layer >= 0 && layer < kv.view.layers, "no such layer");
+    require(heads > 0 && heads % kv.view.kv_heads == 0, "query heads must be a multiple of key-value heads");
+    batch.check_pages(kv.view.pages);
+  }
+
+  // Cuts the step into chunks; computes partitions apart when there are too few chunks for the threads.
+  void attend(AttentionArgs& args) const {
+    constexpr long kRows = 64;
+    const BatchView& batch = args.batch;
+    const long group = args.heads / args.kv.kv_heads, tokens = std::max(1L, kRows / group);
+    std::vector<Chunk> chunks;
+    for (long s = 0; s < batch.sequences; ++s)
+      for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += tokens) {
+        const long count = std::min<long>(tokens, batch.starts[s + 1] - t);
+        const long keys = batch.positions[t + count - 1] + 1, parts = (keys + kPartitionKeys - 1) / kPartitionKeys;
+        chunks.push_back({s, t, count, args.part_count, parts});
+        args.part_count += parts;
+        args.max_rows = std::max(args.max_rows, count * group);
+        args.work += static_cast<double>(count * args.heads) * static_cast<double>(keys * args.kv.head_dim) * 2;
+      }
+    args.chunks = chunks.data();
+    args.chunk_count = static_cast<long>(chunks.size());
+    std::vector<float> partial;
+    if (args.part_count > args.chunk_count && args.chunk_count * args.kv.kv_heads < 2 * thread_count()) {
+      const long row = (args.kv.head_dim + 15) / 16 * 16 + 2;
+      partial.resize(static_cast<size_t>(args.part_count * args.kv.kv_heads * args.max_rows * row));
+      args.partial = partial.data();
+    }
+    family_->attention(args, compute_);
+  }
+
+  const Family* family_;
+  Compute compute_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("VERSION") = kKernelVersion;
+  m.def("families", [] {
+    std::vector<std::string> names;
+    for (const Family* family : usable_families()) names.emplace_back(family->name);
+    return names;
+  });
+  m.def("set_threads", &set_threads, nb::arg("count"));
+  m.def("thread_count", &thread_count);
+  m.def("philox", [](uint64_t key, std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> c) {
+    const auto out = philox4x32_10({static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
+                                   {std::get<0>(c), std::get<1>(c), std::get<2>(c), std::get<3>(c)});
+    return std::make_tuple(out[0], out[1], out[2], out[3]);
+  });
+
+  nb::class_<Weights>(m, "Weights")
+      .def(nb::init<Out<uint32_t, 1>, long, long, const std::vector<long>&, int>())
+      .def_static("cells_needed", &Weights::cells_needed)
+      .def("fill", &Weights::fill);
+  nb::class_<KvMemory>(m, "KvMemory").def(nb::init<Out<uint32_t, 1>, long, int, int, int, int>());
+  nb::class_<Batch>(m, "Batch").def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>>());
+  nb::class_<DrawRow>(m, "DrawRow")
+      .def(nb::init<uint64_t, uint32_t, uint32_t, float, std::optional<long>, float, float, std::optional<int>>(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none())
+      .def("penalise", &DrawRow::penalise)
+      .def("set_bias", &DrawRow::set_bias)
+      .def("ban", &DrawRow::ban);
+  nb::class_<Kernels>(m, "Kernels")
+      .def(nb::init<const std::string&, const std::string&>())
+      .def("linear", &Kernels::linear)
+      .def("embed", &Kernels::embed)
+      .def("rms_norm", &Kernels::rms_norm)
+      .def("silu_mul", &Kernels::silu_mul)
+      .def("rope_and_write", &Kernels::rope_and_write)
+      .def("attention", &Kernels::attention)
+      .def("to_compute", &Kernels::to_compute)
+      .def("sample", &Kernels::sample)
+      .def("score_tokens", &Kernels::score_tokens)
+      .def("gumbel", &Kernels::gumbel);
+}

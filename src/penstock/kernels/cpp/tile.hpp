@@ -1,0 +1,182 @@
+// The one inner product: a tile of rows times panels of sixteen outputs.  Serves GEMV, GEMM, q.k and p.v alike.
+//
+// A panel is a matrix of cells [steps][16 lanes]; a cell is 32 bits: one fp32 value, or two bf16 values that follow each
+// other in the direction of the sum.  Each lane of each row is one chain from the first step to the last, so its bits
+// depend on neither the number of rows nor that of panels.
+#pragma once
+
+#include "simd.hpp"
+
+namespace {
+
+// One fp32 value a step.
+struct Fp32 {
+  using Value = float;
+  static constexpr int kPerCell = 1;
+
+  static PS_INLINE void store_values(Value* to, const F16& value, int count) { store_part(to, value, count); }
+  static PS_INLINE float widen(Value value) { return value; }
+  static PS_INLINE F16 rounded(const F16& value) { return value; }
+};
+
+// Two bf16 values a step: the lower half of a cell is the earlier one.
+struct Bf16 {
+  using Value = uint16_t;
+  static constexpr int kPerCell = 2;
+
+  static PS_INLINE void store_values(Value* to, const F16& value, int count) { store_bf16_part(to, value, count); }
+  static PS_INLINE float widen(Value value) { return bf16_to_float(value); }
+  static PS_INLINE F16 rounded(const F16& value) { return round_bf16(value); }
+};
+
+PS_INLINE F16 low_half(const U16& cells) { return bits_as<F16>(cells << 16); }
+PS_INLINE F16 high_half(const U16& cells) { return bits_as<F16>(cells & splat_word(0xFFFF0000u)); }
+
+PS_INLINE uint32_t load_cell(const void* from) {
+  uint32_t cell;
+  __builtin_memcpy(&cell, from, 4);
+  return cell;
+}
+
+// acc += cells . x, both values of a cell (the order and rounding inside a cell are those of the family).
+template <class D>
+PS_INLINE F16 dot_cells(const F16& acc, const U16& cells, uint32_t x) {
+  if constexpr (D::kPerCell == 1) {
+    return fma16(bits_as<F16>(cells), bits_as<F16>(splat_word(x)), acc);
+  } else {
+#if defined(__AVX512BF16__)
+    F16 to;
+    to.part[0] = (FloatReg)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)cells.part[0],
+                                            (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
+    return to;
+#else
+    const F16 early = fma16(low_half(cells), bits_as<F16>(splat_word(x << 16)), acc);
+    return fma16(high_half(cells), bits_as<F16>(splat_word(x & 0xFFFF0000u)), early);
+#endif
+  }
+}
+
+// Rows and panels of a tile that fit the registers of the family.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 8;
+constexpr int kGroup = 6;  // panels that one work item of a linear takes
+constexpr int panels_at_once(int rows) { return rows <= 4 ? 6 : 3; }
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 6;
+constexpr int kGroup = 4;
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#else
+constexpr int kMaxRows = 2;
+constexpr int kGroup = 2;
+constexpr int panels_at_once(int rows) { return rows == 1 ? 2 : 1; }
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kAttentionRows = 6;
+constexpr int attention_panels(int) { return 4; }
+#else
+constexpr int kAttentionRows = kMaxRows;
+constexpr int attention_panels(int rows) { return panels_at_once(rows); }
+#endif
+
+#if defined(__AVX512BF16__) || !defined(__AVX2__)
+constexpr bool kWholeCells = true;
+#else
+constexpr bool kWholeCells = false;  // halves of a bf16 cell one after the other: only one half occupies registers
+#endif
+
+constexpr int kMaxPanels = 6;
+constexpr int kMaxBases = 4;
+
+// Where a tile's operands are.  Step s of panel p lies at base[b] + offset[p] + s * step_stride (cells) for each base
+// in turn, `steps` of them a base.  Rows of x are `x_stride` bytes apart, rows of the accumulator `acc_stride` floats,
+// its panels 16 floats.
+struct TileArgs {
+  const uint32_t* base[kMaxBases];
+  int bases;
+  ptrdiff_t offset[kMaxPanels];
+  size_t step_stride;
+  long steps;
+  const char* x;
+  size_t x_stride;
+  float* acc;
+  size_t acc_stride;
+};
+
+#define PS_ROWS _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m)
+#define PS_PANELS _Pragma("GCC unroll 8") for (int p = 0; p < P; ++p)
+
+// acc (or zero, when not `resume`) += panels . x
+template <class D, int M, int P>
+__attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
+  F16 acc[M][P];
+  if (resume) {
+    PS_ROWS PS_PANELS acc[m][p] = load(args.acc + m * args.acc_stride + p * 16);
+  } else {
+    PS_ROWS PS_PANELS acc[m][p] = splat(0.0f);
+  }
+  ptrdiff_t offset[P];
+  PS_PANELS offset[p] = args.offset[p];
+  const char* x = args.x;
+  const size_t x_stride = args.x_stride, step_stride = args.step_stride;
+  for (int b = 0; b < args.bases; ++b) {
+    const uint32_t* cells = args.base[b];
+    for (long step = 0; step < args.steps; ++step) {
+      if constexpr (kWholeCells || D::kPerCell == 1) {
+        U16 w[P];
+        PS_PANELS w[p] = load_as<U16>(cells + offset[p]);
+        PS_ROWS {
+          const uint32_t value = load_cell(x + m * x_stride);
+          PS_PANELS acc[m][p] = dot_cells<D>(acc[m][p], w[p], value);
+        }
+      } else {
+        F16 w[P];
+        PS_PANELS w[p] = low_half(load_as<U16>(cells + offset[p]));
+        PS_ROWS {
+          const F16 value = low_half(splat_word(load_cell(x + m * x_stride)));
+          PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
+        }
+        PS_PANELS w[p] = high_half(load_as<U16>(cells + offset[p]));
+        PS_ROWS {
+          const F16 value = high_half(splat_word(load_cell(x + m * x_stride)));
+          PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
+        }
+      }
+      cells += step_stride;
+      x += 4;
+    }
+  }
+  PS_ROWS PS_PANELS store(args.acc + m * args.acc_stride + p * 16, acc[m][p]);
+}
+
+using TileFn = void (*)(const TileArgs&, bool);
+
+template <class D, int P, int M>
+TileFn pick_rows(int rows) {
+  if (rows == M) return tile<D, M, P>;
+  if constexpr (M > 1) return pick_rows<D, P, M - 1>(rows);
+  return nullptr;
+}
+
+// The tile of `rows` by `panels`, which must be 1, `panels_at_once` or `attention_panels` of these or more rows.
+template <class D>
+TileFn pick_tile(int rows, int panels) {
+#if defined(__AVX512F__)
+  switch (panels) {
+    case 6: return pick_rows<D, 6, 4>(rows);
+    case 4: return pick_rows<D, 4, 6>(rows);
+    case 3: return pick_rows<D, 3, 8>(rows);
+    default: return pick_rows<D, 1, 8>(rows);
+  }
+#elif defined(__AVX2__)
+  switch (panels) {
+    case 4: return pick_rows<D, 4, 1>(rows);
+    case 2: return pick_rows<D, 2, 3>(rows);
+    default: return pick_rows<D, 1, 6>(rows);
+  }
+#else
+  return panels == 2 ? pick_rows<D, 2, 1>(rows) : pick_rows<D, 1, 2>(rows);
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,228 @@
+"""The C++ kernels behind the ``Ops`` signatures, on NumPy arrays.
+
+Arrays of the compute type bf16 are held as uint16.  Imports no torch and starts no thread before the first operation
+that is worth more than one: a zygote may pack weights with this and fork afterwards.
+
+Results that are alive are never overwritten (see ``memory.StepBuffers``).  Operations run one at a time in a process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+from numpy.typing import NDArray
+
+from penstock.errors import KernelError
+from penstock.kernels import _native
+from penstock.kernels.memory import StepBuffers, WeightArena
+from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch
+from penstock.types import PAGE_TOKENS
+
+KV_LAYOUT = "cells16-1"
+"""Per page and layer: K as [kv head][pairs of columns][16 tokens], V as [kv head][pairs of tokens][columns] (bf16);
+fp32 the same with single columns and tokens."""
+
+_SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
+
+
+def families() -> tuple[str, ...]:
+    """Kernel families that this build has and this processor runs, best first."""
+    return tuple(_native.families())
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKv:
+    """KV memory of one worker: pages one after another."""
+
+    memory: NDArray[np.uint32]
+    handle: _native.KvMemory
+    kv_heads: int
+    head_dim: int
+
+
+class NativeOps:
+    """One kernel family and one compute type (see ``ops.Ops`` for what each operation does)."""
+
+    def __init__(self, family: str, compute_dtype: str, *, threads: int = 1) -> None:
+        """``threads`` counts the calling one.  Raises KernelError for a family or type that cannot run here."""
+        if family not in families():
+            raise KernelError(f"kernel family {family!r} cannot run here; available: {', '.join(families())}")
+        if compute_dtype not in ("bf16", "fp32"):
+            raise KernelError(f"compute type {compute_dtype!r} is not one of bf16, fp32")
+        self.family = family
+        self.compute_dtype = compute_dtype
+        self.numerics = f"cpp-{family}-{_native.VERSION}-{compute_dtype}"
+        self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
+        self._kernels = _native.Kernels(family, compute_dtype)
+        self._per_cell = 2 if compute_dtype == "bf16" else 1
+        self._dtype = np.dtype(np.uint16 if compute_dtype == "bf16" else np.float32)
+        self._arena = WeightArena()
+        self._buffers = StepBuffers()
+        self._batch: tuple[StepBatch, _native.Batch] | None = None
+        _native.set_threads(threads)
+
+    # --- once a model -------------------------------------------------------------------------------------------------
+
+    def pack_linear(self, weight_NK: Array, *, segments: tuple[int, ...] | None = None) -> PackedLinear:
+        """See ``Ops.pack_linear``.  Raises KernelError for another element type."""
+        source = _SOURCES.get(weight_NK.dtype)
+        if source is None:
+            raise KernelError(f"weights of type {weight_NK.dtype} are not bfloat16, float16 or float32")
+        n, k = weight_NK.shape
+        ends = list(segments or (k,))
+        cells = self._arena.cells(_native.Weights.cells_needed(n, k, ends, self._per_cell))
+        weights = _native.Weights(cells, n, k, ends, self._per_cell)
+        raw = np.ascontiguousarray(weight_NK)
+        weights.fill(raw if source == "fp32" else raw.view(np.uint16), source)
+        return PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=cells.nbytes)
+
+    def vector(self, weight_D: Array) -> Array:
+        """See ``Ops.vector``."""
+        return np.ascontiguousarray(weight_D, dtype=np.float32)
+
+    def page_bytes(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+        """See ``Ops.page_bytes``."""
+        return 2 * layers * kv_heads * PAGE_TOKENS * head_dim * self._dtype.itemsize
+
+    def new_kv(
+        self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None
+    ) -> NativeKv:
+        """See ``Ops.new_kv``.  Raises KernelError when the memory is too small."""
+        nbytes = pages * self.page_bytes(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        if memory is None:
+            cells = np.zeros(nbytes // 4, np.uint32)
+        else:
+            if memory.nbytes < nbytes:
+                raise KernelError(f"{pages} pages need {nbytes} bytes of KV memory, given are {memory.nbytes}")
+            cells = np.frombuffer(memory, np.uint32, count=nbytes // 4)
+        handle = _native.KvMemory(cells, pages, layers, kv_heads, head_dim, self._per_cell)
+        return NativeKv(memory=cells, handle=handle, kv_heads=kv_heads, head_dim=head_dim)
+
+    def rope_table(
+        self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0
+    ) -> NDArray[np.float32]:
+        """See ``Ops.rope_table``; [position, cos or sin, C / 2]."""
+        angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
+        table = np.empty((max_positions, 2, angles.shape[1]), np.float32)
+        table[:, 0] = np.cos(angles) * attention_factor
+        table[:, 1] = np.sin(angles) * attention_factor
+        return table
+
+    # --- looking inside -----------------------------------------------------------------------------------------------
+
+    def compute(self, values: NDArray[Any]) -> Array:
+        """See ``Ops.compute``."""
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        out = np.empty(flat.shape, self._dtype)
+        self._kernels.to_compute(flat, out)
+        return out.reshape(values.shape)
+
+    def hidden(self, values: NDArray[Any]) -> Array:
+        """See ``Ops.hidden``."""
+        return np.array(values, np.float32)
+
+    def to_numpy(self, array: Array) -> NDArray[np.float32]:
+        """See ``Ops.to_numpy``."""
+        wide = array.view(bfloat16) if array.dtype == np.uint16 else array
+        return np.asarray(wide, np.float32)
+
+    # --- every step ---------------------------------------------------------------------------------------------------
+
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
+        """See ``Ops.embed``."""
+        hidden_TD = self._buffers.empty((len(tokens_T), table.k), np.float32)
+        self._kernels.embed(table.data, tokens_T, hidden_TD)
+        return hidden_TD
+
+    def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
+        """See ``Ops.rms_norm``."""
+        out_TD = self._buffers.empty(hidden_TD.shape, self._dtype)
+        self._kernels.rms_norm(hidden_TD, weight_D, eps, out_TD)
+        return out_TD
+
+    def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
+        """See ``Ops.linear``."""
+        out_TN = self._buffers.empty((x_TK.shape[0], weight.n), np.float32)
+        self._kernels.linear(x_TK, weight.data, out_TN, False)
+        return out_TN
+
+    def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
+        """See ``Ops.linear_add``."""
+        self._kernels.linear(x_TK, weight.data, hidden_TN, True)
+
+    def rope_and_write(
+        self, qkv_TN: Array, rope: Array, kv: NativeKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+    ) -> Array:
+        """See ``Ops.rope_and_write``."""
+        if kv_heads != kv.kv_heads:
+            raise KernelError(f"the KV memory has {kv.kv_heads} heads, not {kv_heads}")
+        q_THC = self._buffers.empty((qkv_TN.shape[0], heads, kv.head_dim), self._dtype)
+        self._kernels.rope_and_write(qkv_TN, rope, kv.handle, layer, self._checked(batch), heads, q_THC)
+        return q_THC
+
+    def paged_attention(self, q_THC: Array, kv: NativeKv, layer: int, batch: StepBatch, *, scale: float) -> Array:
+        """See ``Ops.paged_attention``."""
+        tokens, heads, head_dim = q_THC.shape
+        out = self._buffers.empty((tokens, heads * head_dim), self._dtype)
+        self._kernels.attention(q_THC, kv.handle, layer, self._checked(batch), heads, scale, out)
+        return out
+
+    def silu_mul(self, gate_up_T2I: Array) -> Array:
+        """See ``Ops.silu_mul``."""
+        tokens, width = gate_up_T2I.shape
+        out_TI = self._buffers.empty((tokens, width // 2), self._dtype)
+        self._kernels.silu_mul(gate_up_T2I, out_TI)
+        return out_TI
+
+    def rows(self, x_TD: Array, rows_R: NDArray[np.int32]) -> Array:
+        """See ``Ops.rows``."""
+        return x_TD[rows_R]
+
+    def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
+        """See ``Ops.sample``.  Temperatures below 1e-5 count as 0."""
+        answers = self._kernels.sample(logits_RV, [_draw_row(row) for row in rows])
+        return [
+            Sampled(token) if row.logprobs is None else Sampled(token, logprob, tuple(top))
+            for row, (token, logprob, top) in zip(rows, answers, strict=True)
+        ]
+
+    def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
+        """See ``Ops.token_logprobs``."""
+        answers = self._kernels.score_tokens(logits_RV, tokens_R, top)
+        return [Sampled(token, logprob, tuple(likeliest)) for token, logprob, likeliest in answers]
+
+    def gumbel(self, seed: int, position: int, choice: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The noise that ``sample`` adds for each of these token ids (tests and tools)."""
+        out = np.empty(ids.shape, np.float32)
+        self._kernels.gumbel(seed, position, choice, ids, out)
+        return out
+
+    def _checked(self, batch: StepBatch) -> _native.Batch:
+        """The step's tokens as the kernels hold them, made once a step."""
+        if self._batch is None or self._batch[0] is not batch:
+            table_SP = np.ascontiguousarray(batch.table_SP, np.int32)
+            self._batch = (batch, _native.Batch(batch.positions_T, batch.starts_S1, table_SP))
+        return self._batch[1]
+
+
+def _draw_row(row: SampleRow) -> _native.DrawRow:
+    draw = _native.DrawRow(
+        row.seed, row.position, row.choice, row.temperature, row.top_k, row.top_p, row.min_p, row.logprobs
+    )
+    if row.presence_penalty or row.frequency_penalty or row.repetition_penalty != 1.0:
+        draw.penalise(
+            row.presence_penalty,
+            row.frequency_penalty,
+            row.repetition_penalty,
+            row.output_ids,
+            row.output_counts,
+            row.prompt_ids,
+        )
+    if len(row.bias_ids):
+        draw.set_bias(row.bias_ids, row.bias_values)
+    if len(row.banned_ids):
+        draw.ban(row.banned_ids)
+    return draw
