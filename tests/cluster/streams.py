@@ -51,13 +51,13 @@ class Answer:
         return details.get("cached_tokens", 0)
 
 
-class BrokenAnswer(AssertionError):
+class BrokenAnswerError(AssertionError):
     """The server said or did something that a client must never see."""
 
 
 def _take(answer: Answer, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
-        raise BrokenAnswer(f"error in the stream: {chunk['error']}")
+        raise BrokenAnswerError(f"error in the stream: {chunk['error']}")
     if "penstock" in chunk:
         answer.seed = chunk["penstock"]["seed"]
     if chunk.get("usage"):
@@ -65,7 +65,7 @@ def _take(answer: Answer, chunk: dict[str, Any]) -> None:
     for part in chunk["choices"]:
         choice = answer.choices.setdefault(part["index"], Choice())
         if choice.finish is not None:
-            raise BrokenAnswer(f"choice {part['index']} went on after its end: {part}")
+            raise BrokenAnswerError(f"choice {part['index']} went on after its end: {part}")
         choice.text += part["text"]
         choice.finish = part["finish_reason"]
         if part.get("logprobs"):
@@ -87,7 +87,7 @@ async def stream_completion(
     """Stream one ``/v1/completions`` answer to its end.
 
     ``on_chunk`` is called after each event.  With ``hang_up_after`` the connection is closed after so many events, and
-    the answer's ``done`` stays False.  Raises BrokenAnswer for any status but 200, an error event, or a stream that
+    the answer's ``done`` stays False.  Raises BrokenAnswerError for any status but 200, an error event, or a stream that
     ends without ``[DONE]``.
     """
     answer = Answer()
@@ -95,7 +95,7 @@ async def stream_completion(
     async with client.stream("POST", f"{url}/v1/completions", json=payload) as response:
         if response.status_code != 200:
             await response.aread()
-            raise BrokenAnswer(f"status {response.status_code}: {response.text}")
+            raise BrokenAnswerError(f"status {response.status_code}: {response.text}")
         events = 0
         async for line in response.aiter_lines():
             if not line.startswith("data: "):
@@ -110,9 +110,9 @@ async def stream_completion(
             if hang_up_after is not None and events >= hang_up_after:
                 return answer
     if not answer.done:
-        raise BrokenAnswer(f"the stream ended without [DONE] after {events} events")
+        raise BrokenAnswerError(f"the stream ended without [DONE] after {events} events")
     if any(choice.finish is None for choice in answer.choices.values()):
-        raise BrokenAnswer("a choice has no finish_reason")
+        raise BrokenAnswerError("a choice has no finish_reason")
     return answer
 
 
