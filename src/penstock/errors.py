@@ -63,10 +63,13 @@ class BadField(RequestError):
 class PromptTooLong(RequestError):
     """Prompt plus answer exceed the context.  Never truncated: both numbers are told."""
 
-    def __init__(self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages") -> None:
+    def __init__(
+        self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages", at_least: bool = False
+    ) -> None:
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the answer). "
+            f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens "
+            f"({prompt_tokens} in the prompt, {max_tokens} in the answer). "
             "Please reduce the length of the prompt or of the answer.",
             param=param,
             code="context_length_exceeded",

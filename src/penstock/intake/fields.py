@@ -117,7 +117,7 @@ def token_ids(name: str, value: Sequence[Any], *, vocabulary: int) -> tuple[int,
     if not set(map(type, value)) <= {int}:
         wrong = next(item for item in value if type(item) is not int)
         raise BadField(name, got=wrong, want="an integer token id", code=WRONG_TYPE)
-    if value and not (0 <= min(value) and max(value) < vocabulary):
+    if value and (min(value) < 0 or max(value) >= vocabulary):
         wrong = next(item for item in value if not 0 <= item < vocabulary)
         raise BadField(name, got=wrong, want=f"token ids from 0 to {vocabulary - 1}")
     return tuple(value)

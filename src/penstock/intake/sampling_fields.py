@@ -23,6 +23,8 @@ NAMES = frozenset(
     }
 )
 
+_LEAST_TEMPERATURE = 1e-4
+_LEAST_REPETITION_PENALTY = 0.01
 _INT64 = 1 << 63
 _UINT64_MASK = (1 << 64) - 1
 _DRAWN_SEED_BITS = 53
@@ -68,7 +70,7 @@ def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> Samplin
     return Sampling(
         seed=parse_seed(fields),
         n=fields.integer("n", low=1, high=limits.max_n) or 1,
-        temperature=fields.number("temperature", low=0, high=2, default=1.0),
+        temperature=parse_temperature(fields),
         top_p=parse_top_p(fields),
         top_k=parse_top_k(fields),
         min_p=fields.number("min_p", low=0, high=1, default=0.0),
@@ -89,6 +91,14 @@ def parse_seed(fields: Fields) -> int:
     return secrets.randbits(_DRAWN_SEED_BITS) if given is None else given
 
 
+def parse_temperature(fields: Fields) -> float:
+    """0 (greedy), or a number that single precision can divide by."""
+    value = fields.number("temperature", low=0, high=2, default=1.0)
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise BadField("temperature", got=value, want=f"0 or a number from {_LEAST_TEMPERATURE:g} to 2")
+    return value
+
+
 def parse_top_p(fields: Fields) -> float:
     """Above 0, at most 1."""
     value = fields.number("top_p", low=0, high=1, default=1.0)
@@ -104,11 +114,8 @@ def parse_top_k(fields: Fields) -> int | None:
 
 
 def parse_repetition_penalty(fields: Fields) -> float:
-    """Above 0, at most 2; 1 changes nothing."""
-    value = fields.number("repetition_penalty", low=0, high=2, default=1.0)
-    if value == 0:
-        raise BadField("repetition_penalty", got=0, want="a number > 0", code="decimal_below_min_value")
-    return value
+    """1 changes nothing; bounded so that single precision can divide by it."""
+    return fields.number("repetition_penalty", low=_LEAST_REPETITION_PENALTY, high=2, default=1.0)
 
 
 def parse_logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, float]:

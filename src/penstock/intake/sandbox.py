@@ -21,13 +21,17 @@ from jinja2.visitor import NodeTransformer
 
 _LOOK_EVERY = 256
 _MAX_INT_BITS = 4096
-_NO_FILTERS = frozenset(  # noqa: SIM905 - reads better
-    "batch center filesizeformat format pprint random slice urlize wordwrap xmlattr".split()
-)
-_STRING_METHODS = frozenset(  # noqa: SIM905 - reads better
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NO_FILTERS = _names("batch center filesizeformat format pprint random slice urlize wordwrap xmlattr")
+_STRING_METHODS = _names(
     "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
     "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit "
-    "rstrip split splitlines startswith strip swapcase title upper".split()
+    "rstrip split splitlines startswith strip swapcase title upper"
 )
 _METHODS: dict[type, frozenset[str]] = {
     str: _STRING_METHODS,
@@ -128,7 +132,8 @@ class _MeterNodes(NodeTransformer):
         return _filtered(node, "_weighed")
 
 
-def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+def _filtered(node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Filter:
+    assert isinstance(node, jinja2.nodes.Expr)
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

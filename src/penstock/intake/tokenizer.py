@@ -66,9 +66,9 @@ class TextTokenizer:
         """Lets the threads end.  What is being encoded is finished, what waits is forgotten."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that ``text`` has at least, known without reading it."""
-        return -(-len(text) // self._longest)
+    def least_tokens(self, chars: int) -> int:
+        """A number of tokens that any text of ``chars`` characters has at least."""
+        return -(-chars // self._longest)
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is written so."""

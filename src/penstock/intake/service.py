@@ -1,0 +1,310 @@
+"""The intake: from parsed JSON to engine requests, and the object that turns each answer's tokens into text.
+
+Encoding and rendering of long texts happen on threads without the interpreter lock where that is possible; hashing
+gives way to others every few blocks.  Knows nothing about HTTP or workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.schema import Limits
+from penstock.errors import ModelError, PromptTooLong, RequestError
+from penstock.hashing import block_hashes, chain_root
+from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
+from penstock.intake.prompt_fields import Prompt
+from penstock.intake.sampling_fields import ModelFacts
+from penstock.intake.template import ChatTemplate, load_source
+from penstock.intake.tokenizer import TextTokenizer
+from penstock.intake.validate import (
+    Call,
+    ChatText,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from penstock.types import BlockHash, RequestId, SamplingParams, ValidRequest
+from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
+
+_HASHES_AT_A_TIME = 128
+"""Blocks hashed before others get a turn: some 0.2 ms."""
+
+_CHARS_OF_A_MESSAGE = 256
+"""What rendering one message costs, in characters of encoding: many short messages, too, go to a thread."""
+
+
+class ModelIntake:
+    """``wire.ports.Intake`` for one model folder."""
+
+    def __init__(self, folder: Path, *, name: str, max_model_len: int, limits: Limits, created: int) -> None:
+        """Reads tokenizer, template and end tokens.  Raises ModelError."""
+        self._limits = limits
+        config = _read_json(folder / "config.json")
+        tokenizer_config = _read_json(folder / "tokenizer_config.json", required=False)
+        special = _named_tokens(tokenizer_config, _read_json(folder / "special_tokens_map.json", required=False))
+        source = load_source(folder, tokenizer_config)
+        self._template = None if source is None else _template(source, special, limits)
+        literals = self._template.literals if self._template else ()
+        self._tokenizer = TextTokenizer(folder, literals=literals)
+        self._facts = ModelFacts(
+            name=name,
+            max_model_len=max_model_len,
+            vocabulary=_vocabulary(config),
+            end_tokens=_end_tokens(folder, config, self._tokenizer.token_id(special.get("eos_token", ""))),
+        )
+        self._card = ModelCard(name=name, created=created, max_model_len=max_model_len)
+
+    def close(self) -> None:
+        """Lets the tokenizer's threads end."""
+        self._tokenizer.close()
+
+    def card(self) -> ModelCard:
+        return self._card
+
+    async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
+        """See ``wire.ports.Intake``."""
+        checked = parse_chat(body, self._limits, self._facts)
+        prompt = await self._encode_chat(checked.text, add_special_tokens=False)
+        wanted = self._wanted(checked.call)
+        room = self._facts.max_model_len - len(prompt)
+        max_tokens = checked.call.sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, min(room, self._limits.default_max_tokens), checked.call.sampling.min_tokens)
+        self._check_room(len(prompt), max_tokens, param="messages")
+        return await self._prepare(checked.call, [(prompt, wanted)], max_tokens, envelope)
+
+    async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
+        """See ``wire.ports.Intake``."""
+        checked = parse_completion(body, self._limits, self._facts)
+        max_tokens = checked.call.sampling.max_tokens or 0
+        prompts: list[tuple[tuple[int, ...], Wanted]] = []
+        for given in checked.prompts:
+            tokens = await self._encode_prompt(given, add_special_tokens=checked.add_special_tokens)
+            self._check_room(len(tokens), max(1, max_tokens), param="prompt")
+            wanted = self._wanted(checked.call)
+            if checked.echo:
+                text = given if isinstance(given, str) else text_of(self._tokenizer.table, tokens)
+                wanted = msgspec.structs.replace(
+                    wanted, echo=Echo(text=text, tokens=tokens), prompt_only=max_tokens == 0
+                )
+            prompts.append((tokens, wanted))
+        return await self._prepare(checked.call, prompts, max(1, max_tokens), envelope)
+
+    async def tokenize(self, body: JsonObject) -> Tokenized:
+        """See ``wire.ports.Intake``."""
+        what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._facts)
+        if isinstance(what, ChatText):
+            tokens = await self._encode_chat(what, add_special_tokens=add_special_tokens)
+        else:
+            text = what
+            tokens = await self._tokenizer.run(
+                len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            )
+        return Tokenized(
+            count=len(tokens),
+            max_model_len=self._facts.max_model_len,
+            tokens=list(tokens),
+            token_strs=self._tokenizer.token_strings(tokens) if strings else None,
+        )
+
+    async def detokenize(self, body: JsonObject) -> str:
+        """See ``wire.ports.Intake``."""
+        tokens = parse_detokenize(body, self._facts)
+        return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
+
+    async def _encode_chat(self, text: ChatText, *, add_special_tokens: bool) -> tuple[int, ...]:
+        template = self._template
+        if template is None:
+            raise RequestError(
+                "This model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template"
+            )
+        size = sum(map(len, (message["content"] for message in text.messages)))
+        self._check_size(size, param="messages")
+        work = size + len(text.messages) * _CHARS_OF_A_MESSAGE
+        tokens = await self._tokenizer.run(
+            work, lambda: _render_and_encode(template, self._tokenizer, text, add_special_tokens=add_special_tokens)
+        )
+        return self._check_known(tokens, param="messages")
+
+    async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        self._check_size(len(prompt), param="prompt")
+        tokens = await self._tokenizer.run(
+            len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        )
+        if not tokens:
+            raise RequestError("The prompt is empty: it has no tokens.", param="prompt", code="empty_prompt")
+        return self._check_known(tokens, param="prompt")
+
+    def _check_size(self, chars: int, *, param: str) -> None:
+        """Refuses what cannot fit before any of it is read."""
+        least = self._tokenizer.least_tokens(chars)
+        if least >= self._facts.max_model_len:
+            raise PromptTooLong(
+                prompt_tokens=least, max_tokens=1, limit=self._facts.max_model_len, param=param, at_least=True
+            )
+
+    def _check_known(self, tokens: tuple[int, ...], *, param: str) -> tuple[int, ...]:
+        """Some tokenizers have more tokens than their model has rows."""
+        if self._tokenizer.size > self._facts.vocabulary and max(tokens) >= self._facts.vocabulary:
+            raise RequestError(
+                f"The text has a token that the model does not know: {max(tokens)}, of {self._facts.vocabulary}.",
+                param=param,
+                code="unknown_token",
+            )
+        return tokens
+
+    def _check_room(self, prompt_tokens: int, max_tokens: int, *, param: str) -> None:
+        if prompt_tokens + max_tokens > self._facts.max_model_len:
+            raise PromptTooLong(
+                prompt_tokens=prompt_tokens, max_tokens=max_tokens, limit=self._facts.max_model_len, param=param
+            )
+
+    def _wanted(self, call: Call) -> Wanted:
+        return Wanted(
+            stops=call.sampling.stops,
+            stop_token_ids=frozenset(call.sampling.stop_token_ids),
+            min_tokens=call.sampling.min_tokens,
+            logprobs=call.logprobs is not None,
+            token_ids=call.token_ids,
+        )
+
+    async def _prepare(
+        self, call: Call, prompts: Sequence[tuple[tuple[int, ...], Wanted]], max_tokens: int, envelope: Envelope
+    ) -> Prepared:
+        root = chain_root(envelope.identity, tenant_salt=call.cache_salt)
+        requests: list[ValidRequest] = []
+        answers: list[ChoiceText] = []
+        for prompt, wanted in prompts:
+            hashes = await _hash_blocks(root, prompt)
+            for _ in range(call.sampling.n):
+                choice = len(requests)
+                requests.append(
+                    ValidRequest(
+                        id=RequestId(f"{envelope.id}/{choice}"),
+                        prompt=prompt,
+                        block_hashes=hashes,
+                        sampling=_sampling_params(call, choice, max_tokens, echo=wanted.echo is not None),
+                        arrival=envelope.arrival,
+                        cache_salt=call.cache_salt,
+                    )
+                )
+                answers.append(ChoiceText(self._tokenizer.table, wanted))
+        reply = Reply(
+            model=self._facts.name,
+            seed=call.sampling.seed,
+            n=call.sampling.n,
+            stream=call.stream,
+            include_usage=call.include_usage,
+            logprobs=call.logprobs is not None,
+            token_ids=call.token_ids,
+        )
+        return Prepared(requests=tuple(requests), answers=tuple(answers), reply=reply)
+
+
+def _sampling_params(call: Call, choice: int, max_tokens: int, *, echo: bool) -> SamplingParams:
+    sampling = call.sampling
+    return SamplingParams(
+        seed=sampling.key,
+        choice=choice,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=call.logprobs,
+        prompt_logprobs=call.logprobs if echo else None,
+    )
+
+
+def _render_and_encode(
+    template: ChatTemplate, tokenizer: TextTokenizer, text: ChatText, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """The tokens of a chat.  Only the template can write control tokens."""
+    control = tokenizer.control
+    guarded = control.suspicious(text.messages) or control.suspicious(text.arguments)
+    rendered = template.render(
+        control.mark(text.messages) if guarded else text.messages,
+        add_generation_prompt=text.add_generation_prompt,
+        continue_final_message=text.continue_final_message,
+        arguments=control.mark(text.arguments) if guarded else text.arguments,
+    )
+    if guarded:
+        tokens = tokenizer.encode_guarded(control.guarded(rendered))
+    else:
+        tokens = tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
+    if not tokens:
+        raise RequestError("The messages are empty: they have no tokens.", param="messages", code="empty_prompt")
+    return tokens
+
+
+async def _hash_blocks(root: BlockHash, tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
+    hashes: list[BlockHash] = []
+    for block in block_hashes(root, tokens):
+        hashes.append(block)
+        if len(hashes) % _HASHES_AT_A_TIME == 0:
+            await asyncio.sleep(0)
+    return tuple(hashes)
+
+
+def _template(source: str, special: dict[str, str], limits: Limits) -> ChatTemplate:
+    return ChatTemplate(
+        source,
+        special=special,
+        max_output_bytes=limits.max_template_output_bytes,
+        max_seconds=limits.max_template_s,
+    )
+
+
+def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise ModelError(f"{path.parent} has no {path.name}.")
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object.")
+    return value
+
+
+def _named_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, as text; the first source that names one counts."""
+    named: dict[str, str] = {}
+    for source in sources:
+        for key, value in source.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                named.setdefault(key, text)
+    return named
+
+
+def _vocabulary(config: dict[str, Any]) -> int:
+    size = config.get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise ModelError("config.json has no vocab_size.")
+    return size
+
+
+def _end_tokens(folder: Path, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
+    """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
+    generation = _read_json(folder / "generation_config.json", required=False)
+    given = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = given if isinstance(given, list) else [given]
+    return tuple(dict.fromkeys(token for token in (*ids, eos_token) if type(token) is int))

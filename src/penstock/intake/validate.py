@@ -1,0 +1,263 @@
+"""A parsed JSON body to a checked call: which fields exist, which are ignored, which are refused, and by what name.
+
+Unknown fields are refused as OpenAI refuses them; fields that change nothing here are accepted and ignored; fields
+that OpenAI has and this server has not yet are refused by name, never quietly dropped.  One rule a field, in the
+``*_fields`` modules.  Nothing below checks again.  Knows nothing about tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.config.schema import Limits
+from penstock.errors import BadField, RequestError, UnknownModel
+from penstock.intake.fields import Fields, mapping, refuse_unknown, unsupported
+from penstock.intake.message_fields import Message, parse_messages, parse_template_arguments
+from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
+from penstock.intake.sampling_fields import NAMES as SAMPLING
+from penstock.intake.sampling_fields import ModelFacts, Sampling, parse_sampling
+from penstock.intake.template import RESERVED
+
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "reasoning_effort"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "prediction"),
+    }
+)
+"""Fields that change nothing about an answer of this server."""
+
+_COMMON = SAMPLING | IGNORED | {"model", "stream", "stream_options", "logprobs", "cache_salt", "return_token_ids"}
+_TEMPLATE = frozenset({"add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
+_CHAT_LATER = frozenset(
+    {
+        *("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities"),
+        *("web_search_options", "moderation"),
+    }
+)
+CHAT = _COMMON | _TEMPLATE | _CHAT_LATER | {"messages", "max_completion_tokens", "top_logprobs"}
+COMPLETION = _COMMON | {"prompt", "echo", "suffix", "best_of", "add_special_tokens"}
+TOKENIZE = _TEMPLATE | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
+DETOKENIZE = frozenset({"model", "tokens"})
+
+_MAX_SALT_CHARS = 256
+_COMPLETION_MAX_TOKENS = 16
+"""What OpenAI gives a completion that names no ``max_tokens``."""
+
+
+class ChatText(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template is given."""
+
+    messages: list[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    arguments: dict[str, Any] = {}
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What chats and completions have in common, checked."""
+
+    sampling: Sampling
+    stream: bool
+    include_usage: bool
+    logprobs: int | None  # alternatives to report for each token
+    cache_salt: str
+    token_ids: bool
+
+
+class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body of ``/v1/chat/completions``."""
+
+    call: Call
+    text: ChatText
+
+
+class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body of ``/v1/completions``; prompts that are text are still to be encoded."""
+
+    call: Call
+    prompts: list[Prompt]
+    echo: bool
+    add_special_tokens: bool
+
+
+def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> ChatCall:
+    """Raises RequestError, the model's name first: a wrong address is told before a wrong letter."""
+    refuse_unknown(body, CHAT)
+    fields = Fields(body)
+    parse_model(fields, facts, required=True)
+    messages = parse_messages(fields.required("messages"), limits)
+    refuse_later_chat_fields(fields)
+    call = _parse_call(fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits))
+    refuse_no_tokens(call)
+    return ChatCall(call=call, text=parse_chat_text(fields, messages))
+
+
+def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> CompletionCall:
+    """Raises RequestError."""
+    refuse_unknown(body, COMPLETION)
+    fields = Fields(body)
+    parse_model(fields, facts, required=True)
+    prompts = parse_prompts(fields.required("prompt"), limits, facts)
+    if fields.string("suffix", max_chars=1 << 62):
+        raise unsupported("suffix", "this server does not fill in the middle.")
+    call = _parse_call(fields, limits, facts, logprobs=fields.integer("logprobs", low=0, high=limits.max_top_logprobs))
+    refuse_best_of(fields, call)
+    echo = fields.boolean("echo")
+    if not echo:
+        refuse_no_tokens(call)
+    if call.sampling.max_tokens is None:
+        call = msgspec.structs.replace(
+            call, sampling=msgspec.structs.replace(call.sampling, max_tokens=_COMPLETION_MAX_TOKENS)
+        )
+    return CompletionCall(
+        call=call,
+        prompts=prompts,
+        echo=echo,
+        add_special_tokens=fields.boolean("add_special_tokens", default=True),
+    )
+
+
+def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> tuple[ChatText | str, bool, bool]:
+    """What to tokenize, whether with special tokens, and whether to tell the tokens' strings."""
+    refuse_unknown(body, TOKENIZE)
+    fields = Fields(body)
+    parse_model(fields, facts, required=False)
+    strings = fields.boolean("return_token_strs")
+    if (fields.raw("prompt") is None) == (fields.raw("messages") is None):
+        raise RequestError("Exactly one of 'prompt' and 'messages' is needed.", param="prompt")
+    if fields.raw("messages") is not None:
+        messages = parse_messages(fields.raw("messages"), limits)
+        return parse_chat_text(fields, messages), fields.boolean("add_special_tokens"), strings
+    prompt = fields.raw("prompt")
+    if not isinstance(prompt, str):
+        raise BadField("prompt", got=prompt, want="a string", code="invalid_type")
+    return prompt, fields.boolean("add_special_tokens", default=True), strings
+
+
+def parse_detokenize(body: Mapping[str, Any], facts: ModelFacts) -> tuple[int, ...]:
+    """Token ids, at most a whole context of them."""
+    refuse_unknown(body, DETOKENIZE)
+    fields = Fields(body)
+    parse_model(fields, facts, required=False)
+    ids = fields.required("tokens")
+    if not isinstance(ids, list):
+        raise BadField("tokens", got=ids, want="an array of token ids", code="invalid_type")
+    return parse_token_prompt("tokens", ids, facts) if ids else ()
+
+
+def parse_model(fields: Fields, facts: ModelFacts, *, required: bool) -> None:
+    """The one model there is."""
+    name = fields.required("model") if required else fields.raw("model")
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise BadField("model", got=name, want="a string", code="invalid_type")
+    if name != facts.name:
+        raise UnknownModel(name[:128], facts.name)
+
+
+def parse_chat_text(fields: Fields, messages: list[Message]) -> ChatText:
+    """The messages, and how the template is to end."""
+    continues = fields.boolean("continue_final_message")
+    adds = fields.boolean("add_generation_prompt", default=not continues)
+    if continues and adds:
+        raise RequestError(
+            "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
+            param="continue_final_message",
+            code="invalid_parameter_combination",
+        )
+    if continues and messages[-1]["role"] != "assistant":
+        raise BadField("continue_final_message", got=True, want="a last message of the assistant")
+    arguments = parse_template_arguments(fields.raw("chat_template_kwargs"), RESERVED)
+    return ChatText(
+        messages=messages, add_generation_prompt=adds, continue_final_message=continues, arguments=arguments
+    )
+
+
+def parse_chat_logprobs(fields: Fields, limits: Limits) -> int | None:
+    """``logprobs`` switches them on, ``top_logprobs`` says how many alternatives."""
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", low=0, high=limits.max_top_logprobs)
+    if top is not None and not wanted:
+        raise RequestError(
+            "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_parameter_combination"
+        )
+    return (top or 0) if wanted else None
+
+
+def refuse_later_chat_fields(fields: Fields) -> None:
+    """What OpenAI's chats have and ours have not yet; values that ask for nothing pass."""
+    choice = fields.raw("tool_choice")
+    if fields.raw("tools") not in (None, []) and choice != "none":
+        raise unsupported("tools", "this server does not call tools yet; 'tool_choice': 'none' is accepted.")
+    if choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "this server does not call tools yet.")
+    if fields.raw("functions") not in (None, []) and fields.raw("function_call") != "none":
+        raise unsupported("functions", "this server does not call functions.")
+    if fields.raw("function_call") not in (None, "none", "auto"):
+        raise unsupported("function_call", "this server does not call functions.")
+    if fields.raw("modalities") not in (None, ["text"]):
+        raise unsupported("modalities", "this server answers in text only.")
+    form = fields.raw("response_format")
+    if form is not None and mapping("response_format", form).get("type") != "text":
+        raise unsupported("response_format", "this server answers in plain text only yet.")
+    for name in ("audio", "web_search_options", "moderation"):
+        if fields.raw(name) is not None:
+            raise unsupported(name, "this server does not have it.")
+
+
+def refuse_best_of(fields: Fields, call: Call) -> None:
+    """``best_of`` above ``n`` would need choices that nobody sees; equal to ``n`` it changes nothing."""
+    best_of = fields.integer("best_of", low=1, high=128)
+    if best_of is not None and best_of != call.sampling.n:
+        raise unsupported("best_of", "this server shows every choice that it makes; 'best_of' may only equal 'n'.")
+
+
+def refuse_no_tokens(call: Call) -> None:
+    """An answer has at least one token, unless a completion only wants its prompt back."""
+    if call.sampling.max_tokens == 0:
+        raise BadField("max_tokens", got=0, want="an integer >= 1", code="integer_below_min_value")
+
+
+def _parse_call(fields: Fields, limits: Limits, facts: ModelFacts, *, logprobs: int | None) -> Call:
+    stream = fields.boolean("stream")
+    return Call(
+        sampling=parse_sampling(fields, limits, facts),
+        stream=stream,
+        include_usage=parse_stream_options(fields, stream=stream),
+        logprobs=logprobs,
+        cache_salt=parse_cache_salt(fields),
+        token_ids=fields.boolean("return_token_ids"),
+    )
+
+
+def parse_stream_options(fields: Fields, *, stream: bool) -> bool:
+    """Only with ``stream``.  Returns ``include_usage``."""
+    value = fields.raw("stream_options")
+    if value is None:
+        return False
+    options = Fields(mapping("stream_options", value))
+    if not stream:
+        raise RequestError(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            param="stream_options",
+            code="invalid_parameter_combination",
+        )
+    unknown = next((name for name in value if name not in ("include_usage", "include_obfuscation")), None)
+    if unknown is not None:
+        raise RequestError(
+            f"Unknown parameter: 'stream_options.{unknown[:64]}'.", param="stream_options", code="unknown_parameter"
+        )
+    options.boolean("include_obfuscation")
+    return options.boolean("include_usage")
+
+
+def parse_cache_salt(fields: Fields) -> str:
+    """Requests with different salts share no cached pages."""
+    salt = fields.string("cache_salt", max_chars=_MAX_SALT_CHARS)
+    if salt == "":
+        raise BadField("cache_salt", got="", want="a string that is not empty", code="empty_string")
+    return salt or ""
