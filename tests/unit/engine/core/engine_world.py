@@ -1,0 +1,345 @@
+"""A scheduler with a model that can be looked through, and a client who knows what the answer must be.
+
+The model's KV memory holds, for every position, a hash of all tokens up to it; a row that draws reads its whole
+context back through its own page table and compares it with its tokens.  So a page that is shared wrongly, given out
+too early, not copied or not computed is seen by the first row that reads it.  The token drawn depends on the whole
+context; ``answer`` computes the same without pages, batches, chunks or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.plan import (
+    Arrive,
+    Cancelled,
+    Drawn,
+    FirstToken,
+    Granted,
+    Outcome,
+    PagesArrived,
+    Plan,
+    Released,
+    Row,
+)
+from penstock.engine.core.request import Request, Status
+from penstock.engine.core.scheduler import Scheduler
+from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
+
+VOCAB = 11
+STOP = 0
+ROOT = BlockHash(b"r" * 32)
+
+
+def prompt_of(family: int, length: int) -> tuple[int, ...]:
+    """Prompts of one family are prefixes of each other."""
+    return tuple(1 + (family * 3 + position * (position + family)) % (VOCAB - 1) for position in range(length))
+
+
+def extend(context: int, token: int) -> int:
+    return hash((context, token))
+
+
+def draw(context: int, sampling: SamplingParams, drawn: int) -> int:
+    token = hash((context, sampling.seed)) % VOCAB
+    if drawn < sampling.min_tokens and token in sampling.stop_token_ids:
+        token += 1
+    return token
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    finish: FinishReason
+
+
+def answer(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int) -> Answer:
+    """What the request must yield, computed alone and at once."""
+    context = 0
+    for token in prompt:
+        context = extend(context, token)
+    tokens: list[int] = []
+    while True:
+        tokens.append(draw(context, sampling, len(tokens)))
+        context = extend(context, tokens[-1])
+        if tokens[-1] in sampling.stop_token_ids:
+            return Answer(tokens, FinishReason.STOP)
+        if len(tokens) == sampling.max_tokens or len(prompt) + len(tokens) == max_model_len:
+            return Answer(tokens, FinishReason.LENGTH)
+
+
+class GlassRunner:
+    """The model one can look through.  ``kv[page][slot]`` is the hash of all tokens up to that position."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.size = config.page_tokens
+        self.kv: list[list[int | None]] = [[None] * self.size for _ in range(config.pages)]
+
+    def run(self, plan: Plan) -> list[Drawn]:
+        return [self.row(row, plan.steps) for row in plan.rows]
+
+    def forget(self, request: RequestId) -> None:
+        pass
+
+    def row(self, row: Row, steps: int) -> Drawn:
+        request = row.request
+        assert row.start == request.computed
+        assert row.count >= 1
+        assert row.samples == (row.start + row.count == request.known)
+        told = ()
+        if request.wants_prompt_logprobs:
+            told = tuple(TokenLogprob(t, -1.0) for t in request.prompt[row.start + 1 : row.start + row.count + 1])
+        tokens = list(request.tokens(0, row.start + row.count))
+        for position in range(row.start, row.start + row.count):
+            self.write(request, tokens, position)
+        if not row.samples:
+            return Drawn((), (), told)
+        self.verify(request, tokens)
+        drawn: list[int] = []
+        for step in range(steps):
+            if step:
+                self.write(request, tokens, len(tokens) - 1)
+            drawn.append(draw(self.at(request, len(tokens) - 1), request.sampling, len(request.output) + step))
+            tokens.append(drawn[-1])
+        return Drawn(tuple(drawn), tuple(TokenLogprob(t, -1.0) for t in drawn), told)
+
+    def write(self, request: Request, tokens: Sequence[int], position: int) -> None:
+        before = self.at(request, position - 1) if position else 0
+        self.kv[request.pages[position // self.size]][position % self.size] = extend(before, tokens[position])
+
+    def at(self, request: Request, position: int) -> int:
+        value = self.kv[request.pages[position // self.size]][position % self.size]
+        assert value is not None
+        return value
+
+    def verify(self, request: Request, tokens: Sequence[int], start: int = 0) -> None:
+        """All of the context stands where the page table says."""
+        context = 0
+        for position, token in enumerate(tokens):
+            context = extend(context, token)
+            assert position < start or self.at(request, position) == context, (request.id, position)
+
+
+@dataclass
+class Client:
+    """What one caller knows and has received."""
+
+    event: Arrive
+    want: Answer
+    tokens: list[int] = field(default_factory=list[int])
+    finish: FinishReason | None = None
+    blocks: list[int] = field(default_factory=list[int])
+    granted: bool = False
+    prefilled: bool = False
+    prompt_logprobs: int | None = None
+    gone: bool = False  # cancelled, released, returned or silently ended
+    returned: bool = False  # preempted: to be submitted again
+
+
+class World:
+    """One scheduler, its clients, and the other worker of each split request."""
+
+    def __init__(self, config: SchedulerConfig, *, max_steps: int = 1, seconds: float | None = None) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.runner = GlassRunner(config)
+        self.max_steps = max_steps
+        self.seconds = seconds
+        self.clients: dict[str, Client] = {}
+        self.plan = Plan()
+        self.outcome = Outcome()
+        self.resubmitted = 0
+        self.several = False  # a plan granted several steps at once
+
+    # --- what may happen ----------------------------------------------------------------------------------------------
+
+    def arrive(self, event: Arrive) -> None:
+        want = answer(event.prompt, event.sampling, self.config.max_model_len)
+        present = self.clients.get(event.id)
+        self.scheduler.apply(event, 0.0)
+        if present is not None and self.find(event.id) is not None and present.event.epoch >= event.epoch:
+            return
+        self.clients[event.id] = Client(event, want, list(event.emitted))
+
+    def resubmit(self, name: str) -> None:
+        """As a gateway does it: a later epoch, with what the client has already."""
+        client = self.clients[name]
+        client.returned = False
+        self.resubmitted += 1
+        self.arrive(replace(client.event, epoch=client.event.epoch + 1, emitted=tuple(client.tokens), hashes=()))
+
+    def grant(self, name: str) -> None:
+        client = self.clients[name]
+        client.granted = True
+        self.scheduler.apply(Granted(id=client.event.id, epoch=client.event.epoch), 0.0)
+
+    def pages_arrive(self, name: str, upto: int) -> None:
+        """The other worker's pages are copied into ours, then counted."""
+        client = self.clients[name]
+        request = self.find(name)
+        assert request is not None
+        tokens = (*client.event.prompt, *client.event.emitted)
+        upto = min(upto, len(tokens))
+        context = 0
+        for position, token in enumerate(tokens[:upto]):
+            context = extend(context, token)
+            if position >= request.computed:
+                self.runner.kv[request.pages[position // self.runner.size]][position % self.runner.size] = context
+        self.scheduler.apply(PagesArrived(id=client.event.id, epoch=client.event.epoch, computed=upto), 0.0)
+
+    def first_token(self, name: str) -> None:
+        client = self.clients[name]
+        index = len(client.event.emitted)
+        finish = client.want.finish if index + 1 == len(client.want.tokens) else None
+        client.prefilled = True
+        client.gone = finish is not None
+        event = client.event
+        self.scheduler.apply(
+            FirstToken(id=event.id, epoch=event.epoch, token=client.want.tokens[index], finish=finish), 0.0
+        )
+
+    def release(self, name: str) -> None:
+        client, request = self.clients[name], self.find(name)
+        if request is not None and request.status is Status.HANDOVER:
+            self.runner.verify(request, (*client.event.prompt, *client.event.emitted))
+        client.gone = True
+        self.scheduler.apply(Released(id=client.event.id, epoch=client.event.epoch), 0.0)
+
+    def cancel(self, name: str) -> None:
+        client = self.clients[name]
+        client.gone = True
+        self.scheduler.apply(Cancelled(id=client.event.id, epoch=client.event.epoch), 0.0)
+        assert self.find(name) is None
+
+    def step(self, *, cancel_in_flight: str | None = None) -> Plan:
+        waiting = {r for r in self.requests() if r.status is Status.WAITING}
+        self.plan = plan = self.scheduler.plan(0.0, self.max_steps)
+        self.several = self.several or plan.steps > 1
+        self._check_plan(plan, waiting)
+        drawn = self.runner.run(plan)
+        if cancel_in_flight is not None:
+            self.cancel(cancel_in_flight)
+        self.outcome = self.scheduler.commit(plan, drawn, 0.0, self.seconds)
+        self._deliver(self.outcome)
+        self.check()
+        return plan
+
+    # --- what must hold -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        pool = self.scheduler.memory.pool
+        assert self.scheduler.check().total == 0, self.scheduler.check()
+        assert pool.free + pool.cached + pool.leased == self.config.pages
+        load = self.scheduler.load()
+        assert load.running + load.awaiting <= self.config.max_running
+        assert load.pages_used + load.pages_free == self.config.pages
+        for request in self.requests():
+            assert 0 <= request.computed <= request.known
+            assert request.room == len(request.pages) * self.config.page_tokens
+            assert request.computed <= max(request.room, 0)
+            assert bool(request.pages) == (request.status not in (Status.UNGRANTED, Status.WAITING))
+
+    def _check_plan(self, plan: Plan, waiting: set[Request]) -> None:
+        assert sum(row.count for row in plan.rows) <= self.config.max_step_tokens
+        assert all(row.count <= self.config.max_chunk_tokens for row in plan.rows)
+        assert len({row.request.id for row in plan.rows}) == len(plan.rows)
+        left = [r for r in waiting if r.status is Status.WAITING]
+        admitted = [r for r in waiting if r.pages]
+        for request in admitted:
+            assert all(request.order < other.order for other in left), "somebody was overtaken"
+        for returned in plan.returned:
+            client = self.clients[returned.id]
+            if returned.epoch == client.event.epoch:
+                client.gone = True
+                client.returned = returned.reason == "preempted"
+
+    def _deliver(self, outcome: Outcome) -> None:
+        for item in outcome.progress:
+            client = self.clients[item.request.id]
+            assert not client.gone
+            assert item.request.epoch == client.event.epoch
+            assert item.index == len(client.tokens), "a token twice, or one left out"
+            assert item.tokens
+            assert len(item.logprobs) in (0, len(item.tokens))
+            client.tokens.extend(item.tokens)
+            client.finish = item.finish
+            if item.index == 0 and item.request.leg is not Leg.DECODE:
+                client.prompt_logprobs = len(item.prompt_logprobs)
+            else:
+                assert not item.prompt_logprobs
+        for page in outcome.pages_done:
+            client = self.clients[page.request.id]
+            size = self.config.page_tokens
+            assert page.block == len(client.blocks), "pages are announced in order, each once"
+            client.blocks.append(page.tokens)
+            tokens = page.request.tokens(0, page.block * size + page.tokens)
+            self.runner.verify(page.request, tokens, start=page.block * size)
+
+    def finished(self, name: str) -> bool:
+        """This worker has nothing more to do for the client."""
+        client = self.clients[name]
+        if client.gone or client.event.leg is not Leg.PREFILL:
+            return client.gone or client.finish is not None
+        return False
+
+    def run_to_completion(self, limit: int = 3000) -> None:
+        """Everybody else does their part at once; then it must end, with the right answers and all pages free."""
+        for _ in range(limit):
+            busy = self._play_the_others()
+            self.step()
+            plan = self.plan
+            busy = busy or bool(plan.rows or plan.reserved or plan.preempted or plan.returned or self.outcome.progress)
+            if not self.requests() and not busy:
+                break
+            assert busy, "nothing moves, but somebody waits"
+        assert not self.requests(), "not finished within the limit"
+        assert self.scheduler.memory.pool.leased == 0
+        for client in self.clients.values():
+            self.check_answer(client)
+
+    def check_answer(self, client: Client) -> None:
+        assert client.tokens == client.want.tokens[: len(client.tokens)]
+        if client.gone:
+            return
+        assert client.finish is client.want.finish
+        assert client.tokens == client.want.tokens
+        if client.event.sampling.prompt_logprobs is not None and client.prompt_logprobs is not None:
+            assert client.prompt_logprobs == len(client.event.prompt) - 1
+
+    def requests(self) -> list[Request]:
+        found = (self.find(name) for name in self.clients)
+        return [request for request in found if request is not None]
+
+    def find(self, name: str) -> Request | None:
+        return self.scheduler.find(RequestId(name))
+
+    def _play_the_others(self) -> bool:
+        moved = False
+        for name in [name for name, client in self.clients.items() if client.returned]:
+            self.resubmit(name)
+            moved = True
+        for request in self.requests():
+            match request.status:
+                case Status.UNGRANTED:
+                    self.grant(request.id)
+                case Status.RESERVED:
+                    self.pages_arrive(request.id, request.known)
+                    if not request.first_token:
+                        self.first_token(request.id)
+                case Status.HANDOVER:
+                    self.check_handed_over(request.id)
+                    self.release(request.id)
+                case _:
+                    continue
+            moved = True
+        return moved
+
+    def check_handed_over(self, name: str) -> None:
+        """The receiver was told of every page and of the first token."""
+        client = self.clients[name]
+        before = len(client.event.prompt) + len(client.event.emitted)
+        assert sum(client.blocks) == before
+        assert len(client.tokens) == len(client.event.emitted) + 1
+        assert (client.finish is not None) == (len(client.tokens) == len(client.want.tokens))

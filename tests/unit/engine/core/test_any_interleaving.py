@@ -1,0 +1,144 @@
+"""Whatever happens in whatever order: no page lost or owned twice, every answer right, and everything ends.
+
+An operation is four small numbers, read against the state in which it is applied, so that every list of them means
+something and a failing one can be shortened.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from engine_world import ROOT, STOP, World, answer, prompt_of
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.plan import Arrive
+from penstock.engine.core.request import Status
+from penstock.hashing import block_hashes
+from penstock.types import Leg, RequestId, SamplingParams
+
+MAX_LEN = 32
+MOVES = (
+    ("arrive",) * 7 + ("step",) * 5 + ("pages", "first", "grant", "release", "cancel", "in_flight", "resubmit", "stale")
+)
+LEGS = (Leg.WHOLE, Leg.WHOLE, Leg.WHOLE, Leg.DECODE, Leg.DECODE, Leg.PREFILL)
+
+Move = tuple[str, int, int, int]
+moves = st.lists(
+    st.tuples(st.sampled_from(MOVES), st.integers(0, 999), st.integers(0, 999), st.integers(0, 999)),
+    min_size=20,
+    max_size=80,
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    size = draw(st.sampled_from([1, 4, 16]))
+    least = -(-MAX_LEN // size)
+    return SchedulerConfig(
+        pages=least + draw(st.integers(0, least)),
+        page_tokens=size,
+        max_model_len=MAX_LEN,
+        max_running=draw(st.sampled_from([8, 8, 3, 1])),
+        max_step_tokens=draw(st.sampled_from([64, 64, 5, 1])),
+        max_chunk_tokens=draw(st.sampled_from([1, 3, 16, 64])),
+        step_budget_ms=draw(st.sampled_from([0.5, 3.0, 100.0])),
+        prefill_step_budget_ms=draw(st.sampled_from([0.5, 100.0])),
+        max_queued=draw(st.sampled_from([3, 100, 100])),
+    )
+
+
+def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> Arrive:
+    """A request made of two numbers."""
+    prompt = prompt_of(a % 2, 1 + a % 13)
+    sampling = SamplingParams(
+        seed=b % 3,
+        max_tokens=1 + b % 19,
+        min_tokens=(0, 0, 3)[b % 3],
+        stop_token_ids=((), (STOP,))[a % 5 == 0],
+        prompt_logprobs=(None, None, None, 0)[b % 4],
+    )
+    whole = answer(prompt, sampling, MAX_LEN).tokens
+    return Arrive(
+        id=RequestId(name),
+        epoch=epoch,
+        leg=LEGS[b % 6],
+        prompt=prompt,
+        sampling=sampling,
+        arrival=a % 7,
+        root=ROOT,
+        hashes=tuple(block_hashes(ROOT, prompt, page_tokens=size)) if a % 2 else (),
+        emitted=tuple(whole[: b % len(whole)]) if b % 5 == 0 else (),
+        priority=int(a % 9 == 0),
+    )
+
+
+def pick(world: World, number: int, *statuses: Status) -> str | None:
+    """One of the requests in these states, or in any."""
+    names = [r.id for r in world.requests() if not statuses or r.status in statuses]
+    return names[number % len(names)] if names else None
+
+
+def apply(world: World, move: Move) -> None:
+    kind, number, a, b = move
+    if kind == "step":
+        for _ in range(1 + number % 3):
+            world.step()
+        return
+    if kind == "arrive":
+        name = f"r{number % 40}"
+        present = world.clients.get(name)
+        epoch = 0 if present is None else present.event.epoch + 1
+        world.arrive(arrival(name, epoch, a, b, size=world.config.page_tokens))
+        return
+    if kind == "resubmit":
+        for name in [name for name, client in world.clients.items() if client.returned]:
+            world.resubmit(name)
+        return
+    status = {"pages": Status.RESERVED, "first": Status.RESERVED, "grant": Status.UNGRANTED, "release": Status.HANDOVER}
+    found = pick(world, number, *([status[kind]] if kind in status else []))
+    if found is None:
+        return
+    match kind:
+        case "pages":
+            world.pages_arrive(found, a % (MAX_LEN + 1))
+        case "first" if not world.clients[found].prefilled:
+            world.first_token(found)
+        case "grant":
+            world.grant(found)
+        case "release":
+            world.release(found)
+        case "cancel":
+            world.cancel(found)
+        case "in_flight":
+            world.step(cancel_in_flight=found)
+        case "stale":
+            request = world.find(found)
+            world.arrive(replace(world.clients[found].event, epoch=world.clients[found].event.epoch - a % 2))
+            assert world.find(found) is request
+
+
+@given(config=configs(), max_steps=st.sampled_from([1, 1, 4]), seconds=st.sampled_from([None, 0.002]), moves=moves)
+@settings(
+    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "150")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+def test_no_page_is_lost_and_every_answer_is_right(
+    config: SchedulerConfig, max_steps: int, seconds: float | None, moves: list[Move]
+) -> None:
+    world = World(config, max_steps=max_steps, seconds=seconds)
+    for move in moves:
+        apply(world, move)
+        world.check()
+    world.run_to_completion()
+    memory = world.scheduler.memory
+    event(f"preempted {min(world.scheduler.preemptions, 3)}")
+    event(f"preempted decode leg {world.resubmitted > 0}")
+    event(f"found in the cache {memory.found_tokens > 0}")
+    event(f"evicted {any(memory.pool.generation(page) > 1 for page in range(config.pages))}")
+    event(f"announced pages {any(client.blocks for client in world.clients.values())}")
+    event(f"several steps at once {world.several}")
+    event(f"answers {min(sum(client.finish is not None for client in world.clients.values()), 4)}")
