@@ -1,3 +1,4 @@
+# ruff: noqa: N815  (field names carry shapes)
 """The operations that layers may call: one signature each, whatever the backend.
 
 Arrays are opaque to callers: a layer passes on what an op returned and never looks inside.  Shapes are given by the
