@@ -114,7 +114,7 @@ class Flight:
         self._attempts = 0  # submissions since the last new token
         self._legs: list[LegRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
-        self._early: dict[int, TokenItem] = {}  # index -> what came before its turn
+        self._early: dict[int, tuple[TokenItem, LegRun]] = {}  # index -> what came before its turn, and from whom
         self._first_held: float | None = None  # since when a decode leg's tokens wait for the prefill leg's word
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason = ""
@@ -196,7 +196,7 @@ class Flight:
         if leg is None:
             return ()
         if not self._started and leg.leg is Leg.DECODE and not self._may_begin(item):
-            self._keep(item)
+            self._keep(item, leg)
             if self._first_held is None:
                 self._first_held = now
             return ()
@@ -224,16 +224,16 @@ class Flight:
         """May a decode leg's tokens be the first that the client gets?"""
         return item.index == self._base and item.prompt_logprobs is not None
 
-    def _keep(self, item: TokenItem) -> None:
+    def _keep(self, item: TokenItem, leg: LegRun) -> None:
         kept = self._early.get(item.index)
-        if kept is None or len(item.tokens) > len(kept.tokens) or item.finish is not None:
-            self._early[item.index] = item
+        if kept is None or len(item.tokens) > len(kept[0].tokens) or item.finish is not None:
+            self._early[item.index] = (item, leg)
 
     def _take(self, item: TokenItem, leg: LegRun, now: float) -> Effects:
         """Deliver what is new in ``item``, or keep it for its turn."""
         have = len(self.emitted)
         if item.index > have:
-            self._keep(item)
+            self._keep(item, leg)
             return ()
         skip = have - item.index
         if skip > len(item.tokens) or (skip == len(item.tokens) and item.finish is None):
@@ -257,14 +257,10 @@ class Flight:
         return (Deliver(batch), *self._own_token(item, leg))
 
     def _take_early(self, now: float) -> Effects:
-        """What was kept and has its turn now.  Only a decode or whole leg can be ahead."""
+        """What was kept and has its turn now."""
         effects: Effects = ()
-        writer = next((leg for leg in self._legs if leg.leg is not Leg.PREFILL), None)
-        while self.phase is Phase.FLYING and writer is not None:
-            index = min(self._early, default=None)
-            if index is None or index > len(self.emitted):
-                break
-            effects += self._take(self._early.pop(index), writer, now)
+        while self._early and self.phase is Phase.FLYING and (index := min(self._early)) <= len(self.emitted):
+            effects += self._take(*self._early.pop(index), now)
         return effects
 
     def _own_token(self, item: TokenItem, leg: LegRun) -> Effects:
@@ -330,7 +326,7 @@ class Flight:
 
     def _can_do_without(self) -> bool:
         """Is what the decode leg has sent enough to go on without the prefill leg's word?"""
-        own = any(item.index + len(item.tokens) > self._base + 1 for item in self._early.values())
+        own = any(item.index + len(item.tokens) > self._base + 1 for item, _ in self._early.values())
         return own and self._base in self._early and self.request.sampling.prompt_logprobs is None
 
     def _release_held(self, now: float) -> Effects:

@@ -1,0 +1,405 @@
+"""The rules of a flight, one by one.  Every case of interleaving is in ``test_router_failover_any_order``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from router_words import IDENTITY, OTHER, ROOT, request
+
+from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest, WorkerLost
+from penstock.hashing import chain_root
+from penstock.router.decide import Chosen, Decision
+from penstock.router.effects import CancelLeg, Deliver, Effect, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.router.failover import BACKOFF_MAX_S, BUSY_S, HOLD_S, Flight, Patience, Phase
+from penstock.types import FinishReason, Leg, TokenBatch, TokenLogprob, ValidRequest, WorkerId
+from penstock.wire.messages import PageSource, TokenItem
+
+P0, P1, D0, D1, B0 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0"))
+PATIENCE = Patience(max_attempts=3, first_byte_s=100.0, stall_s=10.0)
+
+
+def chosen(leg: Leg, worker: WorkerId, incarnation: int = 1) -> Chosen:
+    return Chosen(leg, 0, worker, incarnation, f"memory://{worker}", 5)
+
+
+def split(decode: WorkerId = D0, prefill: WorkerId = P0) -> Decision:
+    legs = (chosen(Leg.DECODE, decode), chosen(Leg.PREFILL, prefill))
+    return Decision(at=0.0, identity=IDENTITY, legs=legs)
+
+
+WHOLE = Decision(at=0.0, identity=IDENTITY, legs=(chosen(Leg.WHOLE, B0),))
+NOBODY = Decision(at=0.0, identity=None)
+
+
+def waiting(asked: ValidRequest | None = None) -> Flight:
+    flight = Flight(asked or request(), PATIENCE, 0.0)
+    assert flight.begin(0.0) == (WaitForWorker(0.0),)
+    return flight
+
+
+def flying(decision: Decision | None = None, asked: ValidRequest | None = None) -> Flight:
+    flight = waiting(asked)
+    flight.placed(decision or split(), ROOT, 0.0)
+    return flight
+
+
+def item(index: int, *tokens: int, epoch: int = 1, **fields) -> TokenItem:
+    return TokenItem(request=request().id, epoch=epoch, index=index, tokens=tokens, **fields)
+
+
+def said(effects: Effects) -> list[str]:
+    """Effects in short: ``deliver 1 2``, ``cancel prefill-0 e1``."""
+    return [_short(effect) for effect in effects]
+
+
+def _short(effect: Effect) -> str:
+    match effect:
+        case Deliver(batch):
+            return " ".join(["deliver", *map(str, batch.tokens), *([batch.finish.value] if batch.finish else [])])
+        case CancelLeg() | LegEnded():
+            return f"{'cancel' if isinstance(effect, CancelLeg) else 'end'} {effect.worker} e{effect.epoch}"
+        case Send():
+            return f"send {effect.worker} {effect.submit.leg.value} e{effect.submit.epoch}"
+        case Fail(error):
+            return f"fail {type(error).__name__}"
+        case WaitForWorker(not_before):
+            return f"wait {not_before:g}"
+
+
+def started(flight: Flight) -> Flight:
+    """The first token came from the prefill worker."""
+    assert said(flight.tokens(item(0, 1), P0, 1, 1.0)) == ["deliver 1"]
+    return flight
+
+
+# --- submitting ---------------------------------------------------------------------------------------------------
+
+
+def test_a_split_request_names_its_pages_source():
+    flight = waiting()
+    sends = flight.placed(split(), ROOT, 0.0)
+    assert said(sends) == ["send decode-0 decode e1", "send prefill-0 prefill e1"]
+    decode, prefill = (effect.submit for effect in sends if isinstance(effect, Send))
+    assert decode.pages_from == PageSource(worker=P0, incarnation=1, endpoint="memory://prefill-0")
+    assert prefill.pages_from is None
+    assert decode.prompt == prefill.prompt == request().prompt
+    assert decode.block_hashes == request().block_hashes
+    assert (decode.root, decode.emitted) == (ROOT, ())
+    assert flight.identity == IDENTITY
+
+
+def test_hashes_made_for_another_model_are_not_sent():
+    flight = waiting()
+    (send,) = flight.placed(served_by(WHOLE, OTHER), chain_root(OTHER), 0.0)
+    assert isinstance(send, Send)
+    assert send.submit.block_hashes == ()
+    assert send.submit.root == chain_root(OTHER)
+
+
+def served_by(decision: Decision, identity) -> Decision:
+    return Decision(at=decision.at, identity=identity, legs=decision.legs)
+
+
+def test_without_a_worker_it_waits_for_the_next():
+    flight = waiting()
+    assert said(flight.placed(NOBODY, ROOT, 0.0)) == ["wait inf"]
+    assert said(flight.placed(WHOLE, ROOT, 5.0)) == ["send both-0 whole e1"]
+    assert flight.placed(WHOLE, ROOT, 5.0) == ()
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_token_counts_once():
+    flight = started(flying())
+    assert said(flight.tokens(item(0, 1), D0, 1, 1.0)) == []
+    assert said(flight.tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "end prefill-0 e1"]
+    assert flight.emitted == [1, 2, 3]
+
+
+def test_an_item_that_overlaps_is_trimmed_with_its_logprobs():
+    flight = started(flying())
+    logprobs = tuple(TokenLogprob(t, -float(t)) for t in (1, 2))
+    deliver, _ = flight.tokens(item(0, 1, 2, logprobs=logprobs), D0, 1, 1.0)
+    assert deliver == Deliver(TokenBatch(tokens=(2,), logprobs=(TokenLogprob(2, -2.0),)))
+
+
+def test_an_early_item_waits_for_the_gap_to_fill():
+    flight = started(flying())
+    assert said(flight.tokens(item(3, 4), D0, 1, 1.0)) == []
+    assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
+    assert said(flight.tokens(item(1, 2), D0, 1, 1.0)) == ["deliver 2", "end prefill-0 e1", "deliver 3", "deliver 4"]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "worker", "incarnation"), [(2, P0, 1), (0, P0, 1), (1, P1, 1), (1, P0, 2), (1, P0, 0)]
+)
+def test_tokens_of_another_epoch_worker_or_incarnation_are_ignored(epoch, worker, incarnation):
+    flight = flying()
+    assert flight.tokens(item(0, 1, epoch=epoch), worker, incarnation, 1.0) == ()
+    assert flight.emitted == []
+
+
+def test_tokens_of_a_given_up_epoch_are_ignored_even_from_the_same_worker():
+    flight = started(flying())
+    flight.lost(P0, 1, "killed", 2.0)
+    flight.placed(split(D0, P1), ROOT, 2.0)
+    assert flight.tokens(item(1, 2, 3), D0, 1, 2.0) == ()
+    assert said(flight.tokens(item(1, 2, epoch=2), P1, 1, 2.0)) == ["deliver 2"]
+    assert said(flight.lost(P1, 1, "killed", 2.0))[0] == "cancel decode-0 e2"
+
+
+def test_the_first_batch_tells_what_was_cached_and_the_prompts_logprobs_once():
+    asked = request(prompt_logprobs=0)
+    flight = flying(asked=asked)
+    facts = {"cached_tokens": 32, "prompt_logprobs": (TokenLogprob(1, -1.0),)}
+    assert flight.tokens(item(0, 1, **facts), P0, 1, 1.0)[0] == Deliver(TokenBatch(tokens=(1,), **facts))
+    assert flight.tokens(item(1, 2, **facts), D0, 1, 1.0)[0] == Deliver(TokenBatch(tokens=(2,)))
+    flight.lost(D0, 1, "killed", 2.0)
+    sends = flight.placed(split(D1, P0), ROOT, 2.0)
+    assert {send.submit.sampling.prompt_logprobs for send in sends if isinstance(send, Send)} == {None}
+    assert flight.tokens(item(2, 3, epoch=2, **facts), P0, 1, 2.0)[0] == Deliver(TokenBatch(tokens=(3,)))
+
+
+def test_the_decode_leg_waits_for_the_word_of_the_prefill_leg():
+    flight = flying()
+    assert said(flight.tokens(item(0, 1, 2), D0, 1, 1.0)) == []
+    assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
+    effects = flight.tokens(item(0, 1, cached_tokens=16), P0, 1, 1.0)
+    assert said(effects) == ["deliver 1", "deliver 2", "end prefill-0 e1", "deliver 3"]
+    assert effects[0] == Deliver(TokenBatch(tokens=(1,), cached_tokens=16))
+
+
+def test_but_not_for_long_and_not_for_the_dead():
+    flight = flying()
+    flight.tokens(item(0, 1, 2), D0, 1, 1.0)
+    assert said(flight.tick(1.0 + HOLD_S / 2)) == []
+    assert said(flight.tick(1.0 + HOLD_S)) == ["deliver 1 2", "end prefill-0 e1"]
+
+    flight = flying()
+    flight.tokens(item(0, 1, 2), D0, 1, 1.0)
+    assert said(flight.lost(P0, 1, "killed", 1.0)) == ["end prefill-0 e1", "deliver 1 2"]
+
+
+def test_prompt_logprobs_that_died_with_the_prefill_worker_are_computed_again():
+    flight = flying(asked=request(prompt_logprobs=0))
+    flight.tokens(item(0, 1, 2), D0, 1, 1.0)
+    assert said(flight.tick(50.0)) == []
+    assert said(flight.lost(P0, 1, "killed", 1.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 1"]
+    (send, _) = flight.placed(split(), ROOT, 1.0)
+    assert isinstance(send, Send)
+    assert (send.submit.emitted, send.submit.sampling.prompt_logprobs) == ((), 0)
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_token_ends_both_legs():
+    flight = started(flying())
+    flight.tokens(item(1, 2), D0, 1, 1.0)
+    effects = flight.tokens(item(2, 3, finish=FinishReason.LENGTH), D0, 1, 1.0)
+    assert said(effects) == ["deliver 3 length", "end decode-0 e1"]
+    assert flight.phase is Phase.DONE
+
+
+def test_a_first_token_that_is_the_last_takes_the_decode_leg_with_it():
+    flight = flying()
+    effects = flight.tokens(item(0, 1, finish=FinishReason.STOP), P0, 1, 1.0)
+    assert said(effects) == ["deliver 1 stop", "end prefill-0 e1", "cancel decode-0 e1"]
+
+
+def test_the_end_may_come_on_a_token_that_is_known():
+    flight = started(flying())
+    effects = flight.tokens(item(0, 1, finish=FinishReason.STOP), D0, 1, 1.0)
+    assert said(effects) == ["deliver stop", "end decode-0 e1", "cancel prefill-0 e1"]
+
+
+@pytest.mark.parametrize("after_own_token", [False, True])
+def test_a_client_that_leaves_frees_both_legs(after_own_token):
+    flight = started(flying())
+    if after_own_token:
+        flight.tokens(item(1, 2), D0, 1, 1.0)
+    assert said(flight.client_gone()) == ["cancel decode-0 e1"] + ["cancel prefill-0 e1"] * (not after_own_token)
+    assert flight.client_gone() == ()
+    assert flight.tokens(item(2, 3), D0, 1, 1.0) == flight.lost(D0, 1, "", 1.0) == flight.tick(1e9) == ()
+
+
+def test_a_client_that_leaves_while_it_waits_frees_nothing():
+    assert waiting().client_gone() == ()
+
+
+# --- losses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [P0, D0])
+def test_the_death_of_either_before_the_decode_workers_own_token_starts_anew(who):
+    flight = started(flying())
+    assert said(flight.lost(who, 1, "killed", 2.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 2"]
+    sends = flight.placed(split(), ROOT, 2.0)
+    assert said(sends) == ["send decode-0 decode e2", "send prefill-0 prefill e2"]
+    assert {send.submit.emitted for send in sends if isinstance(send, Send)} == {(1,)}
+
+
+def test_the_death_of_the_prefill_worker_after_it_changes_nothing():
+    flight = started(flying())
+    flight.tokens(item(1, 2), D0, 1, 1.0)
+    assert flight.lost(P0, 1, "killed", 2.0) == ()
+    assert flight.returned(1, "draining", P0, 1, 2.0) == ()
+    assert said(flight.tokens(item(2, 3), D0, 1, 2.0)) == ["deliver 3"]
+
+
+def test_the_death_of_the_decode_worker_at_any_time_starts_anew():
+    flight = started(flying())
+    flight.tokens(item(1, 2), D0, 1, 1.0)
+    assert said(flight.lost(D0, 1, "killed", 2.0)) == ["cancel decode-0 e1", "wait 2"]
+    assert flight.ask(2.0).emitted == 2
+    assert flight.ask(2.0).identity == IDENTITY
+
+
+def test_the_death_of_a_stranger_or_of_an_earlier_incarnation_changes_nothing():
+    flight = started(flying())
+    assert flight.lost(P1, 1, "killed", 2.0) == flight.lost(P0, 0, "killed", 2.0) == ()
+
+
+def test_another_model_may_take_it_as_long_as_nothing_was_delivered():
+    flight = flying()
+    flight.lost(D0, 1, "killed", 2.0)
+    assert flight.ask(2.0).identity is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "finish"),
+    [
+        ({"max_tokens": 2}, (1, 2), "length"),
+        ({"stop_token_ids": (2,)}, (1, 2), "stop"),
+        ({"stop_token_ids": (2,), "min_tokens": 2}, (1, 2), "stop"),
+    ],
+)
+def test_an_answer_that_is_complete_is_never_submitted_again(sampling, tokens, finish):
+    flight = flying(WHOLE, request(**sampling))
+    flight.tokens(item(0, *tokens), B0, 1, 1.0)  # and the word of the end is lost
+    assert said(flight.lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", f"deliver {finish}"]
+
+
+def test_a_stop_token_below_min_tokens_is_none():
+    flight = flying(WHOLE, request(stop_token_ids=(2,), min_tokens=3))
+    flight.tokens(item(0, 1, 2), B0, 1, 1.0)
+    assert said(flight.lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", "wait 2"]
+
+
+def test_attempts_without_a_new_token_are_limited_and_slow_down():
+    flight = flying(WHOLE)
+    waits = []
+    for _ in range(2):
+        *_, wait = flight.lost(B0, 1, "killed", 2.0)
+        assert isinstance(wait, WaitForWorker)
+        waits.append(wait.not_before - 2.0)
+        flight.placed(WHOLE, ROOT, 2.0)
+    assert waits == pytest.approx([0.0, 0.05])
+    assert said(flight.lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e3", "fail WorkerLost"]
+
+
+def test_a_new_token_gives_new_attempts():
+    flight = flying(WHOLE)
+    for epoch in range(1, 8):
+        assert flight.tokens(item(epoch - 1, 7, epoch=epoch), B0, 1, 2.0)
+        assert said(flight.lost(B0, 1, "killed", 2.0))[-1] == "wait 2"
+        flight.placed(WHOLE, ROOT, 2.0)
+
+
+def test_the_slowest_retry_is_bounded():
+    flight = Flight(request(), Patience(max_attempts=100, first_byte_s=1e9, stall_s=1e9), 0.0)
+    flight.begin(0.0)
+    for _ in range(50):
+        flight.placed(WHOLE, ROOT, 0.0)
+        *_, wait = flight.lost(B0, 1, "killed", 0.0)
+    assert wait == WaitForWorker(BACKOFF_MAX_S)
+
+
+# --- returns ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["preempted", "pages_lost", "draining", "something new"])
+@pytest.mark.parametrize("who", [P0, D0])
+def test_a_returned_leg_takes_the_other_with_it(who, reason):
+    flight = started(flying())
+    other = D0 if who == P0 else P0
+    assert said(flight.returned(1, reason, who, 1, 2.0)) == [f"end {who} e1", f"cancel {other} e1", "wait 2"]
+    avoided = {(who, 1)} if reason == "draining" else set()
+    assert flight.ask(99.0).avoid == avoided
+
+
+def test_returns_are_bounded_too():
+    flight = flying(WHOLE)
+    for epoch in (1, 2):
+        flight.returned(epoch, "preempted", B0, 1, 2.0)
+        flight.placed(WHOLE, ROOT, 2.0)
+    effects = flight.returned(3, "preempted", B0, 1, 2.0)
+    assert said(effects) == ["end both-0 e3", "fail WorkerLost"]
+    assert isinstance(effects[-1], Fail)
+    assert "both-0 gave it back: preempted" in str(effects[-1].error)
+
+
+@pytest.mark.parametrize(("epoch", "worker", "incarnation"), [(2, B0, 1), (1, P0, 1), (1, B0, 2)])
+def test_a_return_of_another_epoch_worker_or_incarnation_is_ignored(epoch, worker, incarnation):
+    assert flying(WHOLE).returned(epoch, "preempted", worker, incarnation, 2.0) == ()
+
+
+def test_a_full_queue_is_another_workers_chance_and_else_the_clients_to_retry():
+    flight = flying(WHOLE)
+    assert said(flight.returned(1, "queue_full", B0, 1, 2.0)) == ["end both-0 e1", "wait 2"]
+    assert flight.ask(2.0).avoid == {(B0, 1)}
+    assert flight.ask(2.0 + BUSY_S).avoid == frozenset()
+    (fail,) = flight.placed(NOBODY, ROOT, 2.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, QueueFull)
+
+
+def test_an_answer_that_has_begun_waits_for_a_full_queue():
+    flight = started(flying())
+    flight.returned(1, "queue_full", D0, 1, 2.0)
+    assert said(flight.placed(NOBODY, ROOT, 2.0)) == [f"wait {2.0 + BUSY_S:g}"]
+
+
+@pytest.mark.parametrize(("begun", "error"), [(False, RequestError), (True, WorkerLost)])
+def test_what_no_worker_can_hold_is_said(begun, error):
+    flight = flying(WHOLE)
+    if begun:
+        flight.tokens(item(0, 1), B0, 1, 1.0)
+    flight.returned(1, "too_long", B0, 1, 2.0)
+    assert flight.ask(math.inf).avoid == frozenset()
+    assert flight.ask(1e9).avoid == {(B0, 1)}
+    (fail,) = flight.placed(NOBODY, ROOT, 2.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, error)
+    assert "40 tokens of prompt and 8 of answer" in str(fail.error)
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flight", "at", "error"),
+    [
+        (waiting, 100.0, NoWorkers),
+        (flying, 100.0, StalledRequest),
+        (lambda: started(flying()), 11.0, StalledRequest),
+    ],
+)
+def test_patience_ends(flight, at, error):
+    flight = flight()
+    assert flight.tick(at) == ()
+    *cancels, fail = flight.tick(at + 0.1)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, error)
+    assert all(isinstance(cancel, CancelLeg) for cancel in cancels)
+    assert len(cancels) == (0 if error is NoWorkers else 2)
+    assert flight.phase is Phase.DONE
+
+
+def test_every_token_renews_patience():
+    flight = flying(WHOLE)
+    for index in range(5):
+        assert flight.tick(index * 9.0) == ()
+        flight.tokens(item(index, 1), B0, 1, index * 9.0)
