@@ -1,28 +1,627 @@
-"""One suite for every page carrier, over the transport it is meant for."""
+"""One suite for every page carrier, over the transport it is meant for.
+
+What a test calls cancelling, dying or expiring is done at a known point, on a clock that the test turns.
+"""
 
 from __future__ import annotations
 
-from transfer_rig import R, Rig
+import itertools
+import random
+from dataclasses import replace
 
-from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, Released
+import msgspec
+import pytest
+from transfer_rig import CARRIERS, IDENTITY, LAYOUT, R, Rig, first_token, make_rig
+
+from penstock.config.schema import HandOverConfig
+from penstock.kv.layout import KvLayout
+from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, PullFailed, Released
+from penstock.kv.transfer.port import PageSeal
+from penstock.types import FinishReason, RequestId
+from penstock.wire.messages import PageReady, PrefillDone, PullPages
+from penstock.wire.transport import Received
+
+TOKENS = 40
+OWN = [9, 8, 7]  # the receiver's pages for blocks 0, 1, 2
+THEIRS = [30, 31, 32]  # the sender's
 
 
-def test_pages_arrive_identical_and_everything_is_released(rig: Rig) -> None:
-    rig.expect([9, 8, 7], tokens=40)
-    rig.until(lambda: True)
-    rig.open()
-    rig.until(lambda: bool(rig.granted))
+def start(rig: Rig, *, skip: int = 0, epoch: int = 1) -> None:
+    rig.open(epoch)
+    rig.expect(OWN, tokens=TOKENS, skip=skip, epoch=epoch)
+    rig.until(lambda: Granted(R, epoch) in rig.granted)
+
+
+def offer_all(rig: Rig, *, epoch: int = 1, generation: int = 1) -> None:
+    for block, page in enumerate(THEIRS):
+        rig.offer(block, page, tokens=min(16, TOKENS - 16 * block), epoch=epoch, generation=generation)
+
+
+def queued(rig: Rig, frames: int) -> None:
+    """Let frames reach the receiver's queue, and copy none."""
+    seen = rig.receiver.counters
+    assert rig.order is list
+    got = 0
+
+    def count(came: list) -> list:
+        nonlocal got
+        got += sum(isinstance(received.message, PageReady) for _, received in came)
+        return came
+
+    rig.order = count
+    rig.until(lambda: got >= frames, copying=False)
+    rig.order = list
+    assert seen.pages == 0
+
+
+def arrived(rig: Rig, blocks: range = range(3)) -> bool:
+    return all(rig.receiver_page(OWN[block]) == rig.sender_page(THEIRS[block]) for block in blocks)
+
+
+# --- the plain course ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pull_first", [True, False])
+def test_pages_arrive_identical_and_everything_is_released(rig: Rig, pull_first: bool) -> None:
+    if pull_first:
+        rig.expect(OWN, tokens=TOKENS)
+        rig.until(lambda: rig.sender.waiting_pulls == {(R, 1)})
+        rig.open()
+    else:
+        rig.open()
+        rig.expect(OWN, tokens=TOKENS)
+        rig.until(lambda: bool(rig.granted))
     assert rig.granted == [Granted(R, 1)]
-    for block, page in enumerate([30, 31, 32]):
-        rig.offer(block, page, tokens=min(16, 40 - 16 * block))
-    rig.until(lambda: bool(rig.advanced) and rig.advanced[-1].computed == 40)
+    assert not rig.sender.waiting_pulls
+    offer_all(rig)
+    rig.until(lambda: PagesAdvanced(R, 1, TOKENS) in rig.advanced)
     assert not rig.firsts
     rig.done(3)
     rig.until(lambda: bool(rig.released))
-    assert [rig.receiver_page(page) for page in (9, 8, 7)] == [rig.sender_page(page) for page in (30, 31, 32)]
-    assert rig.firsts == [FirstToken(R, 1, rig.firsts[0].first)]
-    assert rig.firsts[0].first.tokens == (42,)
+    assert arrived(rig)
+    assert rig.firsts == [FirstToken(R, 1, first_token())]
     assert rig.released == [Released(R, 1, "received")]
-    assert rig.advanced[-1] == PagesAdvanced(R, 1, 40)
     assert not rig.failed
     assert rig.all_free()
+    assert (rig.receiver.counters.pages, rig.receiver.counters.bytes) == (3, 3 * LAYOUT.page_bytes)
+
+
+def test_nothing_but_the_expected_pages_is_written(rig: Rig) -> None:
+    before = bytes(rig.receiver_memory.buffer)
+    start(rig)
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    after = bytes(rig.receiver_memory.buffer)
+    size = LAYOUT.page_bytes
+    for page in range(rig.receiver_memory.pages):
+        same = before[page * size : (page + 1) * size] == after[page * size : (page + 1) * size]
+        assert same == (page not in OWN)
+
+
+def test_pages_arrive_while_later_ones_are_computed(rig: Rig) -> None:
+    start(rig)
+    for block, computed in enumerate([16, 32, 40]):
+        rig.offer(block, THEIRS[block], tokens=min(16, TOKENS - 16 * block))
+        rig.until(lambda: rig.advanced[-1:] == [PagesAdvanced(R, 1, computed)])  # noqa: B023
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+
+
+def test_blocks_that_are_there_already_are_not_sent(rig: Rig) -> None:
+    kept = rig.receiver_page(OWN[0])
+    start(rig, skip=1)
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    assert rig.receiver_page(OWN[0]) == kept
+    assert arrived(rig, range(1, 3))
+    assert rig.receiver.counters.pages == 2
+    assert rig.firsts
+
+
+def test_when_all_blocks_are_there_only_the_first_token_comes(rig: Rig) -> None:
+    start(rig, skip=3)
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    assert rig.firsts
+    assert rig.receiver.counters.pages == 0
+
+
+def test_a_first_token_that_ends_the_answer_needs_no_pages(rig: Rig) -> None:
+    start(rig)
+    last = msgspec.structs.replace(first_token(), finish=FinishReason.STOP)
+    rig.sent(rig.sender.done(last, 3, rig.clock.now()))
+    rig.until(lambda: bool(rig.released))
+    assert rig.firsts == [FirstToken(R, 1, last)]
+    assert rig.all_free()
+
+
+def test_frames_in_any_order(rig: Rig) -> None:
+    start(rig)
+    held: list = []
+
+    def hold(came: list) -> list:
+        held.extend(came)
+        return []
+
+    rig.order = hold
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: len([m for _, m in held if isinstance(m.message, PageReady | PrefillDone)]) == 4)
+    rig.order = list
+    for source, received in reversed(held):
+        rig.took(rig.receiver.receive(source, received.message, received.payload, rig.clock.now()))
+        rig.receiver_copies()
+    rig.until(lambda: bool(rig.released))
+    assert arrived(rig)
+    assert [a.computed for a in rig.advanced] == [TOKENS]  # block 0 came last
+
+
+def test_frames_sent_twice_arrive_once(rig: Rig) -> None:
+    start(rig)
+    rig.order = lambda came: [*came, *came]
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    rig.settle()
+    assert arrived(rig)
+    assert rig.receiver.counters.pages == 3
+    assert rig.firsts == [FirstToken(R, 1, first_token())]
+    assert [a.computed for a in rig.advanced] == sorted({a.computed for a in rig.advanced})
+    assert rig.all_free()
+
+
+def test_copying_keeps_to_its_budget(rig: Rig) -> None:
+    start(rig)
+    offer_all(rig)
+    queued(rig, 3)
+    for pages in (1, 2, 3):
+        rig.receiver_copies(budget=1)
+        assert rig.receiver.counters.pages == pages
+    assert not rig.receiver.has_work
+
+
+def test_many_requests_share_a_window(rig: Rig) -> None:
+    narrow = make_rig(rig.carrier, config=HandOverConfig(window_bytes=2 * LAYOUT.page_bytes))
+    made, closing = narrow
+    names = [RequestId(f"r{number}") for number in range(4)]
+    for number, name in enumerate(names):
+        made.open(request=name)
+        made.expect(list(range(8 * number, 8 * number + 8)), tokens=8 * 16, request=name)
+    made.until(lambda: len(made.granted) == 4)
+    for block in range(8):
+        for number, name in enumerate(names):
+            made.offer(block, 8 * number + block, request=name)
+    for name in names:
+        made.done(8, request=name)
+    made.until(lambda: len(made.released) == 4)
+    assert all(made.receiver_page(page) == made.sender_page(page) for page in range(32))
+    assert len(made.firsts) == 4
+    for thing in closing:
+        thing.close()
+
+
+# --- corruption ------------------------------------------------------------------------------------------------------
+
+
+def flip(rig: Rig, page: int, bit: int) -> None:
+    view = rig.sender_memory.view(page)  # type: ignore[arg-type]
+    view[bit // 8] ^= 1 << bit % 8
+
+
+def spoilt(received: Received, bit: int) -> Received:
+    assert received.payload is not None
+    body = bytearray(received.payload)
+    body[bit // 8] ^= 1 << bit % 8
+    return replace(received, payload=memoryview(body))
+
+
+def test_every_flipped_bit_of_a_page_is_found(rig: Rig) -> None:
+    """At rest where the receiver reads the sender's memory, on the wire where bytes travel."""
+    dice = random.Random(3)
+    bits = [0, 8 * LAYOUT.page_bytes - 1, *(dice.randrange(8 * LAYOUT.page_bytes) for _ in range(30))]
+    for epoch, bit in enumerate(bits, start=1):
+        start(rig, epoch=epoch)
+        rig.offer(0, THEIRS[0], epoch=epoch)
+        if rig.carrier == "tcp":
+
+            def damage(came: list, bit: int = bit) -> list:
+                return [(s, spoilt(m, bit) if m.payload is not None else m) for s, m in came]
+
+            rig.order = damage
+        else:
+            flip(rig, THEIRS[0], bit)
+        rig.until(lambda: len(rig.failed) == epoch)  # noqa: B023
+        rig.order = list
+        assert rig.failed[-1] == PullFailed(R, epoch, "corrupt")
+        rig.until(lambda: len(rig.released) == epoch)  # noqa: B023
+    assert rig.receiver.counters.corrupt == len(bits)
+    assert not rig.advanced
+    assert rig.all_free()
+
+
+@pytest.mark.parametrize(
+    ("rig", "change"),
+    [*itertools.product(CARRIERS, ["generation", "checksum"]), ("shm", "page"), ("memory", "page")],
+    indirect=["rig"],
+)
+def test_an_announcement_that_was_changed_is_found(rig: Rig, change: str) -> None:
+    def damage(came: list) -> list:
+        out = []
+        for source, received in came:
+            message = received.message
+            if isinstance(message, PageReady):
+                value = {
+                    "generation": message.generation + 1,
+                    "checksum": bytes([message.checksum[0] ^ 1]) + message.checksum[1:],
+                    "page": 1 << 40,
+                }[change]
+                message = msgspec.structs.replace(message, **{change: value})
+            out.append((source, replace(received, message=message)))
+        return out
+
+    start(rig)
+    rig.order = damage
+    rig.offer(0, THEIRS[0])
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed == [PullFailed(R, 1, "corrupt")]
+
+
+@pytest.mark.parametrize("rig", ["memory", "shm"], indirect=True)
+def test_a_page_that_was_given_out_again_meanwhile_is_found(rig: Rig) -> None:
+    start(rig)
+    offer_all(rig)
+    queued(rig, 3)
+    rig.sender_memory.view(THEIRS[1])[:] = bytes(LAYOUT.page_bytes)  # type: ignore[arg-type]
+    rig.receiver_copies()
+    assert rig.failed == [PullFailed(R, 1, "corrupt")]
+    assert all(advance.computed <= 16 for advance in rig.advanced)
+
+
+@pytest.mark.parametrize("rig", ["tcp"], indirect=True)
+def test_a_wrong_size_is_found(rig: Rig) -> None:
+    for body in (None, memoryview(b""), memoryview(bytes(LAYOUT.page_bytes + 1))):
+        epoch = len(rig.failed) + 1
+        rig.order = lambda came, body=body: [(s, replace(m, payload=body)) for s, m in came]
+        start(rig, epoch=epoch)
+        rig.offer(0, THEIRS[0], epoch=epoch)
+        rig.until(lambda: len(rig.failed) == epoch)  # noqa: B023
+        assert rig.failed[-1].reason == "corrupt"
+
+
+@pytest.mark.parametrize(("block", "tokens"), [(3, 16), (-1, 16), (0, 15), (2, 16), (1 << 40, 1)])
+def test_a_page_that_cannot_be_of_this_request_ends_it_unwritten(rig: Rig, block: int, tokens: int) -> None:
+    def change(came: list) -> list:
+        return [
+            (s, replace(m, message=msgspec.structs.replace(m.message, block=block, tokens=tokens)))
+            if isinstance(m.message, PageReady)
+            else (s, m)
+            for s, m in came
+        ]
+
+    start(rig)
+    before = bytes(rig.receiver_memory.buffer)
+    rig.order = change
+    rig.offer(0, THEIRS[0])
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed[0].reason.startswith("protocol")
+    assert bytes(rig.receiver_memory.buffer) == before
+    rig.until(rig.all_free)
+
+
+def test_a_wrong_number_of_blocks_ends_it(rig: Rig) -> None:
+    start(rig, skip=2)
+    rig.done(2)
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed[0].reason.startswith("protocol")
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def other_seal(what: str) -> PageSeal:
+    match what:
+        case "model":
+            return PageSeal(msgspec.structs.replace(IDENTITY, fingerprint="e" * 64), LAYOUT)
+        case "numerics class":
+            return PageSeal(msgspec.structs.replace(IDENTITY, numerics="test-2-fp32"), LAYOUT)
+        case _:
+            return PageSeal(IDENTITY, KvLayout.full(layers=2, kv_heads=2, head_dim=16, dtype="bf16"))
+
+
+@pytest.mark.parametrize("what", ["model", "numerics class", "page layout", "carrier", "incarnation"])
+@pytest.mark.parametrize("pull_first", [True, False])
+def test_what_does_not_fit_is_refused_with_the_reason(rig: Rig, what: str, pull_first: bool) -> None:
+    carrier = rig.receiver._carrier
+    if what == "carrier":
+        carrier.name = "pigeon"
+    elif what == "incarnation":
+        link = rig.links.pop(rig.source)
+        rig.source = msgspec.structs.replace(rig.source, incarnation=2)
+        rig.links[rig.source] = link
+    else:
+        carrier.seal = other_seal(what)
+    if not pull_first:
+        rig.open()
+    rig.expect(OWN, tokens=TOKENS)
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed[0].reason.startswith(f"refused: {what}")
+    assert not rig.granted
+    assert rig.all_free()
+    assert rig.released == ([] if pull_first else [Released(R, 1, rig.failed[0].reason)])
+
+
+# --- cancelling, at every point --------------------------------------------------------------------------------------
+
+
+def reach(rig: Rig, point: str) -> None:
+    """Bring a hand-over to a known point."""
+    rig.open()
+    rig.expect(OWN, tokens=TOKENS)
+    if point == "asked":
+        return
+    rig.until(lambda: bool(rig.granted))
+    if point == "granted":
+        return
+    offer_all(rig)
+    if point == "on the wire":
+        return
+    queued(rig, 3)
+    if point == "queued":
+        return
+    rig.receiver_copies(budget=1)
+    if point == "one copied":
+        return
+    rig.until(lambda: PagesAdvanced(R, 1, TOKENS) in rig.advanced)
+    if point == "all copied":
+        return
+    rig.done(3)
+    assert point == "first token on the wire"
+
+
+POINTS = ["asked", "granted", "on the wire", "queued", "one copied", "all copied", "first token on the wire"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_receiver_that_cancels_gets_nothing_written_any_more_and_frees_both(rig: Rig, point: str) -> None:
+    reach(rig, point)
+    before = bytes(rig.receiver_memory.buffer)
+    news = (list(rig.advanced), list(rig.firsts))
+    rig.took(rig.receiver.cancel(R, 1))
+    assert not rig.receiver.has_work
+    assert not rig.receiver.open_pulls
+    rig.until(lambda: bool(rig.released))
+    rig.settle()
+    assert bytes(rig.receiver_memory.buffer) == before
+    assert (rig.advanced, rig.firsts) == news
+    assert rig.released == [Released(R, 1, "received")]
+    assert rig.all_free()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_sender_that_cancels_frees_both(rig: Rig, point: str) -> None:
+    reach(rig, point)
+    rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    assert rig.released == [Released(R, 1, "cancelled")]
+    rig.until(lambda: bool(rig.failed or rig.firsts))
+    if not rig.firsts:
+        assert rig.failed == [PullFailed(R, 1, "cancelled")]
+    rig.until(rig.all_free)
+    before = bytes(rig.receiver_memory.buffer)
+    rig.settle()
+    assert bytes(rig.receiver_memory.buffer) == before
+    assert len(rig.released) == 1
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_later_epoch_replaces_an_earlier_one(rig: Rig, point: str) -> None:
+    reach(rig, point)
+    rig.open(epoch=2)
+    rig.expect([19, 18, 17], tokens=TOKENS, epoch=2)
+    before = [rig.receiver_page(page) for page in OWN]
+    rig.until(lambda: Granted(R, 2) in rig.granted)
+    assert [rig.receiver_page(page) for page in OWN] == before
+    offer_all(rig, epoch=2)
+    rig.done(3, epoch=2)
+    rig.until(lambda: any(first.epoch == 2 for first in rig.firsts))
+    rig.until(rig.all_free)
+    assert [rig.receiver_page(page) for page in (19, 18, 17)] == [rig.sender_page(page) for page in THEIRS]
+    assert [rig.receiver_page(page) for page in OWN] == before
+    assert sorted(released.epoch for released in rig.released) == [1, 2]
+
+
+def test_cancelling_an_earlier_epoch_changes_nothing(rig: Rig) -> None:
+    start(rig, epoch=2)
+    rig.took(rig.receiver.cancel(R, 1))
+    rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    offer_all(rig, epoch=2)
+    rig.done(3, epoch=2)
+    rig.until(lambda: bool(rig.released))
+    assert rig.firsts == [FirstToken(R, 2, first_token(epoch=2))]
+
+
+def test_a_pull_that_comes_after_the_cancel_is_refused_at_once(rig: Rig) -> None:
+    rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    rig.expect(OWN, tokens=TOKENS)
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed == [PullFailed(R, 1, "cancelled")]
+
+
+# --- silence ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_sender_is_given_up_and_its_late_frames_are_not_written(rig: Rig) -> None:
+    reach(rig, "granted")
+    offer_all(rig)
+    rig.clock.advance(9.9)
+    rig.took(rig.receiver.tick(rig.clock.now()))
+    assert not rig.failed
+    rig.clock.advance(0.2)
+    rig.took(rig.receiver.tick(rig.clock.now()))
+    assert rig.failed == [PullFailed(R, 1, "silent")]
+    assert rig.receiver.counters.expired == 1
+    before = bytes(rig.receiver_memory.buffer)
+    rig.until(lambda: rig.receiver.counters.strays >= 3)  # it wakes, and its frames come
+    assert bytes(rig.receiver_memory.buffer) == before
+    assert rig.all_free()
+
+
+def test_a_silent_receiver_loses_its_lease_and_what_it_copies_later_does_not_pass(rig: Rig) -> None:
+    reach(rig, "queued")
+    rig.clock.advance(10.1)
+    rig.sent(rig.sender.tick(rig.clock.now()))
+    assert rig.released == [Released(R, 1, "lease ended")]
+    assert not rig.sender.open_legs
+    for page in THEIRS:  # given to somebody else
+        rig.sender_memory.view(page)[:] = bytes(LAYOUT.page_bytes)  # type: ignore[arg-type]
+    rig.receiver_copies()
+    if rig.carrier == "tcp":  # it has its own bytes, which are right; the end tells it
+        assert arrived(rig, range(0))
+        rig.until(lambda: bool(rig.failed))
+        assert rig.failed == [PullFailed(R, 1, "lease ended")]
+    else:
+        assert rig.failed == [PullFailed(R, 1, "corrupt")]
+    assert not rig.firsts
+    rig.until(rig.all_free)
+
+
+def test_a_pull_for_an_unknown_request_is_kept_for_one_lease(rig: Rig) -> None:
+    rig.receiver_ticks = False
+    rig.expect(OWN, tokens=TOKENS)
+    rig.until(lambda: bool(rig.sender.waiting_pulls))
+    rig.clock.advance(9.9)
+    rig.sent(rig.sender.tick(rig.clock.now()))
+    assert rig.sender.waiting_pulls
+    rig.clock.advance(0.2)
+    rig.sent(rig.sender.tick(rig.clock.now()))
+    assert not rig.sender.waiting_pulls
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed == [PullFailed(R, 1, "unknown request")]
+
+
+def test_a_prompt_that_waits_long_keeps_both_leases(rig: Rig) -> None:
+    reach(rig, "granted")
+    ends = (rig.listener.counters, rig.links[rig.source].counters)
+    for _ in range(8):
+        before = [end.received for end in ends]
+        rig.clock.advance(5)
+        rig.until(lambda: all(end.received > was for end, was in zip(ends, before, strict=True)))  # noqa: B023
+    assert not rig.failed
+    assert not rig.released
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    assert rig.firsts
+
+
+def test_a_receiver_that_copies_slowly_keeps_its_lease(rig: Rig) -> None:
+    reach(rig, "queued")
+    for pages in (1, 2, 3):
+        rig.clock.advance(6)
+        rig.until(lambda: not rig.receiver_listens() and not rig.sender_turn(), copying=False)
+        rig.receiver_copies(budget=1)
+        assert rig.receiver.counters.pages == pages
+        rig.until(rig.sender_turn, copying=False)
+    assert not rig.released
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    assert rig.released == [Released(R, 1, "received")]
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_lost_frames_are_sent_again(rig: Rig) -> None:
+    start(rig)
+    dropped: list = []
+
+    def lose_second(came: list) -> list:
+        kept = []
+        for source, received in came:
+            lost = isinstance(received.message, PageReady) and received.message.block == 1 and not dropped
+            (dropped if lost else kept).append((source, received))
+        return kept
+
+    rig.order = lose_second
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: bool(dropped) and rig.receiver.counters.pages == 2)
+    assert rig.advanced == [PagesAdvanced(R, 1, 16)]
+    rig.clock.advance(2.6)
+    rig.until(lambda: bool(rig.released))
+    assert arrived(rig)
+    assert rig.firsts
+
+
+def test_a_new_connection_goes_on_where_the_old_one_broke(rig: Rig) -> None:
+    start(rig)
+    rig.offer(0, THEIRS[0])
+    rig.until(lambda: bool(rig.advanced))
+    rig.links[rig.source].close()
+    rig.links[rig.source] = rig.transport.connect(rig.source.endpoint)
+    rig.offer(1, THEIRS[1])
+    rig.offer(2, THEIRS[2], tokens=8)
+    rig.done(3)
+    rig.clock.advance(2.6)
+    rig.until(lambda: bool(rig.released))
+    assert rig.released == [Released(R, 1, "received")]
+    assert arrived(rig)
+    assert rig.firsts
+
+
+def test_a_receiver_that_vanished_is_given_up_even_while_the_prompt_is_computed(rig: Rig) -> None:
+    start(rig)
+    for link in rig.links.values():
+        link.close()
+    rig.links.clear()
+
+    def passed() -> bool:
+        rig.clock.advance(2.6)
+        return bool(rig.released)
+
+    rig.until(passed)
+    assert rig.released == [Released(R, 1, "lease ended")]
+
+
+def test_a_dead_sender_is_given_up_as_soon_as_it_is_known(rig: Rig) -> None:
+    reach(rig, "one copied")
+    before = bytes(rig.receiver_memory.buffer)
+    rig.took(rig.receiver.sender_gone(rig.source.worker, rig.source.incarnation))
+    assert rig.failed == [PullFailed(R, 1, "sender gone")]
+    rig.settle()
+    assert bytes(rig.receiver_memory.buffer) == before
+
+
+def test_a_scheduler_that_forgot_a_page_fails_the_leg(rig: Rig) -> None:
+    start(rig)
+    rig.offer(0, THEIRS[0])
+    rig.done(3)
+    assert rig.released == [Released(R, 1, "pages missing")]
+    rig.until(lambda: bool(rig.failed))
+    assert rig.failed == [PullFailed(R, 1, "pages missing")]
+
+
+def test_a_forgetful_receiver_ends_the_senders_lease(rig: Rig) -> None:
+    """Its PagesReceived was lost: the next sign of the sender brings another."""
+    start(rig)
+    link = rig.links.pop(rig.source)
+    rig.took(rig.receiver.cancel(R, 1))
+    rig.links[rig.source] = link
+    rig.clock.advance(3)
+    rig.until(lambda: bool(rig.released))
+    assert rig.released == [Released(R, 1, "received")]
+
+
+def test_a_pull_with_any_numbers_ends_by_its_lease(rig: Rig) -> None:
+    start(rig)
+    good = PullPages(
+        request=R, epoch=1, skip_blocks=0, identity=IDENTITY, layout=LAYOUT.name, carrier=rig.carrier, incarnation=1
+    )
+    for skip in (-(1 << 63), (1 << 63) - 1):
+        rig.sent(rig.sender.pull(b"\x00evil", msgspec.structs.replace(good, skip_blocks=skip), rig.clock.now()))
+    offer_all(rig)
+    rig.done(3)
+    rig.clock.advance(10.1)
+    rig.sent(rig.sender.tick(rig.clock.now()))
+    assert not rig.sender.open_legs

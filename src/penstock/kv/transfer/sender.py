@@ -203,6 +203,11 @@ class HandOverSender:
         """Legs whose pages are held, as (request, epoch): for integrity checks."""
         return frozenset((leg.request, leg.epoch) for leg in self._legs.values())
 
+    @property
+    def waiting_pulls(self) -> frozenset[tuple[RequestId, int]]:
+        """Pulls for requests that are not here yet, as (request, epoch).  They hold no pages."""
+        return frozenset((request, waiting.pull.epoch) for request, waiting in self._pulls.items())
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _pulled(self, peer: bytes, pull: PullPages, now: float, turn: SenderTurn) -> None:
