@@ -22,6 +22,8 @@ from typing import Any
 
 from penstock.bundled import storyteller
 from penstock.config.resolve import show_bytes
+from penstock.errors import KernelError
+from penstock.kernels.select import available_families
 from penstock.launch.facts import machine_facts
 
 EPILOG = """\
@@ -297,18 +299,17 @@ def _cuda_devices(driver: str) -> int:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def check_kernels() -> Check:
-    """Families that this build and processor have, best first."""
+def check_kernels(wanted: str | None = None) -> Check:
+    """Families that this build and processor have, best first.  ``wanted``: ``PENSTOCK_KERNELS`` unless given."""
+    wanted = os.environ.get("PENSTOCK_KERNELS", "auto") if wanted is None else wanted
     try:
-        from penstock.kernels.select import usable_families
-    except ImportError as error:
+        families = available_families()
+    except KernelError as error:
         mend = "pip install . compiles them (needs g++ 12 or newer); in a source tree ./run-tests does"
-        return Check("kernels", Verdict.MISSING, f"not built: {error}", mend)
-    families = tuple(usable_families())
-    wanted = os.environ.get("PENSTOCK_KERNELS", "")
-    if not families or (wanted and wanted not in (*families, "auto", "reference")):
-        return Check(
-            "kernels", Verdict.MISSING, f"{', '.join(families)}; PENSTOCK_KERNELS={wanted}", "unset the variable"
-        )
-    others = f" (also {', '.join(families[1:])})" if families[1:] else ""
-    return Check("kernels", Verdict.OK, f"{wanted or families[0]}{others}")
+        return Check("kernels", Verdict.MISSING, str(error), mend)
+    if wanted not in ("auto", *families):
+        found = f"PENSTOCK_KERNELS={wanted}, but there are {', '.join(families)}"
+        return Check("kernels", Verdict.MISSING, found, "unset the variable")
+    used = families[0] if wanted == "auto" else wanted
+    others = ", ".join(name for name in families if name != used)
+    return Check("kernels", Verdict.OK, f"{used} is used (there are also: {others})")

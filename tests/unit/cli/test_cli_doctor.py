@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import doctor
+from penstock.cli.doctor import Check, Verdict
+
+
+def machine(root: Path, *, thp: str, available_kib: int) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(
+        "model name\t: Abacus 9000\nmodel\t\t: 7\ncpu family\t: 3\nflags\t\t: fpu avx2 fma\n"
+    )
+    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {available_kib} kB\n")
+    (root / "sys/kernel/mm/transparent_hugepage").mkdir(parents=True)
+    (root / "sys/kernel/mm/transparent_hugepage/enabled").write_text(thp)
+    return root
+
+
+def test_a_good_machine(tmp_path: Path):
+    root = machine(tmp_path, thp="always [madvise] never", available_kib=8 << 20)
+    assert doctor.check_huge_pages(root).verdict is Verdict.OK
+    assert doctor.check_memory(root) == Check("memory", Verdict.OK, "8GiB available")
+    found = doctor.check_processor(root).found
+    assert found.startswith("Abacus 9000 (family 3 model 7), ")
+    assert found.endswith(", avx2 fma")
+
+
+def test_a_poor_machine_is_told_what_to_do(tmp_path: Path):
+    root = machine(tmp_path, thp="always madvise [never]", available_kib=1024)
+    for check in (doctor.check_huge_pages(root), doctor.check_memory(root)):
+        assert check.verdict is Verdict.NOTE
+        assert check.mend
+
+
+def test_an_empty_machine_does_not_confuse(tmp_path: Path):
+    assert doctor.check_huge_pages(tmp_path).found == "unknown"
+    assert "no vector features" in doctor.check_processor(tmp_path).found
+
+
+def test_every_facility_works_here():
+    assert {check.verdict for check in doctor.check_facilities()} == {Verdict.OK}
+
+
+def test_what_a_probe_raises_is_the_finding():
+    def probe() -> None:
+        raise OSError("Function not implemented")
+
+    check = doctor._tried("memfd", probe, "another kernel")
+    assert check == Check("memfd", Verdict.MISSING, "OSError: Function not implemented", "another kernel")
+
+
+def test_a_missing_driver_is_no_fault():
+    check = doctor.check_gpu(driver="libno-such-cuda.so.1")
+    assert check.verdict is Verdict.OK
+    assert check.found.startswith("no CUDA driver")
+
+
+def test_kernels_that_do_not_exist_cannot_serve():
+    check = doctor.check_kernels("abacus")
+    assert check.verdict is Verdict.MISSING
+    assert "PENSTOCK_KERNELS=abacus" in check.found
+
+
+def test_versions_of_packages(monkeypatch: pytest.MonkeyPatch):
+    versions = {"numpy": "1.0", "msgspec": "0.22.0"}
+
+    def version(name: str) -> str:
+        try:
+            return versions[name]
+        except KeyError:
+            raise doctor.importlib.metadata.PackageNotFoundError(name) from None
+
+    declared = ["numpy==2.4.6", "msgspec==0.22.0", "torch<2.14,>=2.11; extra == 'gpu'"]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: declared)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    (check,) = doctor.check_packages()
+    assert (check.verdict, check.found) == (Verdict.NOTE, "numpy 1.0 instead of 2.4.6")
+    del versions["numpy"]
+    (check,) = doctor.check_packages()
+    assert (check.verdict, check.mend) == (Verdict.MISSING, "pip install 'numpy==2.4.6'")
+
+
+@pytest.mark.parametrize(("verdict", "code"), [(Verdict.OK, 0), (Verdict.NOTE, 0), (Verdict.MISSING, 1)])
+def test_the_exit_code_says_whether_it_serves(
+    verdict: Verdict, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(doctor, "examine", lambda: [Check("x", verdict, "found", "mend")])
+    assert doctor.run(argparse.Namespace(json=False)) == code
+    assert "-> mend" in capsys.readouterr().out
+    assert doctor.run(argparse.Namespace(json=True)) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told == {
+        "serves": code == 0,
+        "checks": [{"name": "x", "verdict": str(verdict), "found": "found", "mend": "mend"}],
+    }
+
+
+def test_this_machine_is_examined_whole():
+    assert len({check.name for check in doctor.examine()}) >= 12
