@@ -1,8 +1,8 @@
 """How long a step will take: a linear model, learned from the steps that were measured.
 
-seconds = a + b * tokens + c * (query, key) pairs + d * rows that are drawn from; recursive least squares with
-forgetting (Ljung, System Identification, 2nd ed., 11.2) on relative errors.  Pure: it is told the seconds.
-It does not know what a layer is, nor which machine it is on.
+seconds = a + b * tokens + c * (query, key) pairs + d * positions that are drawn from.  The four weights are tracked
+by a Kalman filter on relative errors, the weights being a slow random walk (Ljung, System Identification, 2nd ed.,
+11.6).  Pure: it is told the seconds.  It does not know what a layer is, nor which machine it is on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ SCALE: Vector = (1.0, 256.0, 262_144.0, 16.0)
 PRIOR: Vector = (1e-3, 64e-3, 1e-3, 1e-3)
 """Seconds for each unit, before anything was measured: slow, so that the first chunk on an unknown machine is short."""
 
-FORGETTING = 0.98
 NOISE = 0.05  # relative variance of a measured step
-MOST_SURPRISE = 3.0  # relative; a process that was stopped for a minute teaches no more than a fourfold surprise
+DRIFT = 1e-4  # relative variance of the weights' walk in one step
+IGNORANCE = 8.0  # the weights are thought to be within so many times their present values, or the prior
+NOVICE_STEPS = 8  # for so long any surprise is believed: there is no knowledge to protect yet
+MOST_SURPRISE = 3.0  # then relative; a process that was stopped for a minute teaches no more than a fourfold surprise
 
 
 @dataclass(slots=True)
@@ -46,9 +48,9 @@ class StepCost:
     """Predicts and learns; weights are never negative."""
 
     def __init__(self, prior: Vector = PRIOR) -> None:
+        self._prior = prior
         self._weights = list(prior)
-        self._spread = [[(prior[i] ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
-        self._widest = [max(value**2, 1e-12) for value in prior]
+        self._spread = [[((IGNORANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
         self.measured = 0
 
     def predict(self, work: Work) -> float:
@@ -75,15 +77,32 @@ class StepCost:
         self.measured += 1
         expected = max(self.predict(work), 1e-5)
         x = [value / expected for value in work.vector()]
-        surprise = min(seconds / expected - sum(w * v for w, v in zip(self._weights, x, strict=True)), MOST_SURPRISE)
-        spread = self._spread
-        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in spread]
-        scale = FORGETTING * NOISE + sum(v * p for v, p in zip(x, px, strict=True))
+        surprise = seconds / expected - sum(w * v for w, v in zip(self._weights, x, strict=True))
+        if self.measured > NOVICE_STEPS:
+            surprise = min(surprise, MOST_SURPRISE)
+        self._drift(4.0 if surprise > 1 else 1.0)
+        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._spread]
+        scale = NOISE + sum(v * p for v, p in zip(x, px, strict=True))
         self._weights = [max(w + p / scale * surprise, 0.0) for w, p in zip(self._weights, px, strict=True)]
-        for i, row in enumerate(spread):
+        for i, row in enumerate(self._spread):
             for j in range(4):
                 row[j] -= px[i] * px[j] / scale
-        # Forget only what the data keeps refreshing: spread beyond the prior would wind up without bound.
-        if all(spread[i][i] < FORGETTING * self._widest[i] for i in range(4)):
-            for row in spread:
-                row[:] = [value / FORGETTING for value in row]
+
+    def _drift(self, inflation: float) -> None:
+        """The weights may have moved since; after a great surprise nothing is as certain as it was.
+
+        What the steps do not tell apart (tokens and draws of pure decoding) would grow without bound: it is capped.
+        """
+        spread = self._spread
+        for i in range(4):
+            size = max(self._weights[i], self._prior[i])
+            for j in range(4):
+                spread[i][j] *= inflation
+            spread[i][i] += DRIFT * size * size
+        for i in range(4):
+            size = IGNORANCE * max(self._weights[i], self._prior[i])
+            if spread[i][i] > size * size:
+                shrink = size / sqrt(spread[i][i])
+                for j in range(4):
+                    spread[i][j] *= shrink
+                    spread[j][i] *= shrink

@@ -1,0 +1,103 @@
+"""The cost model learns a machine from its steps, keeps budgets, and is not upset by one bad measurement."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from penstock.engine.core.cost import StepCost, Work
+
+FAST = (0.0004, 4e-6, 2e-11, 1e-5)  # seconds: a step, a token, a pair, a draw
+SLOW = (0.3, 0.02, 1e-7, 0.01)
+
+
+def seconds(machine: tuple[float, float, float, float], work: Work) -> float:
+    a, b, c, d = machine
+    return a + b * work.tokens + c * work.pairs + d * work.draws
+
+
+def some_work(random: Random) -> Work:
+    work = Work()
+    for _ in range(random.randrange(0, 32)):
+        work.add(random.randrange(4000), 1, 1)
+    if random.random() < 0.5 or work.tokens == 0:
+        work.add(random.randrange(0, 4000), random.choice([1, 16, 64, 250, 1000]), 0)
+    return work
+
+
+@pytest.mark.parametrize("machine", [FAST, SLOW])
+def test_it_learns_a_machine(machine: tuple[float, float, float, float]) -> None:
+    random, cost = Random(1), StepCost()
+    for step in range(400):
+        work = some_work(random)
+        if step > 300:
+            assert cost.predict(work) == pytest.approx(seconds(machine, work), rel=0.35)
+        cost.learn(work, seconds(machine, work) * random.uniform(0.95, 1.05))
+
+
+@pytest.mark.parametrize(("machine", "budget_s"), [(FAST, 0.006), (SLOW, 1.0)])
+def test_a_dozen_chunks_teach_enough_to_keep_the_budget(
+    machine: tuple[float, float, float, float], budget_s: float
+) -> None:
+    cost = StepCost()
+    taken = 0.0
+    for _ in range(12):
+        work = Work()
+        work.add(0, max(16, min(2048, cost.affordable(work, budget_s, 0))), 0)
+        taken = seconds(machine, work)
+        cost.learn(work, taken)
+    assert taken == pytest.approx(budget_s, rel=0.5)
+
+
+def test_what_is_affordable_is_what_the_budget_buys() -> None:
+    cost = StepCost()
+    random = Random(2)
+    for _ in range(50):
+        work = some_work(random)
+        cost.learn(work, seconds(SLOW, work))
+    for start in (0, 1000, 30_000):
+        work = Work()
+        count = cost.affordable(work, 5.0, start)
+        work.add(start, count, 1)
+        assert cost.predict(work) <= 5.0
+        work.add(start + count, 2, 0)
+        assert cost.predict(work) > 5.0
+    assert cost.affordable(Work(), 0.0, 0) == 0
+
+
+def test_a_process_that_was_stopped_teaches_little() -> None:
+    random, cost = Random(3), StepCost()
+    for _ in range(200):
+        work = some_work(random)
+        cost.learn(work, seconds(FAST, work))
+    work = Work()
+    work.add(0, 512, 1)
+    before = cost.predict(work)
+    cost.learn(work, 60.0)
+    assert cost.predict(work) < 4.1 * before
+    for _ in range(20):
+        cost.learn(work, seconds(FAST, work))
+    assert cost.predict(work) == pytest.approx(seconds(FAST, work), rel=0.3)
+
+
+def test_only_decoding_for_long_leaves_a_sane_idea_of_chunks() -> None:
+    cost = StepCost()
+    random = Random(4)
+    for _ in range(5000):
+        work = Work()
+        for _ in range(8):
+            work.add(500, 1, 1)
+        cost.learn(work, 0.02 * random.uniform(0.9, 1.1))
+    chunk = Work()
+    chunk.add(0, 256, 1)
+    assert 0.001 < cost.predict(chunk) < 1.0
+    assert 16 <= cost.affordable(Work(), 0.25, 0) <= 10_000
+
+
+def test_a_step_of_nothing_teaches_nothing() -> None:
+    cost = StepCost()
+    before = cost.predict(Work())
+    cost.learn(Work(), 1.0)
+    assert cost.predict(Work()) == before
+    assert cost.measured == 0

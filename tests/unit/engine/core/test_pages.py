@@ -1,0 +1,149 @@
+"""The pool and the prefix cache alone: counted, leased, evicted, and checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.core.blocks import BlockPool, Leaks, Lease, Shortfall
+from penstock.engine.core.prefix import PrefixCache
+from penstock.types import BlockHash, PageId
+
+
+def name(number: int) -> BlockHash:
+    return BlockHash(bytes([number]) * 32)
+
+
+def leased(pool: BlockPool, count: int) -> list[PageId]:
+    lease = pool.reserve(count)
+    assert isinstance(lease, Lease)
+    return lease.take()
+
+
+def test_a_lease_gives_back_unless_taken() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(KeyError), leased_scope(pool, 3):
+        raise KeyError
+    assert pool.free == 4
+    with leased_scope(pool, 3) as lease:
+        pages = lease.take()
+    assert pool.leased == 3
+    assert len(lease) == 0
+    pool.release(pages)
+    assert pool.free == 4
+
+
+def leased_scope(pool: BlockPool, count: int) -> Lease:
+    lease = pool.reserve(count)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def test_a_shortfall_tells_how_much_and_takes_nothing() -> None:
+    pool = BlockPool(4)
+    leased(pool, 1)
+    assert pool.reserve(5) == Shortfall(2)
+    assert pool.reserve(3, spare=1) == Shortfall(1)
+    assert pool.available == 3
+
+
+def test_each_time_a_page_is_given_out_is_a_generation() -> None:
+    pool = BlockPool(1)
+    for times in range(1, 4):
+        (page,) = leased(pool, 1)
+        assert pool.generation(page) == times
+        pool.release([page])
+
+
+def test_the_leaf_of_the_oldest_chain_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    cache = PrefixCache(pool)
+    for chain in (0, 2):
+        pages = leased(pool, 2)
+        for offset, page in enumerate(pages):
+            assert cache.insert(name(chain + offset), page)
+        pool.release(pages)
+    assert (pool.free, pool.cached, len(cache)) == (0, 4, 4)
+    leased(pool, 1)
+    assert [name(n) in cache for n in range(4)] == [True, False, True, True]
+    with cache.match([name(0), name(1)], limit=9) as found:  # used again: now the other chain is the oldest
+        assert len(found) == 1
+    leased(pool, 1)
+    assert [name(n) in cache for n in range(4)] == [True, False, True, False]
+
+
+def test_what_is_held_is_not_evicted() -> None:
+    pool = BlockPool(2)
+    cache = PrefixCache(pool)
+    (page,) = leased(pool, 1)
+    cache.insert(name(0), page)
+    pool.release([page])
+    with cache.match([name(0)], limit=1):
+        assert pool.reserve(2) == Shortfall(1)
+    leased(pool, 2)
+    assert len(cache) == 0
+
+
+def test_a_second_page_of_one_content_stays_private() -> None:
+    pool = BlockPool(2)
+    cache = PrefixCache(pool)
+    first, second = leased(pool, 2)
+    assert cache.insert(name(0), first)
+    assert not cache.insert(name(0), second)
+    pool.release([first, second])
+    assert (pool.free, pool.cached) == (1, 1)
+
+
+def test_a_match_ends_at_the_first_gap_and_at_the_limit() -> None:
+    pool = BlockPool(4)
+    cache = PrefixCache(pool)
+    pages = leased(pool, 4)
+    for number in (0, 1, 3):
+        cache.insert(name(number), pages[number])
+    chain = [name(number) for number in range(4)]
+    for limit, length in ((9, 2), (1, 1), (0, 0)):
+        with cache.match(chain, limit) as found:
+            assert found.pages == pages[:length]
+
+
+def test_the_check_sees_what_is_wrong() -> None:
+    pool = BlockPool(4)
+    one, two = leased(pool, 2)
+    assert pool.check([[one], [two]]) == Leaks()
+    assert pool.check([[one]]) == Leaks(leaked=1)
+    assert pool.check([[one, two], [two]]) == Leaks(double=1)
+    pool.release([two])
+    assert pool.check([[one, two]]) == Leaks(double=1)
+    pool._free.remove(two)
+    assert pool.check([[one]]) == Leaks(lost=1)
+    assert pool.check([[one]]).total == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "name", "drop"]), st.integers(0, 99)), max_size=200))
+def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
+    pool = BlockPool(6)
+    cache = PrefixCache(pool)
+    owners: list[list[PageId]] = []
+    given_out: Counter[PageId] = Counter()
+    for kind, number in moves:
+        match kind:
+            case "take":
+                taken = pool.reserve(number % 5)
+                if isinstance(taken, Lease):
+                    owners.append(taken.take())
+                    given_out.update(owners[-1])
+            case "share":
+                owners.append(cache.match([name(number % 4)], limit=1).take())
+            case "name" if owners and owners[number % len(owners)]:
+                page = owners[number % len(owners)][0]
+                if pool.label(page) is None:
+                    cache.insert(name(number % 4), page)
+            case "drop" if owners:
+                pool.release(owners.pop(number % len(owners)))
+        assert pool.free + pool.cached + pool.leased == 6
+        assert pool.check(owners) == Leaks()
+        assert len({page for pages in owners for page in pages}) == pool.leased
+    assert all(pool.generation(PageId(page)) == given_out[PageId(page)] for page in range(6))
