@@ -27,7 +27,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from penstock.cli.benchmark import load, measures, report, workload
 from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
 from penstock.cli.benchmark.stutter import Stutter, run_stutter
-from penstock.cli.http_stream import HttpStreamClient, StreamError, server_key, server_url
+from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.config.load import load_client
 from penstock.errors import ConfigError
 
 EPILOG = """\
@@ -135,8 +136,8 @@ def _print(result: dict[str, Any], out: Console) -> None:
 
 async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     headers = dict(pair.split("=", 1) for pair in args.header)
-    url = server_url(args.base_url)
-    async with HttpStreamClient(url, api_key=server_key(args.api_key), headers=headers) as client:
+    url, key = load_client(args.base_url, args.api_key)
+    async with HttpStreamClient(url, api_key=key, headers=headers) as client:
         model, max_model_len = await _served_model(client, args.model)
         extra = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
         prompts = PromptMaker(client, RequestShape(model=model, endpoint=args.endpoint, extra=extra), args.seed)

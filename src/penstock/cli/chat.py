@@ -16,8 +16,9 @@ from typing import Any, TextIO
 import msgspec
 
 from penstock.cli.chunks import Usage, decode_chunk, error_of
-from penstock.cli.http_stream import HttpStreamClient, StreamError, server_key, server_url
+from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.sse import DONE
+from penstock.config.load import load_client
 from penstock.errors import ConfigError, PenstockError, WorkerError
 
 EPILOG = """\
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     Raises PenstockError when a single question fails.
     """
     try:
-        client = HttpStreamClient(server_url(args.url), api_key=server_key(args.api_key))
+        url, key = load_client(args.url, args.api_key)
+        client = HttpStreamClient(url, api_key=key)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with asyncio.Runner() as runner:

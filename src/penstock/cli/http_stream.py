@@ -7,7 +7,6 @@ that of the read which brought it, not that of a task which woke up later.  Know
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,6 @@ from urllib.parse import urlsplit
 import httptools
 
 from penstock.cli.sse import SseParser
-from penstock.config.load import DEFAULT_URL
 from penstock.errors import PenstockError
 
 OnEvent = Callable[[bytes, float], None]
@@ -33,16 +31,6 @@ class StreamError(PenstockError):
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
         self.kind = kind
-
-
-def server_url(flag: str | None) -> str:
-    """The flag, else ``PENSTOCK_URL``, else where ``penstock serve`` listens by default."""
-    return flag or os.environ.get("PENSTOCK_URL") or DEFAULT_URL
-
-
-def server_key(flag: str | None) -> str | None:
-    """The flag, else ``PENSTOCK_API_KEY``, else none."""
-    return flag or os.environ.get("PENSTOCK_API_KEY") or None
 
 
 @dataclass(frozen=True, slots=True)
