@@ -95,16 +95,19 @@ def _public(secret: bytes) -> bytes | None:
 
 def _read(path: Path) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        # O_NONBLOCK: a pipe in the key's place must not make us wait.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}; 'penstock keys DIR' makes one") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & _LOOSE:
             raise ConfigError(f"{path} must be a file with mode 0600; it has {stat.filemode(facts.st_mode)}")
         if facts.st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"{path} belongs to another user")
-        key = file.read(KEY_CHARS + 2).rstrip(b"\n")
+        key = os.read(descriptor, KEY_CHARS + 2).rstrip(b"\n")
+    finally:
+        os.close(descriptor)
     if len(key) != KEY_CHARS:
         raise ConfigError(f"{path} holds {len(key)} characters; a key has {KEY_CHARS}")
     return key

@@ -6,7 +6,7 @@ faces both.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ JsonObject = Mapping[str, Any]
 class TokenStream(Protocol):
     """The tokens of one request; an async generator is one."""
 
-    def __aiter__(self) -> TokenStream: ...
+    def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
 
     def __anext__(self) -> Awaitable[TokenBatch]: ...
 

@@ -1,0 +1,235 @@
+"""Every message survives the codec; nothing else gets through it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ProtocolError
+from penstock.types import (
+    FinishReason,
+    Leg,
+    ModelIdentity,
+    Role,
+    SamplingParams,
+    TokenLogprob,
+    WorkerState,
+)
+from penstock.wire import codec
+from penstock.wire.codec import check_payload, decode, decode_peer, encode
+from penstock.wire.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Cancel,
+    Draining,
+    HandOverAlive,
+    HandOverFailed,
+    Hello,
+    Message,
+    PageReady,
+    PageSource,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    Report,
+    Returned,
+    Submit,
+    SupervisorMessage,
+    Suspect,
+    TokenItem,
+    Tokens,
+    WorkerDown,
+    WorkerUp,
+)
+
+IDENTITY = ModelIdentity(fingerprint="ab" * 32, numerics="cpp-avx512-1-bf16")
+ITEM = TokenItem(
+    request="r",
+    epoch=3,
+    index=7,
+    tokens=(1, 2, 1 << 31),
+    logprobs=(TokenLogprob(1, -0.5, ((1, -0.5), (9, -2.25))),),
+    finish=FinishReason.STOP,
+    cached_tokens=5,
+)
+MESSAGES: list[Message] = [
+    Hello(gateway="gateway-0", incarnation=2),
+    Submit(
+        request="r",
+        epoch=1,
+        leg=Leg.DECODE,
+        prompt=(1, 2, 3),
+        sampling=SamplingParams(seed=(1 << 64) - 1, max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(2,)),
+        arrival=1.25,
+        emitted=(4,),
+        root=bytes(range(32)),
+        block_hashes=(b"\xff" * 32,),
+        priority=-3,
+        pages_from=PageSource(worker="prefill-0", incarnation=4, endpoint="ipc://@x"),
+    ),
+    Cancel(request="réponse", epoch=1),
+    Tokens(items=(ITEM, TokenItem(request="q", epoch=1, index=0, tokens=()))),
+    Returned(request="r", epoch=1, reason="preempted"),
+    Report(
+        worker="decode-1",
+        incarnation=1,
+        role=Role.DECODE,
+        state=WorkerState.READY,
+        pid=77,
+        identity=IDENTITY,
+        max_model_len=2048,
+        counters={"steps": 2.0},
+    ),
+    PullPages(request="r", epoch=1, skip_blocks=2, identity=IDENTITY, layout="l", carrier="shm", incarnation=1),
+    PageReady(request="r", epoch=1, block=0, tokens=16, page=3, generation=9, checksum=bytes(16)),
+    PrefillDone(request="r", epoch=1, blocks=3, first=ITEM),
+    HandOverAlive(request="r", epoch=1),
+    HandOverFailed(request="r", epoch=1, reason="refused"),
+    PagesReceived(request="r", epoch=1),
+    WorkerUp(worker="w", incarnation=1, role=Role.BOTH, pid=1, endpoint="ipc://@x"),
+    WorkerDown(worker="w", incarnation=1, state=WorkerState.DEAD, reason="signal 9"),
+    Draining(),
+    Suspect(worker="w", incarnation=1, reason="silent"),
+]
+PEER = get_args(AnyMessage)
+SUPERVISOR = get_args(SupervisorMessage)
+
+
+def test_the_samples_cover_every_message() -> None:
+    assert {type(message) for message in MESSAGES} == set(PEER) | set(SUPERVISOR)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    frame = encode(message)
+    assert frame[0] == PROTOCOL_VERSION
+    assert decode(frame) == message
+    assert decode(memoryview(bytearray(frame))) == message
+    if isinstance(message, PEER):
+        assert decode_peer(frame) == message
+    else:
+        with pytest.raises(ProtocolError):
+            decode_peer(frame)
+
+
+def refused(frame: bytes) -> bool:
+    """Not one of ours; anything but ProtocolError fails the test."""
+    try:
+        decode(frame)
+        decode_peer(frame)
+    except ProtocolError:
+        return True
+    return False
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_frames_give_a_protocol_error(frame: bytes) -> None:
+    assert refused(frame)
+    refused(bytes((PROTOCOL_VERSION,)) + frame)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    frame = bytearray(encode(draw(st.sampled_from(MESSAGES))))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(frame)))
+        match draw(st.sampled_from(["flip", "cut", "insert", "replace", "splice"])):
+            case "flip" if at < len(frame):
+                frame[at] ^= 1 << draw(st.integers(0, 7))
+            case "cut":
+                del frame[at : at + draw(st.integers(1, 20))]
+            case "insert":
+                frame[at:at] = draw(st.binary(min_size=1, max_size=8))
+            case "replace" if at < len(frame):
+                frame[at] = draw(st.sampled_from([0xC1, 0xC6, 0xDB, 0xDD, 0xDF, 0xC0, 0xCB, 0xD3, 0xCF, 0xC9, 0xFF]))
+            case _:
+                other = encode(draw(st.sampled_from(MESSAGES)))
+                frame[at:] = other[draw(st.integers(0, len(other))) :]
+        if not frame:
+            break
+    return bytes(frame)
+
+
+@settings(max_examples=4000, deadline=None)
+@given(mutated())
+def test_a_mutated_frame_is_a_message_or_a_protocol_error(frame: bytes) -> None:
+    if not refused(frame):
+        message = decode(frame)
+        assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, 255])
+def test_another_version_is_refused_by_name(version: int) -> None:
+    frame = encode(Draining())
+    with pytest.raises(ProtocolError, match=f"version {version}"):
+        decode(bytes((version,)) + frame[1:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"t": "unheard-of"},
+        {"epoch": "1"},
+        {"epoch": 1.5},
+        {"epoch": True},
+        {"epoch": None},
+        {"more": 1},
+        {"request": b"r"},
+        {"request": 7},
+    ],
+)
+def test_wrong_tags_types_and_fields_are_refused(change: dict[str, object]) -> None:
+    fields = {"t": "cancel", "request": "r", "epoch": 1}
+    good = encode(Cancel(request="r", epoch=1))
+    version = good[:1]
+    assert decode(version + msgspec.msgpack.encode(fields)) == Cancel(request="r", epoch=1)
+    with pytest.raises(ProtocolError):
+        decode(version + msgspec.msgpack.encode(fields | change))
+    del fields["epoch"]
+    with pytest.raises(ProtocolError):
+        decode(version + msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("head", [b"\xdd\x7f\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"])
+def test_a_short_frame_that_announces_much_takes_no_memory(head: bytes) -> None:
+    frame = encode(MESSAGES[1]).replace(b"\x93\x01\x02\x03", head)
+    assert head in frame
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode(bytes((PROTOCOL_VERSION,)) + b"\x81\xa1t" + b"\x91" * 100_000)
+
+
+def test_sizes_are_capped_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = Cancel(request="r" * 1000, epoch=1)
+    frame = encode(message)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame) - 1)
+    for use in (lambda: encode(message), lambda: decode(frame), lambda: decode_peer(frame)):
+        with pytest.raises(ProtocolError, match=str(len(frame) - 1)):
+            use()
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame))
+    assert decode(encode(message)) == message
+    monkeypatch.setattr(codec, "MAX_PAYLOAD_BYTES", 10)
+    check_payload(memoryview(bytes(10)))
+    with pytest.raises(ProtocolError, match="at most 10"):
+        check_payload(memoryview(bytes(11)))
+
+
+@pytest.mark.parametrize("bad", [Cancel(request="r", epoch=1 << 64), Cancel(request="\ud800", epoch=1)])
+def test_what_cannot_be_encoded_is_a_protocol_error(bad: Cancel) -> None:
+    with pytest.raises(ProtocolError):
+        encode(bad)
