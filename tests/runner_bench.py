@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from penstock.kernels.select import make_ops
 
 from penstock.engine.core.plan import Arrive, Drawn, Plan, Row
 from penstock.engine.core.request import Request
@@ -16,6 +16,7 @@ from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, RequestId, SamplingParams
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.load import load_model
@@ -40,11 +41,15 @@ class RecordingModel:
 
 
 class RunnerBench:
-    """Requests of one model, with pages given out in a random order that depends on ``seed``."""
+    """Requests of one model, with pages given out in a random order that depends on ``seed``.
+
+    ``ops``: further arguments of ``make_ops``.  The kernel family is ``PENSTOCK_KERNELS``, if that is set.
+    """
 
     def __init__(self, folder: Path, dtype: str = "fp32", *, pages: int = 256, seed: int = 0, **ops: Any) -> None:
         self.spec = inspect_model(folder)
-        self.ops = make_ops(compute_dtype=dtype, **ops)
+        family = os.environ.get("PENSTOCK_KERNELS") or None
+        self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
         loaded = load_model(folder, self.spec, self.ops)
         self.model = RecordingModel(build_model(loaded, self.ops, self.spec.max_positions))
         sizes = {"layers": self.spec.layers, "kv_heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}

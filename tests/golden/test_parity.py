@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from parity_oracle import Oracle
 from tokenizers import Tokenizer
 
+from penstock.kernels.select import available_families
 from penstock.types import SamplingParams, TokenLogprob
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
@@ -112,6 +113,17 @@ def test_random_models(tmp_path: Path, case: str) -> None:
         assert [one.token for one in drawn.prompt_logprobs] == tokens[1:]
 
 
+@pytest.mark.parametrize("family", available_families())
+def test_every_kernel_family(tmp_path: Path, family: str) -> None:
+    config = llama_config(hidden_size=80, intermediate_size=100, vocab_size=113, rope_scaling=LLAMA3)
+    folder = write_model(tmp_path, config)
+    tokens = np.random.default_rng(2).integers(0, 113, 200).tolist()
+    bench = RunnerBench(folder, family=family)
+    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=113, prompt_logprobs=113)
+    drawn = bench.read(bench.request(tokens, sampling), 50)
+    check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), 113), Oracle(folder).logprobs_TV(tokens))
+
+
 @pytest.fixture(scope="module")
 def storyteller() -> tuple[RunnerBench, Oracle]:
     return RunnerBench(BUNDLED, pages=300), Oracle(BUNDLED)
@@ -156,6 +168,18 @@ def test_the_bundled_model_on_text(storyteller: tuple[RunnerBench, Oracle], case
         assert [logprob for _, logprob in one.top] == pytest.approx(np.sort(row_V)[::-1][:5], abs=TOLERANCE)
         assert all(abs(logprob - row_V[token]) <= TOLERANCE for token, logprob in one.top)
     bench.release(request)
+
+
+def test_the_bf16_compute_type_stays_near(storyteller: tuple[RunnerBench, Oracle]) -> None:
+    """No promise of parity: rounding to bf16 moves log-probabilities a little, and greedy tokens hardly ever."""
+    tokens = TEXTS["a long text"]
+    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    bench = RunnerBench(BUNDLED, "bf16", pages=120)
+    told = bench.read(bench.request(tokens, sampling), 512).prompt_logprobs
+    want_TV = storyteller[1].logprobs_TV(tokens)[:-1]
+    off_T = [abs(one.logprob - row_V[one.token]) for one, row_V in zip(told, want_TV, strict=True)]
+    assert np.mean(off_T) < 0.01
+    assert np.mean([one.top[0][0] == row_V.argmax() for one, row_V in zip(told, want_TV, strict=True)]) > 0.99
 
 
 def test_an_answer_that_the_bundled_model_writes_itself(storyteller: tuple[RunnerBench, Oracle]) -> None:

@@ -181,3 +181,12 @@ def test_the_ways_were_told_apart_by_something(plain: dict[tuple[str, int], Told
         assert len(told.prompt_logprobs) == (length - 1 if kind == "greedy" else 0)
         if kind == "penalised":
             assert not {3, 4, 5} & set(told.tokens[:5])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_bit_depends_on_the_number_of_threads(folder: Path, dtype: str) -> None:
+    told: list[Told] = []
+    for threads in (2, 1):
+        bench = RunnerBench(folder, dtype, threads=threads)
+        told.append(alone(256, steps=3)(bench, bench.request(prompt_of(900), SAMPLINGS["greedy"])))
+    assert told[0] == told[1]
