@@ -61,15 +61,16 @@ class MarkingRunner(NullRunner):
 class StageWorker:
     """One worker on the stage."""
 
-    def __init__(self, stage: Stage, name: str, role: Role, **scheduler: int) -> None:
+    def __init__(self, stage: Stage, name: str, role: Role, *, incarnation: int = 1, **scheduler: int) -> None:
         self.name = WorkerId(name)
-        self.endpoint = f"memory://{name}"
+        self.incarnation = incarnation
+        self.endpoint = f"memory://{name}" if incarnation == 1 else f"memory://{name}-{incarnation}"
         self.memory = KvMemory.anonymous(LAYOUT, scheduler.setdefault("pages", 64))
         stage.memories[self.name] = self.memory
         scheduler.setdefault("max_model_len", 256)
         config = WorkerConfig(
             worker=self.name,
-            incarnation=1,
+            incarnation=incarnation,
             role=role,
             endpoint=self.endpoint,
             carrier="memory",
@@ -90,7 +91,7 @@ class StageWorker:
 
     @property
     def source(self) -> PageSource:
-        return PageSource(worker=self.name, incarnation=1, endpoint=self.endpoint)
+        return PageSource(worker=self.name, incarnation=self.incarnation, endpoint=self.endpoint)
 
 
 class Stage:
