@@ -1,4 +1,7 @@
-"""Many prompts in one request, two answers each.  pip install openai; penstock serve; python examples/batch_of_prompts.py"""
+"""Many prompts in one request, two answers each.
+
+pip install openai; penstock serve; python examples/batch_of_prompts.py
+"""
 
 from openai import OpenAI
 
