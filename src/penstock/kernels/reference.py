@@ -1,0 +1,256 @@
+"""The oracle: every operation in torch, on the CPU or a GPU, written to be read rather than to be fast.
+
+Batch-invariant in the simple way: where torch chooses its arithmetic by shape, it is only ever given one.  On the CPU a
+linear, a norm and an activation see one row at a time, elsewhere fixed tiles padded with zeros; attention sees tiles
+of 16 positions aligned to absolute position, so a token stands in the same place of the same shapes in every call.
+Products are in fp32 over operands rounded to the compute type.
+
+This module imports torch; nothing imports this module but ``select``, when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.errors import KernelError
+from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch
+from penstock.kernels.reference_sampling import sample_row, with_logprobs
+from penstock.types import PAGE_TOKENS
+
+TILE_ROWS = 64
+"""Rows of one product on a GPU, whatever was asked for."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceKv:
+    """pages [P, L, 2, G, 16, C]: keys, then values, a page's tokens one after another."""
+
+    pages: Tensor
+
+
+class ReferenceOps:
+    """See ``ops.Ops`` for what each operation does."""
+
+    def __init__(self, *, compute_dtype: str, device: str = "cpu") -> None:
+        """Raises KernelError for an unknown type or a device that torch does not find."""
+        if compute_dtype not in _DTYPES:
+            raise KernelError(f"compute type {compute_dtype!r} is not one of bf16, fp32")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise KernelError(f"device {device!r} was asked for, but torch finds no CUDA device")
+        self.compute_dtype = compute_dtype
+        self.device = torch.device(device)
+        self.numerics = f"torch-{_arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
+        self.kv_layout = f"plain-1-{compute_dtype}"
+        self._dtype = _DTYPES[compute_dtype]
+        self._tile = 1 if self.device.type == "cpu" else TILE_ROWS
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)  # a library may cut K by threads
+
+    # --- once a model -------------------------------------------------------------------------------------------------
+
+    def pack_linear(self, weight_NK: Any, *, segments: tuple[int, ...] | None = None) -> PackedLinear:
+        """See ``Ops.pack_linear``: one contiguous fp32 matrix a segment, rounded to the compute type."""
+        n, k = weight_NK.shape
+        whole = self._tensor(np.asarray(weight_NK, np.float32)).to(self._dtype).float()
+        ends = segments or (k,)
+        begins = (0, *ends[:-1])
+        parts = [whole[:, a:b].contiguous() for a, b in zip(begins, ends, strict=True)]
+        return PackedLinear(n=n, k=k, segments=tuple(ends), data=parts, nbytes=whole.nbytes)
+
+    def vector(self, weight_D: Any) -> Tensor:
+        """See ``Ops.vector``."""
+        return self._tensor(np.asarray(weight_D, np.float32))
+
+    def page_bytes(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+        """See ``Ops.page_bytes``."""
+        return 2 * layers * kv_heads * PAGE_TOKENS * head_dim * self._dtype.itemsize
+
+    def new_kv(
+        self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None
+    ) -> ReferenceKv:
+        """See ``Ops.new_kv``.  ``memory`` is served on the CPU only (KernelError elsewhere)."""
+        shape = (pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim)
+        if memory is None:
+            return ReferenceKv(torch.zeros(shape, dtype=self._dtype, device=self.device))
+        if self.device.type != "cpu":
+            raise KernelError(f"KV memory on {self.device} cannot lie in the host's memory")
+        nbytes = pages * self.page_bytes(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        if memory.nbytes < nbytes:
+            raise KernelError(f"{pages} pages need {nbytes} bytes of KV memory, given are {memory.nbytes}")
+        flat = torch.frombuffer(memory, dtype=self._dtype, count=nbytes // self._dtype.itemsize)
+        return ReferenceKv(flat.view(shape))
+
+    def rope_table(self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0) -> Tensor:
+        """See ``Ops.rope_table``; [position, cos or sin, C / 2]."""
+        angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
+        table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * attention_factor
+        return self._tensor(table.astype(np.float32))
+
+    # --- looking inside -----------------------------------------------------------------------------------------------
+
+    def compute(self, values: NDArray[Any]) -> Tensor:
+        """See ``Ops.compute``."""
+        return self._tensor(np.asarray(values, np.float32)).to(self._dtype)
+
+    def hidden(self, values: NDArray[Any]) -> Tensor:
+        """See ``Ops.hidden``."""
+        return self._tensor(np.array(values, np.float32))
+
+    def to_numpy(self, array: Tensor) -> NDArray[np.float32]:
+        """See ``Ops.to_numpy``."""
+        return np.asarray(array.float().cpu().numpy(), np.float32)
+
+    # --- every step ---------------------------------------------------------------------------------------------------
+
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Tensor:
+        """See ``Ops.embed``."""
+        ids_T = self._indices(tokens_T)
+        return torch.cat([part[ids_T] for part in table.data], dim=1)
+
+    def rms_norm(self, hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """See ``Ops.rms_norm``."""
+
+        def norm(tile: Tensor) -> Tensor:
+            return tile * torch.rsqrt(tile.square().mean(dim=1, keepdim=True) + eps) * weight_D
+
+        return self._in_tiles(norm, hidden_TD).to(self._dtype)
+
+    def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
+        """See ``Ops.linear``."""
+        sums, begin = [], 0
+        for part, end in zip(weight.data, weight.segments, strict=True):
+            sums.append(self._product(x_TK[:, begin:end].float(), part))
+            begin = end
+        while len(sums) > 1:
+            sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
+        return sums[0]
+
+    def linear_add(self, x_TK: Tensor, weight: PackedLinear, hidden_TN: Tensor) -> None:
+        """See ``Ops.linear_add``."""
+        hidden_TN += self.linear(x_TK, weight)
+
+    def rope_and_write(
+        self, qkv_TN: Tensor, rope: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+    ) -> Tensor:
+        """See ``Ops.rope_and_write``."""
+        head_dim = kv.pages.shape[-1]
+        split = qkv_TN.view(-1, heads + 2 * kv_heads, head_dim)
+        q_THC, k_TGC, v_TGC = split.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
+        cos_T1C, sin_T1C = rope[self._indices(batch.positions_T)].unsqueeze(2).unbind(dim=1)
+        sequences_T = np.repeat(np.arange(len(batch.starts_S1) - 1), np.diff(batch.starts_S1))
+        pages_T = self._indices(batch.table_SP[sequences_T, batch.positions_T // PAGE_TOKENS])
+        slots_T = self._indices(batch.positions_T % PAGE_TOKENS)
+        kv.pages[pages_T, layer, 0, :, slots_T] = _rotated(k_TGC, cos_T1C, sin_T1C).to(self._dtype)
+        kv.pages[pages_T, layer, 1, :, slots_T] = v_TGC.to(self._dtype)
+        return _rotated(q_THC, cos_T1C, sin_T1C).to(self._dtype)
+
+    def paged_attention(self, q_THC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch, *, scale: float) -> Tensor:
+        """See ``Ops.paged_attention``."""
+        out_THC = torch.empty_like(q_THC)
+        for s in range(len(batch.starts_S1) - 1):
+            start, end = int(batch.starts_S1[s]), int(batch.starts_S1[s + 1])
+            token = start
+            while token < end:  # up to the next multiple of 16 positions
+                position = int(batch.positions_T[token])
+                block = position // PAGE_TOKENS
+                count = min(end - token, (block + 1) * PAGE_TOKENS - position)
+                kv_2GNC = self._gathered(kv, layer, batch.table_SP[s, : block + 1], position + count)
+                rows = slice(token, token + count)
+                out_THC[rows] = _attend_tile(q_THC[rows], kv_2GNC, position, scale).to(self._dtype)
+                token += count
+        return out_THC.flatten(1)
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """See ``Ops.silu_mul``."""
+
+        def activate(tile: Tensor) -> Tensor:
+            gate, up = tile.chunk(2, dim=1)
+            return gate / (1 + torch.exp(-gate)) * up
+
+        return self._in_tiles(activate, gate_up_T2I).to(self._dtype)
+
+    def rows(self, x_TD: Tensor, rows_R: NDArray[np.int32]) -> Tensor:
+        """See ``Ops.rows``."""
+        return x_TD[self._indices(rows_R)]
+
+    def sample(self, logits_RV: Tensor, rows: list[SampleRow]) -> list[Sampled]:
+        """See ``Ops.sample``."""
+        logits = self.to_numpy(logits_RV)
+        return [sample_row(logits_V, row) for logits_V, row in zip(logits, rows, strict=True)]
+
+    def token_logprobs(self, logits_RV: Tensor, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
+        """See ``Ops.token_logprobs``."""
+        logits = self.to_numpy(logits_RV)
+        return [with_logprobs(logits_V, int(token), top) for logits_V, token in zip(logits, tokens_R, strict=True)]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.array(values, order="C")).to(self.device)
+
+    def _indices(self, values: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+    def _in_tiles(self, fn: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+        """``fn`` on tiles of always the same number of rows, in fresh (so equally aligned) memory."""
+        tiles = []
+        for start in range(0, x_TD.shape[0], self._tile):
+            tile = torch.zeros((self._tile, x_TD.shape[1]), dtype=x_TD.dtype, device=self.device)
+            rows = x_TD[start : start + self._tile]
+            tile[: len(rows)] = rows
+            tiles.append(fn(tile)[: len(rows)])
+        return torch.cat(tiles)
+
+    def _product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        if weight_NK.shape[1] == 0:
+            return torch.zeros((x_TK.shape[0], weight_NK.shape[0]), device=self.device)
+        if self._tile == 1:
+            return self._in_tiles(lambda tile: torch.mv(weight_NK, tile[0]).unsqueeze(0), x_TK)
+        return self._in_tiles(lambda tile: tile @ weight_NK.T, x_TK)
+
+    def _gathered(self, kv: ReferenceKv, layer: int, pages: NDArray[np.int32], written: int) -> Tensor:
+        """Keys and values [2, G, N, C] of whole pages in fp32; zero where nothing was written yet."""
+        kv_N2GSC = kv.pages[self._indices(pages), layer].float()
+        kv_2GNC = kv_N2GSC.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+        kv_2GNC[:, :, written:] = 0
+        return kv_2GNC
+
+
+def _arithmetic_of(device: torch.device) -> str:
+    """What else the bits depend on: the CPU's instruction set, the GPU's generation."""
+    if device.type == "cpu":
+        return f"cpu_{torch.backends.cpu.get_cpu_capability().lower()}"
+    if device.type == "cuda":
+        return "cuda_sm{}{}".format(*torch.cuda.get_device_capability(device))
+    return device.type
+
+
+def _rotated(x_THC: Tensor, cos_T1C: Tensor, sin_T1C: Tensor) -> Tensor:
+    first, second = x_THC.chunk(2, dim=-1)
+    return torch.cat([first * cos_T1C - second * sin_T1C, second * cos_T1C + first * sin_T1C], dim=-1)
+
+
+def _attend_tile(q_THC: Tensor, kv_2GNC: Tensor, position: int, scale: float) -> Tensor:
+    """Rows of one aligned tile of 16 positions, each in its own place; keys up to the tile's end."""
+    count, heads, head_dim = q_THC.shape
+    groups, keys = kv_2GNC.shape[1], kv_2GNC.shape[2]
+    slot = position % PAGE_TOKENS
+    tile = torch.zeros((PAGE_TOKENS, heads, head_dim), device=q_THC.device)
+    tile[slot : slot + count] = q_THC.float()
+    q_GMC = tile.view(PAGE_TOKENS, groups, heads // groups, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    scores_GMN = q_GMC.contiguous() @ kv_2GNC[0].transpose(1, 2) * scale
+    row_M = torch.arange(PAGE_TOKENS, device=q_THC.device).repeat(heads // groups) + (keys - PAGE_TOKENS)
+    hidden_MN = torch.arange(keys, device=q_THC.device)[None] > row_M[:, None]
+    weights_GMN = torch.softmax(scores_GMN.masked_fill(hidden_MN, -torch.inf), dim=-1)
+    out_GMC = weights_GMN @ kv_2GNC[1]
+    out_THC = out_GMC.view(groups, heads // groups, PAGE_TOKENS, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+    return out_THC[slot : slot + count]
