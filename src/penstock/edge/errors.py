@@ -1,0 +1,69 @@
+"""The error tree as HTTP: status, headers, and OpenAI's envelope.
+
+Words and codes stand beside each error in ``penstock.errors``; here is only how they are written.  Anything that is
+not in the tree is our own fault and says nothing about itself.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import CapacityError, MethodNotAllowed, PenstockError, RequestError, Unauthorized, WorkerError
+
+Header = tuple[bytes, bytes]
+
+JSON_TYPE: Header = (b"content-type", b"application/json")
+_encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):  # noqa: N818 - nobody is told
+    """The client hung up; there is nobody to answer."""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """An error, ready to be sent."""
+
+    status: int
+    body: bytes
+    headers: tuple[Header, ...] = ()
+
+
+def refusal(error: BaseException) -> Refusal:
+    """How ``error`` is answered."""
+    if isinstance(error, RequestError):
+        return Refusal(
+            status=error.status,
+            body=envelope(error.message, error.type, param=error.param, code=error.code),
+            headers=_request_headers(error),
+        )
+    if isinstance(error, CapacityError):
+        return Refusal(
+            status=error.status,
+            body=envelope(error.message, error.type, code=error.code),
+            headers=((b"retry-after", str(error.retry_after).encode()),),
+        )
+    if isinstance(error, WorkerError):
+        return Refusal(
+            status=error.status,
+            body=envelope(error.message, error.type, code=error.code),
+            headers=((b"retry-after", b"1"),),
+        )
+    return Refusal(status=500, body=envelope("The server had an error.", "server_error", code="internal_error"))
+
+
+def envelope(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """OpenAI's ``{"error": {...}}``."""
+    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def is_ours(error: BaseException) -> bool:
+    """Was this error foreseen?"""
+    return isinstance(error, PenstockError)
+
+
+def _request_headers(error: RequestError) -> tuple[Header, ...]:
+    if isinstance(error, Unauthorized):
+        return ((b"www-authenticate", b"Bearer"),)
+    if isinstance(error, MethodNotAllowed):
+        return ((b"allow", error.allow.encode("latin-1", "replace")),)
+    return ()

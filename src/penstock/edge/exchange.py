@@ -1,0 +1,182 @@
+"""One HTTP request and its answer over ASGI: read the body within limits, answer once, notice when the client leaves.
+
+Knows nothing about paths or what a body means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.config.schema import Limits
+from penstock.edge.admission import BodyHold
+from penstock.edge.errors import JSON_TYPE, ClientGone, Header, is_ours, refusal
+from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
+from penstock.telemetry.log import event
+
+log = logging.getLogger("penstock.edge")
+
+_LINGER_S = 2.0
+"""For so long the rest of a refused body is read and thrown away, or the client might never see the refusal."""
+
+
+class Exchange:
+    """Request and answer.  The body is read at most once, the answer started at most once."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+        self.started = False  # the status line is out
+        self.finished = False  # so is everything else
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header, None without it."""
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    async def read_json_body(self, limits: Limits, hold: BodyHold) -> bytes:
+        """The raw body of a request that says it is JSON.
+
+        Raises WrongMediaType, BodyTooLarge, SlowBody, QueueFull (all before more is read than must be), ClientGone.
+        """
+        self._check_type()
+        declared = self._declared_length()
+        if declared is not None and declared > limits.max_body_bytes:
+            raise _too_large(limits)
+        try:
+            async with asyncio.timeout(limits.slow_body_s):
+                return await self._read(limits, hold)
+        except TimeoutError as error:
+            raise SlowBody(
+                f"The body did not arrive within the limit of {limits.slow_body_s:g} s.", code="slow_body"
+            ) from error
+
+    async def _read(self, limits: Limits, hold: BodyHold) -> bytes:
+        chunks: list[bytes] = []
+        while not self._body_read:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk: bytes = message.get("body", b"")
+            self._body_read = not message.get("more_body", False)
+            if hold.held + len(chunk) > limits.max_body_bytes:
+                raise _too_large(limits)
+            hold.grow(len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _check_type(self) -> None:
+        if self.header(b"content-encoding") not in (None, b"identity"):
+            raise WrongMediaType("Compressed bodies are not read here.", code="unsupported_media_type")
+        kind, *parameters = (self.header(b"content-type") or b"").lower().split(b";")
+        wrong = [item for item in map(bytes.strip, parameters) if item.startswith(b"charset=")]
+        if kind.strip() != b"application/json" or any(item.strip(b'charset="') != b"utf-8" for item in wrong):
+            raise WrongMediaType("Send the header 'Content-Type: application/json'.", code="unsupported_media_type")
+
+    def _declared_length(self) -> int | None:
+        value = self.header(b"content-length")
+        if value is None:
+            return None
+        if not value.isdigit():
+            raise RequestError("The content-length is not a number.", code="bad_content_length")
+        return int(value[:20])
+
+    def until_hang_up(self) -> Attention:
+        """A scope that is left by ClientGone as soon as the client goes."""
+        return Attention(self, self._receive)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def chunked(self) -> bool:
+        """Can an answer be sent whose length is not known yet?  HTTP/1.0 has no chunks."""
+        return bool(self._scope.get("http_version", "1.1") != "1.0")
+
+    async def start(self, status: int, *headers: Header) -> None:
+        """The status line and headers."""
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send(self, body: bytes) -> None:
+        """A part of the body."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def finish(self, body: bytes = b"") -> None:
+        """The last part of the body."""
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def reply(self, status: int, body: bytes, *headers: Header) -> None:
+        """A whole answer, of type JSON unless a header says otherwise."""
+        kind = () if any(name == b"content-type" for name, _ in headers) else (JSON_TYPE,)
+        await self.start(status, *kind, (b"content-length", str(len(body)).encode()), *headers)
+        await self.finish(body)
+
+    async def refuse(self, error: BaseException) -> None:
+        """Answer with an error, and read no more of this client than is polite."""
+        if not is_ours(error):
+            log.error("a request failed", exc_info=error)
+        answer = refusal(error)
+        if answer.status >= 500:
+            event(log, logging.WARNING, "request refused", status=answer.status, error=type(error).__name__)
+        length = (b"content-length", str(len(answer.body)).encode())
+        if self._body_read or not self._has_body():
+            await self.start(answer.status, JSON_TYPE, length, *answer.headers)
+            await self.finish(answer.body)
+            return
+        await self.start(answer.status, JSON_TYPE, length, (b"connection", b"close"), *answer.headers)
+        await self.send(answer.body)
+        await self._linger()
+        await self.finish()
+
+    def _has_body(self) -> bool:
+        return self.header(b"transfer-encoding") is not None or self.header(b"content-length") not in (None, b"0")
+
+    async def _linger(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while not self._body_read:
+                    message: Message = await self._receive()
+                    self._body_read = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+class Attention:
+    """Listens for the client's going while its request is worked on, at no cost a token."""
+
+    def __init__(self, exchange: Exchange, receive: Receive) -> None:
+        self._exchange = exchange
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch = asyncio.get_running_loop().create_task(self._listen())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        if self._gone and kind is asyncio.CancelledError and self._task.uncancel() == 0:
+            raise ClientGone from error
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._exchange.finished:
+            self._gone = True
+            self._task.cancel()
+
+
+def _too_large(limits: Limits) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than the limit of {limits.max_body_bytes} bytes.", code="body_too_large")

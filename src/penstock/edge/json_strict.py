@@ -1,0 +1,97 @@
+"""JSON as RFC 8259 has it, and nothing more.
+
+The standard library's parser reads UTF-16, a byte order mark, NaN, 1e999, the last of two equal keys and lone
+surrogates; each of them lets two programs read two things in one body, so here each is refused.  Depth and length of
+numbers are bounded.  Knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from penstock.errors import BadJson
+
+MAX_NUMBER_CHARS = 64
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([\[{])|[\]}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse(raw: bytes, *, max_depth: int = 64) -> Any:
+    """The value in ``raw``: None, bool, int, float, str, list or dict.  Raises BadJson.
+
+    May be called on a thread: it lets others run between any two numbers or objects.
+    """
+    if raw.count(b"[") + raw.count(b"{") > max_depth:
+        _check_depth(raw, max_depth)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadJson(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from error
+    if text.startswith("\ufeff"):
+        raise BadJson("The body begins with a byte order mark; JSON has none.")
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError as error:
+        raise BadJson("The body is nested too deeply.") from error
+    except json.JSONDecodeError as error:
+        raise BadJson(f"The body is not JSON: {error.msg} (line {error.lineno}, column {error.colno}).") from error
+    if _SURROGATE.search(raw):
+        _check_surrogates(value)
+    return value
+
+
+def _check_depth(raw: bytes, max_depth: int) -> None:
+    depth = 0
+    for match in _BRACKETS.finditer(raw):
+        if match[1] is not None:
+            depth += 1
+            if depth > max_depth:
+                raise BadJson(f"The body is nested deeper than the limit of {max_depth}.")
+        elif not match[0].startswith(b'"'):
+            depth -= 1
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadJson("A string in the body has a lone surrogate, which no text can have.") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise BadJson(f"The body has the key '{twice[:64]}' twice in one object.")
+    return members
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_NUMBER_CHARS:
+        raise BadJson(f"The body has a number of more than {MAX_NUMBER_CHARS} characters.")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text) if len(text) <= MAX_NUMBER_CHARS else math.inf
+    if not math.isfinite(value):
+        raise BadJson(f"The body has a number that does not fit: {text[:MAX_NUMBER_CHARS]}.")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise BadJson(f"The body has {text}, which JSON does not have.")
+
+
+def _decoder(integer: Callable[[str], int]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_unique, parse_int=integer, parse_float=_finite, parse_constant=_no_constant
+    )
+
+
+_DECODER = _decoder(_integer)
