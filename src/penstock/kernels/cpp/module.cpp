@@ -353,6 +353,7 @@ class Kernels {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // kernels and weights live until the process ends
   m.attr("VERSION") = kKernelVersion;
   m.def("families", [] {
     std::vector<std::string> names;

@@ -1,0 +1,157 @@
+"""One test an operation: every family and both compute types against plain float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_cases import EVERY, NATIVE, TOLERANCE, Heads, Story, assert_close, make, normal
+from ml_dtypes import bfloat16
+from numpy.typing import NDArray
+
+from penstock.errors import KernelError
+from penstock.kernels.ops import StepBatch, segment_ends
+
+
+@pytest.fixture(params=EVERY, ids="-".join)
+def ops(request: pytest.FixtureRequest) -> Any:
+    return make(*request.param)
+
+
+def rounded(ops: Any, values: NDArray[Any]) -> NDArray[np.float64]:
+    return ops.to_numpy(ops.compute(values)).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "segments"),
+    [
+        (64, 64, None),
+        (1, 1, None),
+        (50, 33, None),
+        (130, 320, segment_ends(320, 64)),  # 5 heads in 8 segments: three are empty
+        (100, 200, segment_ends(200, 20)),
+        (48, 105, segment_ends(105, 15)),  # odd ends
+        (96, 896, segment_ends(896, 32)),
+        (33, 4100, None),  # more than one span of K
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 2, 5, 19])
+def test_linear(ops: Any, n: int, k: int, segments: tuple[int, ...] | None, rows: int) -> None:
+    weight, x = normal(1, n, k) / k**0.5, normal(2, rows, k)
+    packed = ops.pack_linear(weight, segments=segments)
+    wanted = rounded(ops, x) @ rounded(ops, weight).T
+    assert_close(ops.to_numpy(ops.linear(ops.compute(x), packed)), wanted, 5e-6)
+
+    before = normal(3, rows, n)
+    hidden = ops.hidden(before)
+    product = ops.to_numpy(ops.linear(ops.compute(x), packed))
+    ops.linear_add(ops.compute(x), packed, hidden)
+    np.testing.assert_array_equal(ops.to_numpy(hidden), before + product)  # finished before it is added
+
+
+@pytest.mark.parametrize("source", [bfloat16, np.float16, np.float32])
+def test_embed_returns_what_was_packed(ops: Any, source: type) -> None:
+    weight = normal(4, 37, 45).astype(source)
+    table = ops.pack_linear(weight)
+    tokens = np.array([0, 36, 5, 5, 17], np.int32)
+    np.testing.assert_array_equal(ops.to_numpy(ops.embed(table, tokens)), rounded(ops, weight)[tokens])
+
+
+@pytest.mark.parametrize("width", [16, 20, 320, 2048])
+def test_rms_norm(ops: Any, width: int) -> None:
+    hidden, weight = normal(5, 7, width) * 3, normal(6, width)
+    wide = hidden.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight
+    got = ops.to_numpy(ops.rms_norm(ops.hidden(hidden), ops.vector(weight), 1e-5))
+    assert_close(got, wanted, TOLERANCE[ops.compute_dtype])
+
+
+def test_silu_mul(ops: Any) -> None:
+    gate_up = normal(7, 5, 2 * 44) * 20
+    gate_up[0, :4] = [-200, -88, 88, 200]
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    wanted = gate / (1 + np.exp(-gate)) * up
+    assert_close(ops.to_numpy(ops.silu_mul(ops.hidden(gate_up))), wanted, TOLERANCE[ops.compute_dtype])
+
+
+def test_rows_and_rounding(ops: Any) -> None:
+    values = normal(8, 6, 10)
+    picked = ops.rows(ops.compute(values), np.array([5, 0, 5], np.int32))
+    exact = values.astype(bfloat16).astype(np.float32) if ops.compute_dtype == "bf16" else values
+    np.testing.assert_array_equal(ops.to_numpy(picked), exact[[5, 0, 5]])
+
+
+def rotated(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    tokens, _, dim = x.shape
+    angles = np.outer(np.arange(tokens), 10000.0 ** -(np.arange(0, dim, 2) / dim))[:, None]
+    a, b = np.split(x.astype(np.float64), 2, axis=-1)
+    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
+
+
+def plain_attention(ops: Any, heads: Heads, qkv: NDArray[np.float32]) -> NDArray[np.float64]:
+    tokens = len(qkv)
+    split = qkv.reshape(tokens, -1, heads.dim)
+    q, k, v = np.split(split, [heads.query, heads.query + heads.kv], axis=1)
+    repeat = heads.query // heads.kv
+    q = rounded(ops, rotated(q))
+    k, v = (rounded(ops, x).repeat(repeat, axis=1) for x in (rotated(k), v))
+    scores = np.einsum("thc,shc->hts", q, k) * heads.dim**-0.5
+    scores[:, ~np.tri(tokens, dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("hts,shc->thc", weights / weights.sum(-1, keepdims=True), v)
+    return out.reshape(tokens, heads.query * heads.dim)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(5, 1, 64),
+        Heads(4, 2, 20),
+        Heads(6, 2, 24),
+        Heads(3, 3, 40),
+        Heads(8, 2, 80),
+        Heads(2, 1, 128),
+        Heads(2, 2, 6),
+    ],
+    ids=str,
+)
+def test_attention(ops: Any, heads: Heads) -> None:
+    story = Story(ops, heads, [1, 17, 150, 600], poison=True)
+    for got, qkv in zip(story.whole(), story.qkv, strict=True):
+        assert_close(got, plain_attention(ops, heads, qkv), 2 * TOLERANCE[ops.compute_dtype])
+
+
+def test_pages_are_zero_copy_over_given_memory(ops: Any) -> None:
+    story = Story(ops, Heads(2, 1, 16), [20])
+    assert not any(story.memory)
+    story.whole()
+    half = ops.page_bytes(layers=1, kv_heads=1, head_dim=16)
+    for page in story.table[0, :2]:
+        start = int(page) * 2 * half
+        assert not any(story.memory[start : start + half])  # layer 0: not written
+        assert any(story.memory[start + half : start + 2 * half])
+
+
+@pytest.mark.parametrize(("family", "compute"), NATIVE)
+def test_bad_calls_are_refused(family: str, compute: str) -> None:
+    ops = make(family, compute)
+    weight = ops.pack_linear(normal(1, 8, 8))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        ops.embed(weight, np.array([8], np.int32))
+    with pytest.raises(ValueError, match=r"x must be compute"):
+        ops.linear(ops.compute(normal(1, 2, 9)), weight)
+    with pytest.raises(ValueError, match="segment"):
+        ops.pack_linear(normal(1, 8, 8), segments=(4, 2, 8, 8))
+    with pytest.raises(KernelError, match="not bfloat16"):
+        ops.pack_linear(np.zeros((2, 2)))
+    with pytest.raises(KernelError, match="bytes of KV memory"):
+        ops.new_kv(pages=2, layers=1, kv_heads=1, head_dim=8, memory=memoryview(bytearray(100)))
+
+    story = Story(ops, Heads(2, 1, 16), [20])
+    batch = StepBatch(
+        np.zeros(1, np.int32), np.array([19], np.int32), np.array([0, 1], np.int32), np.array([[0, 99]], np.int32),
+        np.zeros(1, np.int32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="page outside the memory"):
+        ops.paged_attention(ops.compute(normal(1, 1, 2, 16)), story.kv, 0, batch, scale=1.0)
