@@ -1,0 +1,244 @@
+"""The house is what its documents say: sizes, docstrings, maps, limits, metrics, dependencies, help texts, links."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.cli.main import COMMANDS
+from penstock.config import schema
+from penstock.telemetry import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src/penstock"
+MODULES = sorted(SRC.rglob("*.py"))
+SOURCES = [*MODULES, *sorted(SRC.rglob("*.cpp")), *sorted(SRC.rglob("*.hpp"))]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "ARCHITECTURE", "CONTRIBUTING"))]
+
+MAX_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_PARAMETERS = 6
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(text(path))
+
+
+def row(page: Path, key: str) -> str | None:
+    """The table row that begins with `key` in code quotes."""
+    for line in text(page).splitlines():
+        if line.startswith(f"| `{key}` |"):
+            return line
+    return None
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_short_or_say_why_not():
+    long = [path for path in SOURCES if len(text(path).splitlines()) > MAX_LINES]
+    assert not [name(path) for path in long if f"{MAX_LINES} lines" not in text(path)[:2000]]
+
+
+def test_every_module_says_what_it_does():
+    assert not [name(path) for path in MODULES if not ast.get_docstring(tree(path))]
+
+
+def test_functions_fit_a_screen():
+    """Kernels may have more parameters: their signatures are contracts."""
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{name(path)}: {node.name} has {lines} lines"
+            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
+            assert count <= MAX_PARAMETERS or "kernels" in path.parts, f"{name(path)}: {node.name} takes {count}"
+
+
+def test_nothing_is_left_for_later_in_a_comment():
+    later = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+    assert not [name(path) for path in (*SOURCES, *TESTS, *PAGES) if later.search(text(path))]
+
+
+def test_there_is_no_drawer_for_everything():
+    assert not [name(path) for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    for path in MODULES:
+        nodes = list(ast.walk(tree(path)))
+        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not called & {"eval", "exec", "compile", "__import__"}, name(path)
+        assert not imported & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, name(path)
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_shows_every_folder_and_no_other():
+    shown: set[str] = set()
+    parents: list[str] = []
+    inside = False
+    for line in text(ROOT / "ARCHITECTURE.md").splitlines():
+        if line.startswith("src/penstock/"):
+            inside = True
+        elif inside and line.startswith(("tests/", "```")):
+            break
+        elif inside and (match := re.match(r"((?:  )+)([a-z_]+)/", line)):
+            depth = len(match[1]) // 2
+            parents[depth - 1 :] = [match[2]]
+            shown.add("/".join(parents))
+    real = {
+        str(folder.relative_to(SRC))
+        for folder in SRC.rglob("*")
+        if folder.is_dir() and folder.name != "__pycache__" and any(f.is_file() for f in folder.iterdir())
+    }
+    assert shown == real
+
+
+def test_the_map_shows_the_order_of_imports():
+    contracts = tomllib.loads(text(ROOT / "pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    layers = "\n".join(contracts[0]["layers"])
+    assert f"```\n{layers}\n```" in text(ROOT / "ARCHITECTURE.md")
+
+
+STRUCTS = {
+    "limits": schema.Limits,
+    "failover": schema.FailoverConfig,
+    "supervise": schema.SuperviseConfig,
+    "hand_over": schema.HandOverConfig,
+}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [field for struct in STRUCTS.values() for field in msgspec.structs.fields(struct)],
+    ids=lambda field: field.name,
+)
+def test_every_limit_is_documented_with_its_default(field: msgspec.structs.FieldInfo):
+    line = row(ROOT / "docs/limits.md", field.name)
+    assert line is not None, f"docs/limits.md does not know {field.name}"
+    default = line.split("|")[2].split("(")[0].strip()
+    assert default == str(field.default), f"docs/limits.md says {default} of {field.name}, which is {field.default}"
+
+
+def test_no_limit_is_documented_that_does_not_exist():
+    page = text(ROOT / "docs/limits.md")
+    documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    fields = {f.name for s in (*STRUCTS.values(), schema.SchedulerConfig) for f in msgspec.structs.fields(s)}
+    assert documented <= fields
+
+
+FAMILIES = [family for family in vars(metrics).values() if isinstance(family, metrics.Family)]
+FAMILIES += [*metrics.BY_WORKER_COUNTER.values(), *metrics.BY_WORKER_MAXIMUM.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_metric_is_documented(family: metrics.Family):
+    line = row(ROOT / "docs/metrics.md", family.name)
+    assert line is not None, f"docs/metrics.md does not know {family.name}"
+    _, _, kind, labels, *_ = line.split("|")
+    assert kind.strip() == family.kind.value
+    assert re.findall(r"`(\w+)`", labels) == list(family.labels)
+
+
+def test_no_metric_is_documented_that_does_not_exist():
+    page = text(ROOT / "docs/metrics.md")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {family.name for family in FAMILIES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#\s]+)", text(page)):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps_with_an_example(command: str, capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser(prog="penstock")
+    importlib.import_module(f"penstock.cli.{command}").add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit) as done:
+        parser.parse_args([command, "--help"])
+    assert done.value.code == 0
+    assert re.search(rf"examples?:\n  penstock {command}", capsys.readouterr().out)
+
+
+def test_every_flag_of_serve_is_documented(capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    importlib.import_module("penstock.cli.serve").add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["serve", "--help"])
+    flags = set(re.findall(r"(?<!\S)(--[a-z-]+)", capsys.readouterr().out)) - {"--help"}
+    page = text(ROOT / "docs/serve.md")
+    assert not {flag for flag in flags if flag not in page}
+
+
+# --- packaging --------------------------------------------------------------------------------------------------------
+
+PROJECT = tomllib.loads(text(ROOT / "pyproject.toml"))["project"]
+
+
+def requirements(file: str) -> list[str]:
+    lines = text(ROOT / file).splitlines()
+    return [line for line in lines if line and line[0] not in "#-"]
+
+
+@pytest.mark.parametrize(
+    "requirement", [*PROJECT["dependencies"], *requirements("requirements-test.txt"), *requirements("constraints.txt")]
+)
+def test_every_requirement_is_pinned(requirement: str):
+    assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", requirement)
+
+
+@pytest.mark.parametrize("requirement", [*PROJECT["dependencies"], *requirements("requirements-test.txt"), "torch=="])
+def test_every_dependency_is_explained(requirement: str):
+    package = re.escape(requirement.split("==")[0])
+    assert re.search(rf"^\| {package} \|", text(ROOT / "docs/dependencies.md"), re.MULTILINE)
+
+
+def test_every_dependency_is_used():
+    """By import, or by those that we start through another (uvicorn parses with httptools)."""
+    imported = {"zmq": "pyzmq"}
+    roots: set[str] = set()
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                roots.add((node.module or "").split(".")[0])
+    used = {imported.get(root, root) for root in roots}
+    assert not {line.split("==")[0] for line in PROJECT["dependencies"]} - used
+
+
+@pytest.mark.parametrize("script", ["quickstart", "run-tests", ".ci/run", ".ci/lint", "examples/curl.sh"])
+def test_scripts_can_be_run(script: str):
+    assert os.access(ROOT / script, os.X_OK)
+    assert text(ROOT / script).startswith("#!/usr/bin/env bash\n")
