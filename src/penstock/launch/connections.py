@@ -39,7 +39,8 @@ class _GuardedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of the head that is being received
-        self._in_head = True
+        self._in_head = True  # also between two requests
+        self._head_begun = False
         self._refusal: tuple[HTTPStatus, str] | None = None  # what to say instead of uvicorn's own words
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -64,7 +65,7 @@ class _GuardedConnection(HttpToolsProtocol):
             self._refuse(*self._too_large())
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head = self._head_begun = True
         self._start_head_timer()
         super().on_message_begin()
 
@@ -76,7 +77,7 @@ class _GuardedConnection(HttpToolsProtocol):
             self._refusal = HTTPStatus.BAD_REQUEST, f"More than {MAX_PIPELINED} requests are pipelined."
         if self._refusal is not None:
             raise _BadHeadError
-        self._in_head = False
+        self._in_head = self._head_begun = False
         self._head_bytes = 0
         self._stop_head_timer()
         super().on_headers_complete()
@@ -84,6 +85,10 @@ class _GuardedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head = True
+
+    @property
+    def _answering(self) -> bool:
+        return bool(self.cycle) and not self.cycle.response_complete
 
     def _too_large(self) -> tuple[HTTPStatus, str]:
         limit = self.limits.max_header_bytes
@@ -103,10 +108,10 @@ class _GuardedConnection(HttpToolsProtocol):
 
     def _on_slow_head(self) -> None:
         self._head_timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answering:
             self._start_head_timer()  # an answer is on its way: not to be cut off for what comes behind it
             return
-        if self._head_bytes == 0 and self.cycle is None:
+        if not self._head_begun:
             self.transport.close()  # it never said a word
             return
         seconds = self.limits.header_s
@@ -151,7 +156,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._stop_timers()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if not self._answering:
             error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
             body = msgspec.json.encode({"error": error})
             head = (

@@ -67,9 +67,10 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """All slots of the board, read at one moment."""
+    """All slots of the board, read at one moment, and who is stopped (SIGSTOP), whatever was predicted."""
 
     heartbeats: dict[str, Heartbeat]
+    stopped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,20 +283,20 @@ class Restarts:
             child = self._children[name]
             if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
                 continue
-            self._judge(child, heartbeat, look, now, effects)
+            if self._silent_beyond_limit(child, heartbeat, look, now, name in event.stopped):
+                self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
 
-    def _judge(self, child: _Child, heartbeat: Heartbeat, look: float, now: float, effects: list[Effect]) -> None:
+    def _silent_beyond_limit(self, child: _Child, heartbeat: Heartbeat, look: float, now: float, stopped: bool) -> bool:
         if child.phase is Phase.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
             child.phase = Phase.READY
             child.ready_since = now
         if heartbeat.beat_s != child.last_beat:
             child.last_beat = heartbeat.beat_s
             child.silence = 0.0
-        elif now > heartbeat.predicted_end_s:
+        elif stopped or now > heartbeat.predicted_end_s:
             child.silence += look
-        limit = self.config.start_s if child.phase is Phase.STARTING else self.config.wedge_s
-        if child.silence > limit:
-            self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
+        starts = child.phase is Phase.STARTING and not stopped
+        return child.silence > (self.config.start_s if starts else self.config.wedge_s)
 
     def _on_suspicion(self, event: Suspected, now: float, effects: list[Effect]) -> None:
         child = self._children.get(event.child)

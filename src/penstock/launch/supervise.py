@@ -45,7 +45,7 @@ from penstock.launch.restart import (
     Tell,
     Tick,
 )
-from penstock.launch.zygote import Process, fork
+from penstock.launch.zygote import Process, fork, is_stopped
 from penstock.types import Role, WorkerId
 from penstock.wire.messages import Draining, Suspect, WorkerUp
 
@@ -243,7 +243,8 @@ class Supervisor:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._config.look_s
-            self._handle(Looked({name: self._slots[name].read() for name in self._running}))
+            stopped = frozenset(name for name, child in self._running.items() if is_stopped(child.process.pid))
+            self._handle(Looked({name: self._slots[name].read() for name in self._running}, stopped))
         elif now >= self._machine.wake_at(now):
             self._handle(Tick())
 

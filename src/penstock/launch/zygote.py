@@ -66,6 +66,15 @@ def thread_count() -> int:
     raise OSError("/proc/self/status has no line for threads")
 
 
+def is_stopped(pid: int) -> bool:
+    """Has somebody stopped this process (SIGSTOP)?  False for one that has gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
 def fork(
     name: str,
     body: Callable[[], int],

@@ -207,6 +207,16 @@ def test_a_long_step_that_was_predicted_is_not_silence() -> None:
     assert [k.child for k in killed] == ["decode-0"]
 
 
+def test_a_stopped_process_gets_no_credit_for_its_prediction() -> None:
+    bench = ready_bench()
+    beat = Heartbeat(1, WorkerState.READY, bench.now, bench.now + 30.0, 1)
+    killed: list[Kill] = []
+    for _ in range(25):
+        bench.now += 0.1
+        killed += of_type(Kill, bench.send(Looked({GATEWAY: beat, "decode-0": beat}, frozenset({GATEWAY}))))
+    assert killed == [Kill(GATEWAY, 1, signal.SIGKILL)]
+
+
 def test_time_in_which_the_supervisor_did_not_look_counts_for_nobody() -> None:
     bench = ready_bench()
     bench.silent |= {"decode-0", "prefill-0"}

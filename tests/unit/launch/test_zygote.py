@@ -8,7 +8,7 @@ import textwrap
 
 PRELUDE = """
 import os, select, signal, socket, sys, time
-from penstock.launch.zygote import Process, fork, thread_count
+from penstock.launch.zygote import Process, fork, is_stopped, thread_count
 from penstock.errors import ModelError
 
 def wait(process):
@@ -39,8 +39,14 @@ def test_exit_codes_signals_and_descriptors() -> None:
         assert wait(fork("killed", lambda: os.kill(os.getpid(), signal.SIGKILL))) == (None, signal.SIGKILL)
         sleeper = fork("sleeper", lambda: time.sleep(60))
         assert sleeper.reap() is None
+        assert not is_stopped(sleeper.pid)
+        sleeper.kill(signal.SIGSTOP)
+        os.waitid(os.P_PIDFD, sleeper.pidfd, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(sleeper.pid)
+        sleeper.kill(signal.SIGCONT)
         sleeper.kill(signal.SIGTERM)
         assert wait(sleeper) == (None, signal.SIGTERM)
+        assert not is_stopped(sleeper.pid)
         assert sorted(os.listdir("/proc/self/fd")) == before
     """)
 

@@ -1,0 +1,319 @@
+"""From start to end: starting, refusing, restarting, draining, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import Serve
+from .server import PenstockServer, free_port
+
+PROMPT = [{"role": "user", "content": "Tell me a story about a fox."}]
+FIELDS = {
+    "id",
+    "role",
+    "pid",
+    "state",
+    "running",
+    "queued",
+    "kv_pages_used",
+    "kv_pages_free",
+    "kv_pages_leaked",
+}
+
+
+def body(max_tokens: int = 300, **more: Any) -> dict[str, Any]:
+    """A request whose answer is the same every time."""
+    return {
+        "model": "storyteller",
+        "messages": PROMPT,
+        "max_tokens": max_tokens,
+        "seed": 5,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+def ask(server: PenstockServer, **more: Any) -> str:
+    """The whole text, in one piece."""
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body(**more), timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["choices"][0]["message"]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+class Stream:
+    """A streamed answer that is read as the test likes."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._lines = response.iter_lines()
+        self.text = ""
+        self.done = False
+
+    def read(self, characters: int | None = None) -> str:
+        """Read on until there are so many characters, or to the end; all text so far."""
+        while not self.done and (characters is None or len(self.text) < characters):
+            line = next(self._lines, None)
+            assert line is not None, f"the stream broke off after {self.text!r}"
+            if line == "data: [DONE]":
+                self.done = True
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    self.text += choice["delta"].get("content") or ""
+        return self.text
+
+
+@contextmanager
+def streaming(server: PenstockServer, **more: Any) -> Iterator[Stream]:
+    """A streamed chat answer."""
+    with (
+        httpx.Client(timeout=60, trust_env=False) as client,
+        client.stream("POST", f"{server.url}/v1/chat/completions", json=body(stream=True, **more)) as response,
+    ):
+        assert response.status_code == 200
+        yield Stream(response)
+
+
+def penstock(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *words],
+        env=os.environ | {"PYTHONPATH": paths} | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# --- starting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "roles"),
+    [
+        ((), {"prefill-0": "prefill", "decode-0": "decode"}),
+        (("--aggregated",), {"both-0": "both"}),
+        (
+            ("--prefill", "1", "--decode", "2", "--transfer", "tcp"),
+            {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"},
+        ),
+    ],
+)
+def test_it_starts_answers_and_ends(serve: Serve, flags: tuple[str, ...], roles: dict[str, str]) -> None:
+    server = serve(*flags)
+    assert server.ready_after_s < 10.0
+    assert {row["id"]: row["role"] for row in server.workers()} == roles
+    assert all(row.keys() >= FIELDS and row["state"] == "ready" for row in server.workers())
+    assert len(ask(server, max_tokens=40)) > 20
+    server.wait_idle(2.0)
+    assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
+    assert len(server.processes()) == 2 + len(roles)
+    server.assert_nothing_has_a_name()
+
+
+def test_the_log_says_what_runs_where_and_how_to_talk_to_it(serve: Serve) -> None:
+    server = serve()
+    server.wait_for(lambda: "curl" in server.read_log(), 5.0, "announced")
+    log = server.read_log()
+    for row in server.workers():
+        assert f"{row['id']}: pid {row['pid']}" in log
+    for part in ("only tells short stories", "penstock serve PATH", f"penstock chat --url {server.url}", "KV pages"):
+        assert part in log
+    assert len(log.splitlines()) < 20
+
+
+def test_log_lines_can_be_json(serve: Serve) -> None:
+    server = serve("--log-json")
+    server.wait_for(lambda: "curl" in server.read_log(), 5.0, "announced")
+    lines = [json.loads(line) for line in server.read_log().splitlines()]
+    assert {"supervisor"} <= {line["process"] for line in lines}
+
+
+def test_status_for_people_and_for_scripts(serve: Serve) -> None:
+    server = serve()
+    told = penstock("status", "--url", server.url, "--json")
+    assert told.returncode == 0, told.stderr
+    rows = json.loads(told.stdout)["workers"]
+    assert {row["id"]: row["state"] for row in rows} == {"prefill-0": "ready", "decode-0": "ready"}
+    assert all(row.keys() >= FIELDS for row in rows)
+    table = penstock("status", PENSTOCK_URL=server.url).stdout
+    assert "decode-0" in table
+    assert "ready" in table
+
+
+def test_status_says_in_one_line_that_nothing_listens() -> None:
+    told = penstock("status", "--url", f"http://127.0.0.1:{free_port()}")
+    assert told.returncode == 1
+    assert told.stderr.startswith("penstock: error: nothing listens at http://127.0.0.1:")
+    assert told.stderr.count("\n") == 1
+
+
+# --- refusing --------------------------------------------------------------------------------------------------------
+
+
+def refused(because: str, *words: str) -> None:
+    """Refused at once, in one line, with exit code 2."""
+    told = penstock("serve", *words)
+    assert told.returncode == 2, told.stderr
+    assert told.stderr.splitlines()[-1].startswith("penstock: error: ")
+    assert because in told.stderr.splitlines()[-1]
+    assert "Traceback" not in told.stderr
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(f"port {port} on 127.0.0.1 is taken", "--port", str(port))
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    refused("no such folder", "./no-such-model")
+    refused("has no config.json", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}', encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    refused("MambaForCausalLM", str(tmp_path))
+
+
+def test_settings_that_cannot_be() -> None:
+    refused("needs a key", "--host", "0.0.0.0")
+    refused("made for 2048 tokens", "--max-model-len", "4096")
+    refused("--kv-memory", "--kv-memory", "4KiB")
+    refused("this machine and build have", "--kernels", "abacus")
+    refused("leave out --prefill", "--aggregated", "--prefill", "2")
+
+
+# --- restarting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+def test_a_killed_worker_is_back_with_the_same_id(serve: Serve, worker: str) -> None:
+    server = serve()
+    pid = server.worker(worker)["pid"]
+    os.kill(pid, signal.SIGKILL)
+
+    def back() -> bool:
+        row = server.worker(worker)
+        return row["state"] == "ready" and row["pid"] != pid
+
+    server.wait_for(back, 2.0, "back")
+    assert len(ask(server, max_tokens=20)) > 5
+
+
+def test_an_answer_survives_the_death_of_its_worker(serve: Serve) -> None:
+    server = serve()
+    undisturbed = ask(server, max_tokens=400)
+    with streaming(server, max_tokens=400) as stream:
+        had = len(stream.read(50))
+        os.kill(server.worker("decode-0")["pid"], signal.SIGKILL)
+        assert stream.read() == undisturbed
+    assert had < len(undisturbed)
+
+
+def test_a_stopped_worker_is_replaced(serve: Serve) -> None:
+    server = serve()
+    pid = server.worker("decode-0")["pid"]
+    stopped_at = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    server.wait_for(lambda: server.worker("decode-0")["pid"] != pid, 6.0, "replaced")
+    server.wait_all_ready(3.0)
+    assert 1.0 < time.monotonic() - stopped_at < 5.0
+    assert pid not in server.processes()
+    assert len(ask(server, max_tokens=20)) > 5
+
+
+def test_a_killed_gateway_is_back(serve: Serve) -> None:
+    server = serve()
+    workers = {row["id"]: row["pid"] for row in server.workers()}
+    (gateway,) = server.processes() - {server.pid, *workers.values()}
+    os.kill(gateway, signal.SIGKILL)
+    server.wait_for(lambda: gateway not in server.processes(), 2.0, "dead")
+    server.wait_ready(5.0)
+    assert {row["id"]: row["pid"] for row in server.workers()} == workers
+    assert len(ask(server, max_tokens=20)) > 5
+
+
+# --- ending ----------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_it(serve: Serve) -> None:
+    server = serve()
+    server.interrupt()
+    assert server.wait_end() == 0
+    assert "Traceback" not in server.read_log()
+
+
+def test_sigterm_lets_a_running_answer_finish(serve: Serve) -> None:
+    server = serve()
+    undisturbed = ask(server, max_tokens=600)
+    with streaming(server, max_tokens=600) as stream:
+        assert len(stream.read(20)) < len(undisturbed)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: "finishing what runs" in server.read_log(), 2.0, "draining")
+        assert stream.read() == undisturbed
+    assert server.wait_end() == 0
+
+
+def test_a_second_signal_ends_it_at_once(serve: Serve) -> None:
+    server = serve(config="[failover]\nmax_attempts = 1000\n")
+    with streaming(server, max_tokens=1500) as stream:
+        stream.read(20)
+        for row in server.workers():  # nothing more will come, so draining alone would not end
+            os.kill(row["pid"], signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: "finishing what runs" in server.read_log(), 2.0, "draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_end(6.0) == 0
+
+
+def test_sigkill_of_the_supervisor_leaves_nothing(serve: Serve) -> None:
+    server = serve()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = [pool.submit(_ask_until_it_breaks, server) for _ in range(4)]
+        server.wait_for(lambda: any(row["running"] for row in server.workers()), 10.0, "busy")
+        server.kill()
+        server.assert_nothing_left()
+        assert all(future.result(timeout=10) for future in running)
+
+
+def _ask_until_it_breaks(server: PenstockServer) -> bool:
+    try:
+        while True:
+            ask(server, max_tokens=1500)
+    except httpx.TransportError:
+        return True
+
+
+def test_it_can_be_ended_while_it_starts() -> None:
+    server = PenstockServer()
+    server.start()
+    server.wait_for(lambda: "model storyteller" in server.read_log(), 20.0, "starting")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    server.assert_nothing_left()
+
+
+def test_it_can_be_started_many_times_on_one_port() -> None:
+    port = str(free_port())
+    for _ in range(3):
+        server = PenstockServer(["--port", port])
+        server.port, server.url = int(port), f"http://127.0.0.1:{port}"
+        with server:
+            assert server.get("/ready").status_code == 200

@@ -1,0 +1,78 @@
+"""The command line as a whole: help, versions, exit codes, and what is imported for whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock import __version__
+from penstock.cli.main import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "example" in text
+    assert f"penstock {command}" in text.split("example", 1)[1]
+
+
+def test_the_whole_has_help_and_a_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {command}" in text for command in COMMANDS)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["no-such-command"], ["serve", "--no-such-flag"], ["serve", "a", "b"]])
+def test_wrong_usage_is_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "usage: penstock" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "none"]) == 2
+    assert capsys.readouterr().err == "penstock: error: --port: expected int, got 'none'\n"
+
+
+def test_status_of_nothing_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
+    assert "nothing listens at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://", "http://127.0.0.1:port", "http://127.0.0.1:99999"])
+def test_a_url_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url]) == 2
+    assert "penstock: error: --url" in capsys.readouterr().err
+
+
+def test_a_command_imports_its_own_only() -> None:
+    script = "import sys; from penstock.cli.main import main; main(['status', '--url', 'http://127.0.0.1:1']); "
+    script += "print([m for m in ('numpy', 'zmq', 'uvicorn', 'rich', 'tokenizers', 'torch') if m in sys.modules])"
+    environ = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_output_into_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environ = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "--version"],
+        env=environ, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60,
+    )  # fmt: skip
+    os.close(writer)
+    assert b"Traceback" not in done.stderr

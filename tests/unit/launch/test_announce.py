@@ -1,0 +1,51 @@
+"""What a person reads at the start."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import msgspec
+
+from penstock.bundled import storyteller
+from penstock.config.resolve import MachineFacts, ModelFacts, resolve
+from penstock.config.schema import ServeConfig
+from penstock.launch.announce import fleet_lines, model_lines, talk_lines
+from penstock.launch.locate import Located
+from penstock.weights.checkpoint import inspect_model
+
+MACHINE = MachineFacts(cpus=tuple(range(16)), cores=16, memory_bytes=64 << 30, kernel_families=("avx2", "portable"))
+MODEL = ModelFacts(name="m", max_positions=2048, parameters=10**7, auto_dtype="bf16", page_bytes_bf16=32 << 10)
+
+
+def test_the_bundled_model_is_introduced_with_its_limits() -> None:
+    plan = msgspec.structs.replace(resolve(ServeConfig(), MACHINE, MODEL), notes=("context cut",))
+    spec = inspect_model(storyteller())
+    lines = list(model_lines(Located(storyteller(), "storyteller", bundled=True), "storyteller", spec, plan))
+    assert "10.2 M parameters" in lines[0]
+    assert "only tells short stories" in lines[1]
+    assert lines[2] == "context cut"
+    lines = list(model_lines(Located(storyteller(), "mine"), "mine", spec, plan))
+    assert "stories" not in "".join(lines[1:])
+
+
+def test_every_worker_has_a_line() -> None:
+    plan = resolve(ServeConfig(prefill=2, decode=2), MACHINE, MODEL)
+    shared, *workers = fleet_lines(plan, {w.worker: 100 + i for i, w in enumerate(plan.workers)})
+    assert "kernels avx2, bf16, 4 threads a worker; KV pages 8192 a worker (256MiB), handed over by shm" in shared
+    assert workers[0] == "prefill-0: pid 100, processors 0-3"
+    assert workers[3] == "decode-1: pid 103, processors 12-15"
+    (shared, _) = fleet_lines(resolve(ServeConfig(aggregated=True, threads=1), MACHINE, MODEL), {})
+    assert "1 thread a worker" in shared
+    assert "one worker does both phases" in shared
+
+
+def test_the_curl_line_is_one_that_a_shell_understands() -> None:
+    *_, curl = talk_lines("http://127.0.0.1:8001", needs_key=True, seconds=1.23)
+    words = shlex.split(curl.removeprefix("or: "))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8001/v1/chat/completions"]
+    assert json.loads(words[words.index("-d") + 1])["stream"] is True
+    assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
+    ready, talk, _ = talk_lines("http://127.0.0.1:8000", needs_key=False, seconds=1.23)
+    assert ready == "ready after 1.2 s: http://127.0.0.1:8000"
+    assert talk == "talk to it: penstock chat"

@@ -1,0 +1,72 @@
+"""The line between supervisor and gateway: whole messages, in order, and never blocking."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from penstock.errors import ProtocolError
+from penstock.launch.channel import MAX_WAITING, Channel
+from penstock.types import WorkerId
+from penstock.wire.codec import encode
+from penstock.wire.messages import Draining, Hello, Suspect
+
+
+def suspect(number: int) -> Suspect:
+    return Suspect(worker=WorkerId("decode-0"), incarnation=number, reason="x" * 200)
+
+
+def test_messages_come_whole_and_in_order() -> None:
+    ours, theirs = Channel.pair()
+    assert ours.receive() is None
+    for number in range(10):
+        theirs.send(suspect(number))
+    theirs.send(Draining())
+    assert [ours.receive() for _ in range(12)] == [*(suspect(n) for n in range(10)), Draining(), None]
+    ours.close()
+    theirs.close()
+
+
+def test_what_is_not_read_waits_without_blocking() -> None:
+    ours, theirs = Channel.pair()
+    for number in range(2000):
+        theirs.send(suspect(number))
+    assert theirs.wants_write
+    got = []
+    while len(got) < 2000:
+        message = ours.receive()
+        if message is None:
+            theirs.flush()
+        else:
+            got.append(message.incarnation)
+    assert got == list(range(2000))
+    assert not theirs.wants_write
+    for _ in range(3 * MAX_WAITING):  # bounded, whoever does not read
+        theirs.send(Draining())
+    ours.close()
+    theirs.close()
+
+
+def test_a_closed_end_is_an_end_and_no_error_for_the_sender() -> None:
+    ours, theirs = Channel.pair()
+    theirs.send(suspect(1))
+    theirs.close()
+    assert ours.receive() == suspect(1)
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.send(Draining())
+    assert not ours.wants_write
+    ours.close()
+    ours.close()
+
+
+@pytest.mark.parametrize("frame", [b"garbage", b"\x01\x80", encode(Hello(gateway="g", incarnation=1))])
+def test_other_frames_are_refused(frame: bytes) -> None:
+    raw, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(other)
+    raw.send(frame)
+    with pytest.raises(ProtocolError):
+        channel.receive()
+    raw.close()
+    channel.close()
