@@ -1,0 +1,154 @@
+"""Links and streams: what they do when a queue is full, a message is bad, nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from router_words import report, request
+
+from penstock.errors import ConfigError, NoWorkers
+from penstock.router.failover import Flight, Patience
+from penstock.router.links import Links
+from penstock.router.stream import Stream
+from penstock.types import RequestId, TokenBatch, WorkerId
+from penstock.wire.memory import MemoryHub
+from penstock.wire.messages import Cancel, Hello, Report
+
+D0 = WorkerId("decode-0")
+HELLO = Hello(gateway="g", incarnation=1)
+
+
+def cancel(name: str) -> Cancel:
+    return Cancel(request=RequestId(name), epoch=1)
+
+
+async def settle() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def test_a_cancel_that_cannot_leave_leaves_with_a_later_beat():
+    hub = MemoryHub(capacity=2)
+    mailbox = hub.listen("memory://d")
+    links = Links(hub.connect_async, lambda *_: None)
+    link = links.open(D0, 1, "memory://d")
+    assert link.send(HELLO)
+    for name in "abc":
+        link.cancel(cancel(name))
+    assert not link.send(HELLO)
+
+    def read() -> list[str]:
+        heard = []
+        while (received := mailbox.recv()) is not None:
+            heard.append(received.message.request if isinstance(received.message, Cancel) else "hello")
+        return heard
+
+    assert read() == ["hello", "a"]
+    links.beat(HELLO)
+    assert read() == ["hello", "b"]
+    link.cancel(cancel("d"))
+    links.beat(HELLO)
+    assert read() == ["hello", "c"]
+    links.beat(HELLO)
+    assert read() == ["hello", "d"]
+    assert links.dropped > 0
+    await links.close()
+
+
+async def test_only_the_current_incarnation_has_a_link():
+    hub = MemoryHub()
+    links = Links(hub.connect_async, lambda *_: None)
+    links.open(D0, 1, "memory://d1")
+    links.open(D0, 2, "memory://d2")
+    assert links.to(D0, 1) is None
+    assert links.to(D0, 2) is not None
+    links.drop(D0)
+    links.drop(D0)
+    assert links.to(D0, 2) is None
+    await links.close()
+
+
+async def test_a_message_that_cannot_be_handled_is_told_and_the_next_one_is(caplog):
+    hub = MemoryHub()
+    mailbox = hub.listen("memory://d")
+    heard: list[tuple[WorkerId, int]] = []
+
+    def handle(worker: WorkerId, incarnation: int, message: object) -> None:
+        if isinstance(message, Report) and message.steps == 13:
+            raise RuntimeError("unlucky")
+        heard.append((worker, incarnation))
+
+    links = Links(hub.connect_async, handle)
+    links.open(D0, 4, "memory://d").send(HELLO)
+    received = mailbox.recv()
+    assert received is not None
+    mailbox.send(received.peer, report("decode-0", steps=13))
+    mailbox.send(received.peer, report("decode-0"))
+    with caplog.at_level(logging.ERROR):
+        await settle()
+    assert heard == [(D0, 4)]
+    assert "a message of decode-0 could not be handled" in caplog.text
+    assert "RuntimeError: unlucky" in caplog.text
+    await links.close()
+
+
+async def test_a_strange_endpoint_is_refused():
+    links = Links(MemoryHub().connect_async, lambda *_: None)
+    with pytest.raises(ConfigError):
+        links.open(D0, 1, "carrier-pigeon://d")
+    await links.close()
+
+
+async def test_closing_links_ends_their_readers():
+    hub = MemoryHub()
+    links = Links(hub.connect_async, lambda *_: None)
+    links.open(D0, 1, "memory://d")
+    before = asyncio.all_tasks()
+    assert {task.get_name() for task in before} >= {"link decode-0"}
+    await links.close()
+    assert {task.get_name() for task in asyncio.all_tasks()}.isdisjoint({"link decode-0"})
+
+
+def a_stream() -> Stream:
+    return Stream(Flight(request(), Patience(max_attempts=1, first_byte_s=1.0, stall_s=1.0), 0.0))
+
+
+async def test_a_stream_gives_what_is_buffered_before_its_error():
+    stream = a_stream()
+    stream.put(TokenBatch(tokens=(1,)))
+    stream.fail(NoWorkers("none"))
+    assert (await stream.take()).tokens == (1,)
+    with pytest.raises(NoWorkers):
+        await stream.take()
+
+
+async def test_a_waiting_consumer_wakes_once_for_all_that_came():
+    stream = a_stream()
+    switches = 0
+
+    async def consume() -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < 3:
+            tokens += (await stream.take()).tokens
+        return tokens
+
+    task = asyncio.get_running_loop().create_task(consume())
+    await asyncio.sleep(0)
+    for token in (1, 2, 3):
+        stream.put(TokenBatch(tokens=(token,)))
+    while not task.done():
+        await asyncio.sleep(0)
+        switches += 1
+    assert task.result() == [1, 2, 3]
+    assert switches <= 2
+
+
+async def test_a_consumer_that_gives_up_waiting_leaves_no_trace():
+    stream = a_stream()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await stream.take()
+    stream.put(TokenBatch(tokens=(1,)))
+    assert (await stream.take()).tokens == (1,)
