@@ -59,7 +59,7 @@ class Limits(Config, frozen=True, kw_only=True):
     """What a client may ask for.  Each refusal names the limit and its value."""
 
     max_body_bytes: int = 16 << 20
-    max_pending_body_bytes: int = 256 << 20  # of all requests whose bodies are being read or parsed
+    max_pending_body_bytes: int = 256 << 20  # of all requests whose bodies are being read, parsed or tokenized
     max_json_depth: int = 64
     max_header_bytes: int = 64 << 10
     max_n: int = 16  # choices of one prompt

@@ -1,4 +1,4 @@
-"""How much may wait: requests without a first token, their prompt tokens, and bodies that are being read.
+"""How much may wait: requests without a first token, their prompt tokens, and bodies not yet turned into tokens.
 
 Everything is bounded and every refusal says when to come back.  Whoever is let in holds a permit, and leaving its
 scope gives back what it still holds.  Knows nothing about HTTP or what a request asks for.
@@ -67,7 +67,7 @@ class Admission:
         try:
             yield hold
         finally:
-            self.body_bytes -= hold.held
+            hold.release()
 
     def grow_body(self, size: int) -> None:
         """Raises QueueFull when all bodies together would be too much."""
@@ -126,3 +126,8 @@ class BodyHold:
         """Raises QueueFull."""
         self._admission.grow_body(size)
         self.held += size
+
+    def release(self) -> None:
+        """The body, and what was read out of it, is needed no more.  Harmless when said twice."""
+        self._admission.body_bytes -= self.held
+        self.held = 0

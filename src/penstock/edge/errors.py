@@ -6,9 +6,14 @@ not in the tree is our own fault and says nothing about itself.
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from penstock.errors import CapacityError, MethodNotAllowed, PenstockError, RequestError, Unauthorized, WorkerError
+from penstock.telemetry.log import event
+
+log = logging.getLogger("penstock.edge")
 
 Header = tuple[bytes, bytes]
 
@@ -56,9 +61,14 @@ def envelope(message: str, kind: str, *, param: str | None = None, code: str | N
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def is_ours(error: BaseException) -> bool:
-    """Was this error foreseen?"""
-    return isinstance(error, PenstockError)
+def noted(error: BaseException) -> Refusal:
+    """As ``refusal``, and a line in the log when it is our fault; with a trace when nobody foresaw it."""
+    answer = refusal(error)
+    if not isinstance(error, PenstockError):
+        log.error("a request failed", exc_info=error)
+    elif answer.status >= 500:
+        event(log, logging.WARNING, "request not served", status=answer.status, error=type(error).__name__)
+    return answer
 
 
 def _request_headers(error: RequestError) -> tuple[Header, ...]:

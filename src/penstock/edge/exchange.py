@@ -6,7 +6,6 @@ Knows nothing about paths or what a body means.
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -15,11 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.config.schema import Limits
 from penstock.edge.admission import BodyHold
-from penstock.edge.errors import JSON_TYPE, ClientGone, Header, is_ours, refusal
+from penstock.edge.errors import JSON_TYPE, ClientGone, Header, noted
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
-from penstock.telemetry.log import event
-
-log = logging.getLogger("penstock.edge")
 
 _LINGER_S = 2.0
 """For so long the rest of a refused body is read and thrown away, or the client might never see the refusal."""
@@ -122,11 +118,7 @@ class Exchange:
 
     async def refuse(self, error: BaseException) -> None:
         """Answer with an error, and read no more of this client than is polite."""
-        if not is_ours(error):
-            log.error("a request failed", exc_info=error)
-        answer = refusal(error)
-        if answer.status >= 500:
-            event(log, logging.WARNING, "request refused", status=answer.status, error=type(error).__name__)
+        answer = noted(error)
         length = (b"content-length", str(len(answer.body)).encode())
         if self._body_read or not self._has_body():
             await self.start(answer.status, JSON_TYPE, length, *answer.headers)

@@ -153,11 +153,8 @@ class ChoiceText:
                 break
             self._waiting.popleft()
             if cut is None or entry.start < cut or end <= cut:
-                released.append(self._token_text(entry.logprob, self._base + entry.start))
+                released.append(token_text(self._table, entry.logprob, self._base + entry.start))
         return tuple(released)
-
-    def _token_text(self, logprob: TokenLogprob, offset: int) -> TokenText:
-        return token_text(self._table, logprob, offset)
 
     def _with_echo(self, piece: AnswerPiece, echoed: tuple[TokenText, ...] | None) -> AnswerPiece:
         if echoed is None or self._echo is None:
@@ -170,9 +167,7 @@ class ChoiceText:
         if echo is None or not self._wanted.logprobs or not echo.tokens:
             return ()
         offsets = prompt_offsets(self._table, echo.tokens, echo.text)
-        first = TokenText(
-            raw=self._table.raw(echo.tokens[0]), shown=self._table.shown(echo.tokens[0]), offset=offsets[0]
-        )
+        first = _shown_token(self._table, echo.tokens[0], None, offsets[0])
         given = batch.prompt_logprobs or ()
         rest = (token_text(self._table, logprob, offset) for logprob, offset in zip(given, offsets[1:], strict=False))
         return (first, *rest)
@@ -180,17 +175,16 @@ class ChoiceText:
 
 def token_text(table: TokenTable, logprob: TokenLogprob, offset: int) -> TokenText:
     """A reported token as a client sees it."""
-    top = tuple(
-        TokenText(raw=table.raw(token), shown=table.shown(token), offset=offset, logprob=max(value, LOWEST_LOGPROB))
-        for token, value in logprob.top
-    )
-    return TokenText(
-        raw=table.raw(logprob.token),
-        shown=table.shown(logprob.token),
-        offset=offset,
-        logprob=max(logprob.logprob, LOWEST_LOGPROB),
-        top=top,
-    )
+    top = tuple(_shown_token(table, token, value, offset) for token, value in logprob.top)
+    return _shown_token(table, logprob.token, logprob.logprob, offset, top)
+
+
+def _shown_token(
+    table: TokenTable, token: int, logprob: float | None, offset: int, top: tuple[TokenText, ...] = ()
+) -> TokenText:
+    shown, partial = table.shown(token)
+    value = None if logprob is None else max(logprob, LOWEST_LOGPROB)
+    return TokenText(raw=table.raw(token), shown=shown, partial=partial, offset=offset, logprob=value, top=top)
 
 
 def prompt_offsets(table: TokenTable, tokens: Sequence[int], text: str) -> list[int]:

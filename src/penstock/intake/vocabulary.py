@@ -130,13 +130,13 @@ class TokenTable:
             known = self._text[token] = b"" if token in self.special else self.raw(token)
         return known
 
-    def shown(self, token: int) -> str:
-        """The token's text on its own; for part of a character its bytes, as ``\\\\xe4\\\\xbd``."""
+    def shown(self, token: int) -> tuple[str, bool]:
+        """The token's text on its own, or its bytes as ``\\\\xe4\\\\xbd``; and whether it is part of a character."""
         raw = self.raw(token)
         try:
-            return raw.decode()
+            return raw.decode(), False
         except UnicodeDecodeError:
-            return "".join(f"\\x{byte:02x}" for byte in raw)
+            return "".join(f"\\x{byte:02x}" for byte in raw), True
 
     def _decode(self, token: int) -> bytes:
         piece: str | bytes | None = self._source.id_to_token(token)

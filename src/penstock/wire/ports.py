@@ -40,6 +40,10 @@ class TokenStreams(Protocol):
         """
         ...
 
+    def stopped(self, request: RequestId) -> None:
+        """The caller has all it wants, such as a stop string: that it closes the stream now is no abort."""
+        ...
+
     def identity(self) -> ModelIdentity | None:
         """What is served, or None while no worker has reported yet."""
         ...
@@ -65,6 +69,7 @@ class TokenText(msgspec.Struct, frozen=True, kw_only=True):
 
     raw: bytes  # the bytes that the token adds to the text; may be part of a character
     shown: str  # the token's own text, or "\\xe4\\xbd" for part of a character
+    partial: bool = False  # it is part of a character
     offset: int  # in characters, from the start of the text that the client gets
     logprob: float | None = None  # nats; None for the first token of an echoed prompt
     top: tuple[TokenText, ...] = ()  # likeliest first

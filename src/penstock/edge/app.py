@@ -1,0 +1,233 @@
+"""The application: every path, and how a request gets from the socket to an answer.
+
+A plain ASGI application under Starlette's router.  ``make_app`` is all that the composition root needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.clock import Clock
+from penstock.config.schema import Limits
+from penstock.edge import json_strict, status
+from penstock.edge.admission import Admission, BodyHold
+from penstock.edge.answering import Answering, gather, stream
+from penstock.edge.auth import Authenticated, KeyRing
+from penstock.edge.errors import ClientGone, noted
+from penstock.edge.exchange import Exchange
+from penstock.edge.openai_chat import ChatShape
+from penstock.edge.openai_completions import CompletionShape
+from penstock.edge.openai_shapes import Head, Shape
+from penstock.errors import BadField, MethodNotAllowed, NoWorkers, RequestError, UnknownPath
+from penstock.types import ModelIdentity, RequestId
+from penstock.wire.ports import Envelope, Intake, JsonObject, Prepared, TokenStreams
+
+INLINE_BODY_BYTES = 16 << 10
+"""Larger bodies are parsed on a thread, which lets others run between two numbers."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """Everything behind the edge."""
+
+    streams: TokenStreams
+    intake: Intake
+    limits: Limits
+    clock: Clock
+    metrics: Callable[[], bytes]  # Prometheus' text
+    metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
+    keys: KeyRing = field(default_factory=KeyRing)
+
+
+def make_app(behind: Behind) -> ASGIApp:
+    """The ASGI application.  It makes no connections and starts no tasks of its own."""
+    service = _Service(behind)
+    prepare = behind.intake
+    app = Starlette(
+        routes=[
+            _post("/v1/chat/completions", service.generation(prepare.chat, ChatShape())),
+            _post("/v1/completions", service.generation(prepare.completion, CompletionShape())),
+            _post("/tokenize", service.question(_tokenize(prepare))),
+            _post("/detokenize", service.question(_detokenize(prepare))),
+            *status.routes(behind.streams, prepare.card, behind.metrics, behind.metrics_type),
+        ],
+        exception_handlers={HTTPException: _http_error, Exception: _unforeseen},
+        lifespan=service.lifespan,
+    )
+    app.router.redirect_slashes = False
+    return Authenticated(app, behind.keys)
+
+
+_Work = Callable[[Exchange, JsonObject, BodyHold], Awaitable[None]]
+
+
+class _Service:
+    """What the endpoints share."""
+
+    def __init__(self, behind: Behind) -> None:
+        self._behind = behind
+        self._admission = Admission(behind.limits, behind.clock)
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="json")
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Nothing to start; the parser's thread ends with the application."""
+        yield
+        self._parser.shutdown(wait=False, cancel_futures=True)
+
+    def generation(self, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape) -> ASGIApp:
+        """An endpoint that answers with generated text."""
+
+        async def work(exchange: Exchange, body: JsonObject, hold: BodyHold) -> None:
+            prepared, head = await self._prepare(body, prepare, shape)
+            hold.release()
+            await self._answer(exchange, prepared, shape, head)
+
+        return self._endpoint(work, self._admission.check)
+
+    def question(self, ask: Callable[[JsonObject], Awaitable[Any]]) -> ASGIApp:
+        """An endpoint that answers with a small JSON object."""
+
+        async def work(exchange: Exchange, body: JsonObject, _: BodyHold) -> None:
+            await exchange.reply(200, _encode(await ask(body)))
+
+        return self._endpoint(work, lambda: None)
+
+    def _endpoint(self, work: _Work, check: Callable[[], None]) -> ASGIApp:
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            exchange = Exchange(scope, receive, send)
+            try:
+                check()
+                with self._admission.body() as hold:
+                    raw = await exchange.read_json_body(self._behind.limits, hold)
+                    async with exchange.until_hang_up():
+                        await work(exchange, await self._parse(raw), hold)
+            except ClientGone:
+                return
+            except Exception as error:
+                if exchange.started:
+                    noted(error)
+                    raise
+                await exchange.refuse(error)
+
+        return _Endpoint(endpoint)
+
+    async def _parse(self, raw: bytes) -> JsonObject:
+        depth = self._behind.limits.max_json_depth
+        if len(raw) <= INLINE_BODY_BYTES:
+            value = json_strict.parse(raw, max_depth=depth)
+        else:
+            loop = asyncio.get_running_loop()
+            value = await loop.run_in_executor(self._parser, lambda: json_strict.parse(raw, max_depth=depth))
+        if not isinstance(value, dict):
+            raise BadField("body", got=value, want="a JSON object", code="invalid_type")
+        return value
+
+    async def _prepare(
+        self, body: JsonObject, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape
+    ) -> tuple[Prepared, Head]:
+        identity = self._behind.streams.identity()
+        if identity is None:
+            raise NoWorkers("The server is starting: no worker is ready yet.")
+        name = shape.prefix + secrets.token_hex(12)
+        envelope = Envelope(id=RequestId(name), arrival=self._behind.clock.now(), identity=identity)
+        prepared = await prepare(body, envelope)
+        return prepared, _head(name, prepared, identity)
+
+    async def _answer(self, exchange: Exchange, prepared: Prepared, shape: Shape, head: Head) -> None:
+        reply = prepared.reply
+        costs = [0 if i % reply.n else len(request.prompt) for i, request in enumerate(prepared.requests)]
+        with self._admission.admit(costs) as permit:
+            answering = Answering(self._behind.streams, prepared, permit)
+            header = (b"x-request-id", head.id.encode())
+            if reply.stream:
+                await stream(exchange, answering, shape, head, header)
+            else:
+                choices = await gather(answering, len(prepared.requests))
+                await exchange.reply(200, shape.whole(head, choices, answering.used()), header)
+
+
+def _head(name: str, prepared: Prepared, identity: ModelIdentity) -> Head:
+    reply = prepared.reply
+    return Head(
+        id=name,
+        created=int(time.time()),
+        model=reply.model,
+        system_fingerprint=identity.system_fingerprint,
+        seed=reply.seed,
+        logprobs=reply.logprobs,
+        token_ids=reply.token_ids,
+        n=reply.n,
+        prompts=tuple(request.prompt for request in prepared.requests[:: reply.n]) if reply.token_ids else (),
+        include_usage=reply.include_usage,
+    )
+
+
+class _Endpoint:
+    """An ASGI application that Starlette's router takes for one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def _post(path: str, endpoint: ASGIApp) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _tokenize(intake: Intake) -> Callable[[JsonObject], Awaitable[Any]]:
+    return intake.tokenize
+
+
+def _detokenize(intake: Intake) -> Callable[[JsonObject], Awaitable[Any]]:
+    async def ask(body: JsonObject) -> dict[str, str]:
+        return {"prompt": await intake.detokenize(body)}
+
+    return ask
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette's router refuses, in OpenAI's envelope."""
+    path = request.url.path[:256]
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        ours: RequestError = MethodNotAllowed(request.method[:32], path, allow=allow)
+    elif isinstance(error, HTTPException) and error.status_code == 404:
+        ours = UnknownPath(f"Unknown request URL: {request.method[:32]} {path}.", code="unknown_url")
+    else:
+        ours = RequestError("The request cannot be served.")
+    return _Refused(ours)
+
+
+async def _unforeseen(_: Request, error: Exception) -> Response:
+    return _Refused(error)
+
+
+class _Refused(Response):
+    """An error as a response, which also gets rid of a body that nobody reads."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Exchange(scope, receive, send).refuse(self._error)

@@ -1,0 +1,179 @@
+"""``/v1/chat/completions`` on the wire: answers, chunks and logprobs as OpenAI writes them.
+
+Chunks of a choice: its role, its text, an empty delta with the reason of its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.edge.openai_shapes import Choice, Head, Seed, Usage, encode, omitted
+from penstock.types import FinishReason
+from penstock.wire.ports import AnswerPiece, TokenText
+
+
+class _Top(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class _Token(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+    top_logprobs: list[_Top]
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[_Token]
+    refusal: None = None
+
+
+class _Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class _ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: _Delta
+    logprobs: _Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class _Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: tuple[_ChunkChoice, ...]
+    usage: Usage | UnsetType | None = UNSET
+    penstock: Seed | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class _WholeChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: _Message
+    logprobs: _Logprobs | None = None
+    finish_reason: FinishReason
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class _Whole(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[_WholeChoice]
+    usage: Usage
+    penstock: Seed
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+_EMPTY = _Delta()
+
+
+class ChatShape:
+    """``edge.openai_shapes.Shape`` of chats."""
+
+    prefix = "chatcmpl-"
+
+    def begin(self, head: Head, choice: int, *, first: bool) -> bytes:
+        """The role, before any text."""
+        started = _ChunkChoice(index=choice, delta=_Delta(role="assistant", content=""))
+        return _chunk(head, started, first=first, prompt_ids=head.prompt_ids(choice))
+
+    def delta(self, head: Head, choice: int, piece: AnswerPiece, *, first: bool) -> bytes:
+        """Text, and the logprobs of the tokens it came from."""
+        more = _ChunkChoice(
+            index=choice,
+            delta=_Delta(content=piece.text),
+            logprobs=_logprobs(piece.logprobs) if head.logprobs else None,
+            token_ids=omitted(piece.token_ids, head.token_ids),
+        )
+        return _chunk(head, more, first=first)
+
+    def end(self, head: Head, choice: int, finish: FinishReason, *, first: bool) -> bytes:
+        """An empty delta with the reason."""
+        return _chunk(head, _ChunkChoice(index=choice, delta=_EMPTY, finish_reason=finish), first=first)
+
+    def usage(self, head: Head, usage: Usage) -> bytes:
+        """No choices, only figures."""
+        return encode(
+            _Chunk(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
+                choices=(),
+                usage=usage,
+            )
+        )
+
+    def whole(self, head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """All choices at once."""
+        return encode(
+            _Whole(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
+                choices=[
+                    _WholeChoice(
+                        index=index,
+                        message=_Message(content=choice.text),
+                        logprobs=_logprobs(choice.logprobs) if head.logprobs else None,
+                        finish_reason=choice.finish,
+                        token_ids=omitted(choice.token_ids, head.token_ids),
+                    )
+                    for index, choice in enumerate(choices)
+                ],
+                usage=usage,
+                penstock=Seed(head.seed),
+                prompt_token_ids=head.prompt_ids(0),
+            )
+        )
+
+
+def _chunk(head: Head, choice: _ChunkChoice, *, first: bool, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
+    return encode(
+        _Chunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=(choice,),
+            usage=None if head.include_usage else UNSET,
+            penstock=Seed(head.seed) if first else UNSET,
+            prompt_token_ids=prompt_ids,
+        )
+    )
+
+
+def _logprobs(tokens: Iterable[TokenText]) -> _Logprobs:
+    return _Logprobs(
+        [
+            _Token(
+                token.shown,
+                token.logprob,
+                list(token.raw),
+                [_Top(top.shown, top.logprob, list(top.raw)) for top in token.top],
+            )
+            for token in tokens
+        ]
+    )

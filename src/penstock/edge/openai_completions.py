@@ -1,0 +1,135 @@
+"""``/v1/completions`` on the wire: answers, chunks and logprobs as OpenAI writes them.
+
+Chunks of a choice: its text, then an empty text with the reason of its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.edge.openai_shapes import Choice, Head, Seed, Usage, encode, omitted
+from penstock.types import FinishReason
+from penstock.wire.ports import AnswerPiece, TokenText
+
+
+class _Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: _Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class _Completion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: Sequence[_Choice]
+    usage: Usage | UnsetType | None = UNSET
+    penstock: Seed | UnsetType = UNSET
+
+
+class CompletionShape:
+    """``edge.openai_shapes.Shape`` of completions."""
+
+    prefix = "cmpl-"
+
+    def begin(self, head: Head, choice: int, *, first: bool) -> bytes | None:
+        """Nothing, unless the prompt's token ids are to be told."""
+        if not head.token_ids:
+            return None
+        return _chunk(head, _Choice(index=choice, text="", prompt_token_ids=head.prompt_ids(choice)), first=first)
+
+    def delta(self, head: Head, choice: int, piece: AnswerPiece, *, first: bool) -> bytes:
+        """Text, and the logprobs of the tokens it came from."""
+        more = _Choice(
+            index=choice,
+            text=piece.text,
+            logprobs=_logprobs(piece.logprobs) if head.logprobs else None,
+            token_ids=omitted(piece.token_ids, head.token_ids),
+        )
+        return _chunk(head, more, first=first)
+
+    def end(self, head: Head, choice: int, finish: FinishReason, *, first: bool) -> bytes:
+        """An empty text with the reason."""
+        return _chunk(head, _Choice(index=choice, text="", finish_reason=finish), first=first)
+
+    def usage(self, head: Head, usage: Usage) -> bytes:
+        """No choices, only figures."""
+        return _completion(head, (), usage=usage)
+
+    def whole(self, head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """All choices at once."""
+        shown = [
+            _Choice(
+                index=index,
+                text=choice.text,
+                logprobs=_logprobs(choice.logprobs) if head.logprobs else None,
+                finish_reason=choice.finish,
+                token_ids=omitted(choice.token_ids, head.token_ids),
+                prompt_token_ids=head.prompt_ids(index),
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return _completion(head, shown, usage=usage, seed=Seed(head.seed))
+
+
+def _chunk(head: Head, choice: _Choice, *, first: bool) -> bytes:
+    return _completion(
+        head, (choice,), usage=None if head.include_usage else UNSET, seed=Seed(head.seed) if first else UNSET
+    )
+
+
+def _completion(
+    head: Head, choices: Sequence[_Choice], *, usage: Usage | UnsetType | None, seed: Seed | UnsetType = UNSET
+) -> bytes:
+    return encode(
+        _Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=usage,
+            penstock=seed,
+        )
+    )
+
+
+def _logprobs(tokens: Sequence[TokenText]) -> _Logprobs:
+    return _Logprobs(
+        tokens=[_name(token) for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=[_top(token) for token in tokens],
+        text_offset=[token.offset for token in tokens],
+    )
+
+
+def _top(token: TokenText) -> dict[str, float] | None:
+    """The alternatives and the token itself; of two that are written alike the likelier counts."""
+    if token.logprob is None:
+        return None
+    named: dict[str, float] = {}
+    for one in (*token.top, token):
+        if one.logprob is not None:
+            named.setdefault(_name(one), one.logprob)
+    return named
+
+
+def _name(token: TokenText) -> str:
+    """The token's text; ``bytes:\\\\xe4`` for a part of a character, as OpenAI's older API has it."""
+    return f"bytes:{token.shown}" if token.partial else token.shown

@@ -1,0 +1,108 @@
+"""What chats and completions have in common on the wire: usage, the head of every object, and the ``Shape`` port.
+
+A shape knows one API's words and nothing else; ``edge.answering`` asks it for bytes and never looks inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.types import FinishReason
+from penstock.wire.ports import AnswerPiece, TokenText
+
+encode = msgspec.json.Encoder().encode
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Prompt tokens that were found in a prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's ``usage``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+    @classmethod
+    def of(cls, *, prompt: int, completion: int, cached: int) -> Usage:
+        """Of all choices together, each prompt once."""
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(min(cached, prompt)),
+        )
+
+
+class Seed(msgspec.Struct, frozen=True):
+    """Our own field: with this seed the same request gives the same answer."""
+
+    seed: int
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What every object of one answer repeats."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+    system_fingerprint: str
+    seed: int
+    logprobs: bool = False
+    token_ids: bool = False
+    n: int = 1
+    prompts: tuple[tuple[int, ...], ...] = ()  # token ids, told when ``token_ids``
+    include_usage: bool = False
+
+    def prompt_ids(self, choice: int) -> list[int] | UnsetType:
+        """The prompt of a choice, if it is to be told."""
+        return list(self.prompts[choice // self.n]) if self.token_ids else UNSET
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One whole choice."""
+
+    text: str
+    logprobs: Sequence[TokenText]
+    token_ids: Sequence[int]
+    finish: FinishReason
+
+
+class Shape(Protocol):
+    """How one API writes its answers.  ``first`` marks the first object of a stream, which tells the seed."""
+
+    prefix: str
+    """Of ids, as ``chatcmpl-``."""
+
+    def begin(self, head: Head, choice: int, *, first: bool) -> bytes | None:
+        """The object before a choice's first text, if this API has one."""
+        ...
+
+    def delta(self, head: Head, choice: int, piece: AnswerPiece, *, first: bool) -> bytes:
+        """More of a choice."""
+        ...
+
+    def end(self, head: Head, choice: int, finish: FinishReason, *, first: bool) -> bytes:
+        """The end of a choice, without text."""
+        ...
+
+    def usage(self, head: Head, usage: Usage) -> bytes:
+        """The last object of a stream."""
+        ...
+
+    def whole(self, head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """An answer that is not streamed."""
+        ...
+
+
+def omitted(value: Any, wanted: bool) -> Any:
+    """``value``, or nothing at all."""
+    return value if wanted else UNSET

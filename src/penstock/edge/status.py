@@ -1,0 +1,82 @@
+"""What the service says about itself: models, health, readiness, metrics, version, workers.
+
+Liveness is progress, not an open port: ``/health`` is 503 while something runs and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock import __version__
+from penstock.edge.errors import refusal
+from penstock.errors import UnknownModel
+from penstock.wire.ports import ModelCard, TokenStreams
+
+_encode = msgspec.json.Encoder().encode
+
+
+def routes(
+    streams: TokenStreams, card: Callable[[], ModelCard], metrics: Callable[[], bytes], metrics_type: str
+) -> list[Route]:
+    """All ``GET`` paths (``HEAD`` comes with them)."""
+
+    async def models(_: Request) -> Response:
+        return _json({"object": "list", "data": [model_object(card())]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != card().name:
+            answer = refusal(UnknownModel(name[:128], card().name))
+            return Response(answer.body, answer.status, media_type="application/json")
+        return _json(model_object(card()))
+
+    async def health(_: Request) -> Response:
+        why = streams.alive()
+        return _json({"status": "ok"}) if why is None else _json({"status": "stuck", "reason": why}, 503)
+
+    async def ready(_: Request) -> Response:
+        if streams.ready():
+            return _json({"status": "ready"})
+        return _json({"status": "not ready", "reason": "a worker that is needed is not ready"}, 503)
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics(), headers={"content-type": metrics_type})
+
+    async def version(_: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def workers(_: Request) -> Response:
+        return _json({"workers": list(streams.workers())})
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", show_metrics),
+        Route("/version", version),
+        Route("/admin/workers", workers),
+    ]
+
+
+def model_object(card: ModelCard) -> dict[str, Any]:
+    """OpenAI's model object, with the context as vLLM and as others call it."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "penstock",
+        "max_model_len": card.max_model_len,
+        "context_length": card.max_model_len,
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(_encode(value), status, headers, media_type="application/json")
