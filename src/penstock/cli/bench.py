@@ -111,6 +111,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when an answer came complete, 1 when none did.  Raises PenstockError when the run could not start."""
     try:
+        args.percentiles = _percentiles(args.metric_percentiles)
+        args.objectives = measures.Objectives.parse(args.goodput) if args.goodput else None
         result = uvloop.run(_bench(args, Console(stderr=True)))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
@@ -234,8 +236,9 @@ async def _requests(
     }
     if args.save_detailed:
         found["detail"] = msgspec.to_builtins(finished)
-    objectives = measures.Objectives.parse(args.goodput) if args.goodput else None
-    return found | measures.measure(finished, duration=duration, percentiles=_percentiles(args), objectives=objectives)
+    return found | measures.measure(
+        finished, duration=duration, percentiles=args.percentiles, objectives=args.objectives
+    )
 
 
 async def _long_prompts(
@@ -262,13 +265,13 @@ async def _long_prompts(
     }
     if args.save_detailed:
         found["detail"] = result.raw()
-    return found | result.report(_percentiles(args))
+    return found | result.report(args.percentiles)
 
 
-def _percentiles(args: argparse.Namespace) -> list[float]:
-    percentiles = [float(text) for text in args.metric_percentiles.split(",")]
+def _percentiles(text: str) -> list[float]:
+    percentiles = [float(part) for part in text.split(",")]
     if not all(0 < p < 100 for p in percentiles):
-        raise ConfigError(f"--metric-percentiles: between 0 and 100, not {args.metric_percentiles!r}")
+        raise ConfigError(f"--metric-percentiles: between 0 and 100, not {text!r}")
     return sorted(percentiles)
 
 
