@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,6 @@ class PenstockServer:
         self.flags = list(flags)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log: list[str] = []
         self.ready_after_s = 0.0
         self._environ = dict(environ or {})
         if config is not None:
@@ -59,7 +59,7 @@ class PenstockServer:
             path.write_text(config, encoding="utf-8")
             self.flags += ["--config", str(path)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_file: Any = None
+        self._log_fd = -1
         self._mailboxes: set[str] = set()  # name prefixes of this run's sockets
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -88,7 +88,8 @@ class PenstockServer:
 
     def start(self) -> None:
         """Start it and return at once."""
-        self._log_file = open(os.memfd_create("penstock-test-log"), "r+b", buffering=0)  # noqa: SIM115
+        self._log_fd = os.memfd_create("penstock-test-log")
+        weakref.finalize(self, os.close, self._log_fd)
         command = [sys.executable, "-m", "penstock", "serve", *self.flags]
         if "--port" not in self.flags:
             command += ["--port", str(self.port)]
@@ -97,8 +98,8 @@ class PenstockServer:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=self._log_file,
-            stderr=self._log_file,
+            stdout=self._log_fd,
+            stderr=self._log_fd,
             env=environ | {"PYTHONPATH": os.pathsep.join(paths)} | self._environ,
             start_new_session=True,
         )
@@ -158,8 +159,8 @@ class PenstockServer:
 
     def read_log(self) -> str:
         """Everything that was written to stdout and stderr so far."""
-        size = os.fstat(self._log_file.fileno()).st_size
-        return os.pread(self._log_file.fileno(), size, 0).decode(errors="replace")
+        size = os.fstat(self._log_fd).st_size
+        return os.pread(self._log_fd, size, 0).decode(errors="replace")
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

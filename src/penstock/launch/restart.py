@@ -27,6 +27,9 @@ from penstock.launch.board import Heartbeat
 from penstock.types import WorkerId, WorkerState
 from penstock.wire.messages import Draining, SupervisorMessage, WorkerDown
 
+HOPELESS = 78
+"""The exit code (EX_CONFIG) of a child that can never start: not tried again."""
+
 GATEWAY = "gateway-0"
 """The name of the one child that is not a worker."""
 
@@ -261,6 +264,10 @@ class Restarts:
             child.quick_deaths = 0
         child.quick_deaths += 1
         child.unready_deaths = 0 if was_ready else child.unready_deaths + 1
+        if child.unready_deaths and event.exit.code == HOPELESS:
+            self._complaint = f"{child.name} cannot start: {event.exit.last_words}"
+            self._end(now, effects)
+            return
         if child.unready_deaths >= self.config.rapid_deaths:
             self._complaint = explain(child.name, child.unready_deaths, event.exit)
             self._end(now, effects)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
+from penstock.launch.restart import HOPELESS
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -126,6 +127,8 @@ def _child(
         code = end.code if isinstance(end.code, int) else _CRASHED
     except BaseException as error:
         expected = isinstance(error, PenstockError)
+        if isinstance(error, (ModelError, ConfigError, KernelError)):
+            code = HOPELESS
         log.error("%s: %s", name, error, exc_info=None if expected else error)
         if last_words is not None:
             text = str(error) if expected else f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from penstock.config.schema import SuperviseConfig
 from penstock.launch.board import Heartbeat
 from penstock.launch.restart import (
     GATEWAY,
+    HOPELESS,
     Died,
     Done,
     Effect,
@@ -164,6 +165,13 @@ def test_a_worker_that_is_never_ready_ends_it_all_with_a_cause_and_a_command() -
     assert "SIGILL" in done.complaint
     assert "penstock serve --kernels portable" in done.complaint
     assert bench.machine.stage is Stage.DONE
+
+
+def test_a_child_that_can_never_start_is_not_tried_again() -> None:
+    bench = Bench()
+    bench.send(Tick())
+    bench.obey(bench.die(GATEWAY, Exit(code=HOPELESS, last_words="tokenizer.json is broken")))
+    assert bench.log[-1][1] == Done(1, f"{GATEWAY} cannot start: tokenizer.json is broken")
 
 
 def test_workers_that_were_ready_are_restarted_for_ever() -> None:

@@ -76,7 +76,7 @@ def test_an_expected_error_is_one_line() -> None:
     done = run("""
         def refuse():
             raise ModelError("this is no model")
-        assert wait(fork("decode-0", refuse)) == (70, None)
+        assert wait(fork("decode-0", refuse)) == (78, None)
     """)
     assert done.stderr == "decode-0: this is no model\n"
 
