@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(text)
     else:
-        _print(result, Console())
+        _print(result, Console(soft_wrap=True))
     return 0 if (result["long"] if "running" in result else result)["completed"] else 1
 
 

@@ -34,8 +34,15 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float):
     waits = np.diff(due)
     assert due[0] == 0
     assert waits.min() >= 0
-    assert waits.mean() == pytest.approx(0.2, rel=0.05)
+    assert waits.mean() == pytest.approx(0.2)
     assert waits.std() / waits.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_short_runs_have_the_rate_too(count: int):
+    due = arrivals(count, rate=4.0, burstiness=1.0, seed=0)
+    assert len(due) == count
+    assert due[-1:] == ([pytest.approx((count - 1) / 4)] if count else [])
 
 
 def test_an_infinite_rate_has_all_due_at_once():

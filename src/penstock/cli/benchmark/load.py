@@ -135,8 +135,13 @@ def failure(status: int, body: bytes, done: bool, record: Finished) -> str | Non
 
 
 async def until(moment: float) -> None:
-    """Sleep until ``time.perf_counter()`` reaches ``moment``; one turn of the loop when it has already."""
-    await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+    """Sleep until ``time.perf_counter()`` has reached ``moment``; one turn of the loop when it has already.
+
+    Some loops' timers are early by a fraction of a millisecond, hence more than one sleep.
+    """
+    await asyncio.sleep(0)
+    while (left := moment - time.perf_counter()) > 0:  # noqa: ASYNC110 - what is waited for is time
+        await asyncio.sleep(left)
 
 
 @asynccontextmanager

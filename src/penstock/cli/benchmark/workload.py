@@ -119,11 +119,12 @@ def that_fit(wanted: Sequence[Wanted], max_model_len: int | None) -> list[Wanted
 def arrivals(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds from the start at which requests are due, the first at 0.
 
-    Gaps are gamma distributed with mean 1 / rate and shape ``burstiness``: 1 is a Poisson process, less comes in
-    bursts, more is more regular.  An infinite rate has all of them due at once.
+    Gaps are gamma distributed with shape ``burstiness`` (1 is a Poisson process, less comes in bursts, more is more
+    regular) and stretched together so that the mean gap is 1 / rate exactly: a short run, too, has the rate that was
+    asked for.  An infinite rate has all of them due at once.
     """
     if math.isinf(rate):
         return [0.0] * count
-    rng = np.random.default_rng([seed, 2])
-    waits = rng.gamma(shape=burstiness, scale=1 / (rate * burstiness), size=max(0, count - 1))
-    return [0.0, *np.cumsum(waits).tolist()][:count]
+    waits = np.random.default_rng([seed, 2]).gamma(burstiness, size=max(0, count - 1))
+    due = np.concatenate([[0.0], np.cumsum(waits)])[:count]
+    return [float(at) for at in due * ((count - 1) / rate / due[-1] if count > 1 else 0.0)]
