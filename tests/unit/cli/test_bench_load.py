@@ -236,7 +236,7 @@ async def test_long_prompts_amid_running_answers():
         )
     report = result.report([50.0, 99.0])
     assert report["long"]["completed"] == 3
-    assert report["long"]["ttft_s"]["min"] >= 0.05
+    assert report["long"]["ttft_s"]["min"] >= 0.045
     assert report["running"]["failed"] == 0
     assert report["running"]["itl_s"]["max"] >= 0.045
     assert report["running"]["itl_before_s"]["p50"] < report["running"]["itl_s"]["max"]

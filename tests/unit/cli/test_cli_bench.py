@@ -92,7 +92,7 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str]):
     with beside(model) as server:
         assert bench(server.url, "--num-prompts", "3", "--max-concurrency", "2", "--random-input-len", "20") == 0
     shown = capsys.readouterr().out
-    for word in ("time to first token", "p50", "p90", "p99", "max", "3 of 3 requests", "output tokens/s"):
+    for word in ("TTFT", "p50", "p90", "p99", "max", "3 of 3 requests", "output tokens/s"):
         assert word in shown
 
 

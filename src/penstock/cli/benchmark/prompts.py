@@ -111,7 +111,9 @@ class PromptMaker:
         ]
         missing = count - sum(map(len, parts))
         if missing > 0:
-            parts.append(np.random.default_rng([self._seed, 4, index]).integers(0, 1 << 32, missing))
+            # The length is in it so that unlike runs against one server find nothing of each other in its cache.
+            own = np.random.default_rng([self._seed, 4, index, want.input_len])
+            parts.append(own.integers(0, 1 << 32, missing))
         return np.concatenate(parts)[:count]
 
     def _text(self, index: int, want: Wanted, words: int) -> str:

@@ -11,13 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-LATENCIES = {
-    "ttft_s": "time to first token",
-    "tpot_s": "time per output token",
-    "itl_s": "inter-token latency",
-    "e2e_s": "end to end",
-    "send_lag_s": "sent later than due",
-}
+LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "send_lag_s": "sent late by"}
+"""What the rows are called; docs/benchmarks.md says what they mean."""
 
 
 def latency_table(rows: Mapping[str, Mapping[str, float] | None], title: str) -> Table:
@@ -25,9 +20,9 @@ def latency_table(rows: Mapping[str, Mapping[str, float] | None], title: str) ->
     present = {name: row for name, row in rows.items() if row}
     columns = list(next(iter(present.values()), {}))
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("milliseconds")
+    table.add_column("milliseconds", no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for name, row in present.items():
         table.add_row(name, *(f"{1000 * row[column]:,.2f}" for column in columns))
     return table
