@@ -223,7 +223,7 @@ async def test_long_prompts_amid_running_answers():
             free.set()
             await exchange.event(text_chunk("x"))
         else:
-            for _ in range(200):
+            for _ in range(400):
                 await free.wait()
                 await exchange.event(text_chunk("x"))
                 await asyncio.sleep(0.001)
