@@ -100,6 +100,10 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _weigh_join(args[0] if args else (), owner)
         return super().call(__context, __obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """jinja2 asks for every attribute; what it gets stands in the method's place."""
+        return None if super().wrap_str_format(value) is None else _no_format
+
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         _weigh_binop(operator, left, right)
         return super().call_binop(context, operator, left, right)
@@ -219,6 +223,10 @@ def _weigh_binop(operator: str, left: Any, right: Any) -> None:
 def _weigh_bits(bits: int) -> None:
     if bits > _MAX_INT_BITS:
         raise LimitReached(f"The chat template would make a number of more than {_MAX_INT_BITS} bits.")
+
+
+def _no_format(*_: Any, **__: Any) -> str:
+    raise LimitReached("Chat templates may not call 'format' of a str.")
 
 
 def _check_name(name: object) -> None:

@@ -56,7 +56,8 @@ class TextTokenizer:
         joined = "\0".join(literals)
         self._control_ids = special | {token for token, added in self._added.items() if added.content in joined}
         self.control = ControlText(self._added[token].content for token in self._control_ids)
-        self._guarded, self._renamed = self._guarded_tokenizer()
+        self._guarded, self._places = self._guarded_tokenizer()
+        self._forbidden = self._control_ids - self._places.keys()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=0) + 1
         self._longest = max(_LONGEST_TOKEN_FLOOR, max(map(len, vocabulary), default=0))
@@ -95,13 +96,13 @@ class TextTokenizer:
         Raises RequestError when plain text cannot be written without a control token.
         """
         ids: list[int] = self._guarded.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if not self._control_ids.isdisjoint(ids):
+        if not self._forbidden.isdisjoint(ids):
             raise RequestError(
                 "A message spells a control token of the model in a way that cannot be told apart from it.",
                 param="messages",
                 code="control_token_in_text",
             )
-        return tuple(self._renamed.get(token, token) for token in ids)
+        return tuple(self._places.get(token, token) for token in ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens`` as the library has it, control tokens written out."""
@@ -110,7 +111,7 @@ class TextTokenizer:
     def _guarded_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
         """A tokenizer over the same model that knows control tokens by their guarded names only.
 
-        Also returns the true id of every id that it gives to a token of another name or place.
+        Also returns the true id of every added token, by the id that it has there.
         """
         guarded = Tokenizer(self._tokenizer.model)
         if self._tokenizer.normalizer is not None:
@@ -123,7 +124,7 @@ class TextTokenizer:
         }
         guarded.add_tokens([_renamed(self._added[token], name) for token, name in sorted(names.items())])
         places = {guarded.token_to_id(name): token for token, name in names.items()}
-        return guarded, {place: token for place, token in places.items() if place is not None and place != token}
+        return guarded, {place: token for place, token in places.items() if place is not None}
 
 
 def _renamed(added: AddedToken, name: str) -> AddedToken:

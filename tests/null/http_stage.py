@@ -1,0 +1,99 @@
+"""The real edge and the real intake of the bundled model before streams without workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import penstock
+from penstock.clock import MonotonicClock
+from penstock.config.schema import Limits
+from penstock.edge.app import Behind, make_app
+from penstock.edge.auth import KeyRing
+from penstock.intake.service import ModelIntake
+
+from .streams import NullStreams
+
+STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
+MODEL = "storyteller"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = [{"role": "user", "content": "Tell me a story."}]
+
+
+@cache
+def intake_of(limits: Limits) -> ModelIntake:
+    """One for all tests: it keeps nothing of a request."""
+    return ModelIntake(STORYTELLER, name=MODEL, max_model_len=2048, limits=limits, created=1)
+
+
+def app_of(streams: NullStreams, limits: Limits | None = None, *keys: str) -> Any:
+    """The application as the composition root makes it."""
+    limits = limits or Limits()
+    return make_app(
+        Behind(
+            streams=streams,
+            intake=intake_of(limits),
+            limits=limits,
+            clock=MonotonicClock(),
+            metrics=lambda: b"# no metrics\n",
+            keys=KeyRing.of(keys),
+        )
+    )
+
+
+@dataclass
+class Stage:
+    """A client of the application in this process."""
+
+    streams: NullStreams
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """A request with a JSON body."""
+        return await self.client.post(path, json=body, **options)
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        """A chat with the fields that a test is not about filled in."""
+        return await self.post(CHAT, {"model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 1} | fields)
+
+    async def text(self, **fields: Any) -> httpx.Response:
+        """A completion with the fields that a test is not about filled in."""
+        return await self.post(TEXT, {"model": MODEL, "prompt": "Once", "max_tokens": 8, "seed": 1} | fields)
+
+
+@asynccontextmanager
+async def stage(streams: NullStreams | None = None, limits: Limits | None = None, *keys: str) -> AsyncIterator[Stage]:
+    """Use: ``async with stage() as on: await on.chat()``."""
+    streams = streams or NullStreams()
+    transport = httpx.ASGITransport(app_of(streams, limits, *keys), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as client:
+        yield Stage(streams, client)
+
+
+@dataclass
+class Event:
+    """One server-sent event."""
+
+    id: str
+    data: Any  # parsed; "[DONE]" as it is
+
+
+def events_of(body: str) -> list[Event]:
+    """The events of a whole stream."""
+    assert body.endswith("\n\n"), "a stream ends after a whole event"
+    return [_event(block) for block in body[:-2].split("\n\n")]
+
+
+def _event(block: str) -> Event:
+    fields = dict(line.split(": ", 1) for line in block.split("\n"))
+    assert set(fields) == {"id", "data"}
+    data = fields["data"]
+    return Event(fields["id"], data if data == "[DONE]" else json.loads(data))

@@ -1,0 +1,150 @@
+"""Chat templates: what transformers renders is what we render, and nothing that a template does can hurt."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.errors import ModelError, RequestError
+from penstock.intake.template import ChatTemplate, load_source
+
+TESTS = Path(__file__).parents[2]
+OURS = sorted((TESTS / "fixtures" / "templates").glob("*.jinja"))
+SHARED = Path(os.environ.get("PENSTOCK_SHARED", TESTS.parents[1] / "shared")) / "data" / "templates"
+THEIRS = sorted(SHARED.rglob("*.jinja"))
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+ONE = [{"role": "user", "content": "Hello <b> & 'q' \"z\" é "}]
+MANY = [
+    {"role": "system", "content": "You are kind."},
+    {"role": "user", "content": " Hi\n"},
+    {"role": "assistant", "content": "<think>hm</think>\n\nYes? "},
+    {"role": "user", "content": "Tell me."},
+]
+
+
+def ours(source: str, messages: list[dict[str, str]], **options: Any) -> str:
+    return ChatTemplate(source, special=SPECIAL, max_seconds=1.0, max_output_bytes=100_000).render(
+        messages, add_generation_prompt=options.pop("add_generation_prompt", False), **options
+    )
+
+
+def check_against_transformers(source: str) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    for messages in (ONE, MANY):
+        for add_generation_prompt in (False, True):
+            options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+            try:
+                (theirs,), _ = utils.render_jinja_template([messages], chat_template=source, **options, **SPECIAL)
+            except Exception as error:
+                said = str(error)
+                with pytest.raises(RequestError) as refused:
+                    ours(source, messages, **options)
+                assert said in str(refused.value)
+            else:
+                assert ours(source, messages, **options) == theirs
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_renders_as_transformers_does(path: Path):
+    check_against_transformers(path.read_text())
+
+
+@pytest.mark.skipif(not THEIRS, reason="the models' own templates are not in this repository (PENSTOCK_SHARED)")
+@pytest.mark.parametrize("path", THEIRS, ids=lambda path: path.stem)
+def test_models_own_templates_render_as_transformers_does(path: Path):
+    check_against_transformers(path.read_text())
+
+
+def test_refusals_are_in_the_templates_own_words():
+    source = (TESTS / "fixtures" / "templates" / "alternating.jinja").read_text()
+    with pytest.raises(RequestError, match="roles must alternate user and assistant") as refused:
+        ours(source, [*ONE, *ONE])
+    assert (refused.value.param, refused.value.code) == ("messages", "template_error")
+
+
+def test_arguments_reach_the_template_and_cannot_replace_ours():
+    source = (TESTS / "fixtures" / "templates" / "thinking.jinja").read_text()
+    on = ours(source, ONE, add_generation_prompt=True, arguments={"date_string": "today"})
+    off = ours(source, ONE, add_generation_prompt=True, arguments={"enable_thinking": False, "messages": []})
+    assert on.endswith("<|head|>assistant<|text|>")
+    assert "It is today." in on
+    assert off.endswith("<think>\n\n</think>\n\n")
+    assert "Hello" in off
+
+
+def test_the_last_message_can_be_continued():
+    messages = [*ONE, {"role": "assistant", "content": "Once upon a "}]
+    plain = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert ours(plain, messages, continue_final_message=True).endswith("[Once upon a ")
+    trims = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+    assert ours(trims, messages, continue_final_message=True).endswith("[Once upon a")
+    with pytest.raises(RequestError, match="does not show the last message"):
+        ours("{{ messages[0].content }}", messages, continue_final_message=True)
+
+
+HOSTILE = {
+    "endless loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops over what is written down": "{% set x = [1] * 9999 %}{% for a in x %}{% for b in x %}{% for c in x %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "a range without end": "{{ range(10 ** 9) | list }}",
+    "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "much output": "{% for a in range(99999) %}{{ 'xxxxxxxxxx' }}{% endfor %}",
+    "a long product": "{{ 'x' * 10 ** 9 }}",
+    "a long product, turned": "{{ 10 ** 9 * 'x' }}",
+    "a list product": "{{ [1] * 10 ** 9 }}",
+    "a large power": "{{ 9 ** 999999999 }}",
+    "a large power, step by step": "{% set n = namespace(v=9) %}{% for i in range(60) %}{% set n.v = n.v * n.v %}"
+    "{% endfor %}",
+    "doubling with +": "{% set n = namespace(v='xy') %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}",
+    "doubling with ~": "{% set n = namespace(v='xy') %}{% for i in range(60) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
+    "a long format": "{{ '%1000000000d' % 1 }}",
+    "a long format method": "{{ '{:>1000000000}'.format(1) }}",
+    "a long centre": "{{ 'x'.center(10 ** 9) }}",
+    "a long replace": "{{ ('x' * 90000).replace('x', 'y' * 90000) }}",
+    "a long replace filter": "{{ ('x' * 90000) | replace('x', 'y' * 90000) }}",
+    "a long join": "{{ range(90000) | join('x' * 90000) }}",
+    "a long join method": "{{ ('x' * 90000).join(['a'] * 90000) }}",
+    "a long indent": "{{ 'x' | indent(10 ** 9, true) }}",
+    "long numbers": "{{ (5).to_bytes(10 ** 9, 'big') }}",
+    "wide JSON": "{{ [1] | tojson(indent=10 ** 9) }}",
+    "an attribute of a type": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a namespace's inside": "{% set n = namespace(__class__=1) %}{{ n }}",
+    "a change of what it was given": "{{ messages.append(1) }}",
+    "an import": "{% include '/etc/passwd' %}",
+    "words of its own": "{{ lipsum(99999) }}",
+    "what is not there": "{{ messages[0].nothing.at.all }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_template_is_stopped(source: str):
+    template = ChatTemplate(source, special=SPECIAL, max_seconds=0.3, max_output_bytes=100_000)
+    began = time.monotonic()
+    with pytest.raises(RequestError) as refused:
+        template.render(ONE, add_generation_prompt=True)
+    assert time.monotonic() - began < 2.0
+    assert refused.value.code in ("template_limit", "template_error")
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 1 +", "{% unknown %}", "x" * (2 << 20)])
+def test_what_is_no_template_is_refused_at_the_start(source: str):
+    with pytest.raises(ModelError, match="template"):
+        ChatTemplate(source, special=SPECIAL)
+
+
+def test_literals_are_everything_that_the_template_itself_says():
+    template = ChatTemplate("<|a|>{{ '<|b|>' + x }}{% if y == '<|c|>' %}<|d|>{% endif %}", special=SPECIAL)
+    assert {"<|a|>", "<|b|>", "<|c|>", "<|d|>", "<s>"} <= template.literals
+
+
+def test_where_a_models_template_is_found(tmp_path: Path):
+    assert load_source(tmp_path, {}) is None
+    assert load_source(tmp_path, {"chat_template": "a"}) == "a"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert load_source(tmp_path, {"chat_template": named}) == "d"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_source(tmp_path, {"chat_template": "a"}) == "file"
