@@ -486,6 +486,32 @@ def test_a_silent_receiver_loses_its_lease_and_what_it_copies_later_does_not_pas
     rig.until(rig.all_free)
 
 
+def test_a_receiver_that_falls_silent_after_an_acknowledgement_loses_its_lease(rig: Rig) -> None:
+    reach(rig, "queued")
+    heard = rig.listener.counters.received
+    rig.receiver_copies(budget=1)
+    rig.until(lambda: rig.listener.counters.received > heard, copying=False)
+    assert rig.advanced == [PagesAdvanced(R, 1, 16)]
+    rig.clock.advance(9.9)
+    rig.sent(rig.sender.tick(rig.clock.now()))
+    assert not rig.released
+    rig.clock.advance(0.2)
+    rig.sent(rig.sender.tick(rig.clock.now()))
+    assert rig.released == [Released(R, 1, "lease ended")]
+
+
+def test_what_the_scheduler_says_of_an_earlier_epoch_is_ignored(rig: Rig) -> None:
+    start(rig, epoch=2)
+    rig.offer(0, THEIRS[2], epoch=1)
+    rig.done(3, epoch=1)
+    rig.sent(rig.sender.fail(R, 1, "late", rig.clock.now()))
+    offer_all(rig, epoch=2)
+    rig.done(3, epoch=2)
+    rig.until(lambda: bool(rig.released))
+    assert arrived(rig)
+    assert rig.released == [Released(R, 2, "received")]
+
+
 def test_a_pull_for_an_unknown_request_is_kept_for_one_lease(rig: Rig) -> None:
     rig.receiver_ticks = False
     rig.expect(OWN, tokens=TOKENS)
