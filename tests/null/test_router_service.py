@@ -226,7 +226,7 @@ async def test_a_worker_that_always_dies_is_given_up_in_the_end():
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_stopped_worker_is_suspected_and_harmless_when_it_wakes(victim):
-    async with Town(*WIDE, lease_s=0.5) as town:
+    async with Town(*WIDE, lease_s=10.0) as town:
         clients = [town.ask(f"r{i}", seed=i, prompt=20 + i, max_tokens=20) for i in range(6)]
         await town.until(lambda: any(client.tokens for client in clients))
         town.stop(victim)
@@ -401,7 +401,7 @@ async def test_closing_the_router_ends_every_stream():
 async def test_chaos_changes_no_answer_and_leaves_nothing(names, seed):
     dice = random.Random(seed)
     async with Town(*names, lease_s=0.3, max_chunk_tokens=16, pages=40) as town:
-        clients, left, stopped = [], [], set()
+        clients, left, stopped = [], [], []
         for turn in range(400):
             if dice.random() < 0.08 and len(clients) < 24:
                 prompt = tuple(dice.randrange(50) for _ in range(dice.randrange(1, 120)))
@@ -410,16 +410,16 @@ async def test_chaos_changes_no_answer_and_leaves_nothing(names, seed):
             if dice.random() < 0.02:
                 name = dice.choice(town.alive)
                 town.kill(name)
-                stopped.discard(name)
+                stopped = [other for other in stopped if other != name]
                 if dice.random() < 0.7:
                     await town.turn()
                 town.fork(name)
             if dice.random() < 0.01 and len(stopped) < len(names) - 1:
-                name = dice.choice(town.alive)
+                name = dice.choice([name for name in town.alive if name not in stopped])
                 town.stop(name)
-                stopped.add(name)
+                stopped.append(name)
             if stopped and dice.random() < 0.02:
-                town.wake(stopped.pop())
+                town.wake(stopped.pop(0))
             if dice.random() < 0.02 and clients:
                 client = dice.choice(clients)
                 if not client.over:

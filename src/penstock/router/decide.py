@@ -23,6 +23,7 @@ class Ask:
     emitted: int = 0  # tokens of the answer that exist already
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
     avoid: frozenset[tuple[WorkerId, int]] = frozenset()  # (worker, incarnation) pairs that gave it back
+    doubt: frozenset[tuple[WorkerId, int]] = frozenset()  # pairs to be taken only where there is no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decisio
             legs: list[Chosen] = []
             weighed: list[tuple[Leg, tuple[Score, ...]]] = []
             for leg, role in parts:
-                slots = [slot for slot in fleet.ready((role,), identity) if not _avoided(ask, fleet, slot)]
+                slots = _candidates(ask, fleet, fleet.ready((role,), identity))
                 scores = policy.scores(ask.request, ask.emitted, leg, slots, (fleet, prefixes))
                 best = policy.best(ask.request, scores, fleet.ids)
                 if best is None:
@@ -138,6 +139,15 @@ def _chosen(leg: Leg, score: Score, fleet: Fleet) -> Chosen:
     return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], score.compute)
 
 
+def _candidates(ask: Ask, fleet: Fleet, slots: list[int]) -> list[int]:
+    """Those who may be given the request, without the doubtful if others are left."""
+    if ask.avoid:
+        slots = [slot for slot in slots if not _avoided(ask, fleet, slot)]
+    if not ask.doubt:
+        return slots
+    return [slot for slot in slots if (fleet.ids[slot], fleet.incarnations[slot]) not in ask.doubt] or slots
+
+
 def _avoided(ask: Ask, fleet: Fleet, slot: int) -> bool:
     return (fleet.ids[slot], fleet.incarnations[slot]) in ask.avoid
 
@@ -159,6 +169,8 @@ def _why_not(ask: Ask, fleet: Fleet, slot: int, identity: ModelIdentity | None) 
         return "another model or numerics class"
     if _avoided(ask, fleet, slot):
         return "gave this request back"
+    if (fleet.ids[slot], fleet.incarnations[slot]) in ask.doubt:
+        return "failed this request before"
     return "completes no set of legs"
 
 

@@ -48,6 +48,9 @@ BACKOFF_MAX_S = 1.0
 BUSY_S = 0.25
 """How long a worker that returned a request because of a full queue is not asked again for it."""
 
+DOUBT_S = 5.0
+"""How long the other end of a failed hand-over is asked again for a request only where there is no other."""
+
 
 class Phase(Enum):
     """Where a flight is."""
@@ -87,6 +90,7 @@ class Flight:
         "_avoid",
         "_base",
         "_began",
+        "_doubt",
         "_early",
         "_first_held",
         "_last_reason",
@@ -117,6 +121,7 @@ class Flight:
         self._early: dict[int, tuple[TokenItem, LegRun]] = {}  # index -> what came before its turn, and from whom
         self._first_held: float | None = None  # since when a decode leg's tokens wait for the prefill leg's word
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
+        self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason = ""
 
     # --- placing ----------------------------------------------------------------------------------------------------
@@ -127,8 +132,13 @@ class Flight:
 
     def ask(self, now: float) -> Ask:
         """What to decide about."""
-        avoid = frozenset(who for who, until in self._avoid.items() if until > now)
-        return Ask(request=self.request, emitted=len(self.emitted), identity=self.identity, avoid=avoid)
+        return Ask(
+            request=self.request,
+            emitted=len(self.emitted),
+            identity=self.identity,
+            avoid=frozenset(who for who, until in self._avoid.items() if until > now),
+            doubt=frozenset(who for who, until in self._doubt.items() if until > now),
+        )
 
     def placed(self, decision: Decision, root: BlockHash, now: float) -> Effects:
         """A decision was made.  ``root`` is the hash chain's root for the decision's identity and this request."""
@@ -284,6 +294,9 @@ class Flight:
             self._avoid[worker, incarnation] = math.inf
         elif reason == "queue_full":
             self._avoid[worker, incarnation] = now + BUSY_S
+        elif reason.startswith("pages_lost"):  # whoever says so is well; the other end may not be
+            others = [other for other in self._legs if other is not leg]
+            self._doubt |= {(other.worker, other.incarnation): now + DOUBT_S for other in others}
         ended = self._end(leg)
         return (ended, *self._again(f"{worker} gave it back: {reason}", reason, now))
 

@@ -114,6 +114,13 @@ def test_whoever_gave_it_back_is_not_asked_again():
     check(words, picks="decode=decode-0 prefill=prefill-0", ask=other_fork)
 
 
+def test_the_doubtful_are_the_last_resort():
+    ask = Ask(request=request(prompt=PROMPT), doubt=frozenset({(WorkerId("prefill-0"), 1)}))
+    words = "prefill-0 cached=96; prefill-1 tokens=999; decode-0"
+    check(words, picks="decode=decode-0 prefill=prefill-1", because="failed this request before", ask=ask)
+    check("prefill-0; decode-0", picks="decode=decode-0 prefill=prefill-0", ask=ask)
+
+
 def test_all_workers_of_an_answer_compute_alike():
     words = "prefill-0 identity=other; prefill-1 tokens=999; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="prefill-0: another model or numerics class")

@@ -11,7 +11,7 @@ from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest, 
 from penstock.hashing import chain_root
 from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effect, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.failover import BACKOFF_MAX_S, BUSY_S, HOLD_S, Flight, Patience, Phase
+from penstock.router.failover import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, Phase
 from penstock.types import FinishReason, Leg, TokenBatch, TokenLogprob, ValidRequest, WorkerId
 from penstock.wire.messages import PageSource, TokenItem
 
@@ -328,6 +328,14 @@ def test_a_returned_leg_takes_the_other_with_it(who, reason):
     assert said(flight.returned(1, reason, who, 1, 2.0)) == [f"end {who} e1", f"cancel {other} e1", "wait 2"]
     avoided = {(who, 1)} if reason == "draining" else set()
     assert flight.ask(99.0).avoid == avoided
+
+
+@pytest.mark.parametrize("who", [P0, D0])
+def test_a_hand_over_that_failed_casts_doubt_on_its_other_end(who):
+    flight = flying()
+    flight.returned(1, "pages_lost: silent", who, 1, 2.0)
+    assert flight.ask(2.0).doubt == {(D0 if who == P0 else P0, 1)}
+    assert flight.ask(2.0 + DOUBT_S).doubt == flight.ask(2.0).avoid == frozenset()
 
 
 def test_returns_are_bounded_too():
