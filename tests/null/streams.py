@@ -53,7 +53,7 @@ class NullStreams:
 
     vocabulary: int = 4096
     script: Callable[[ValidRequest], tuple[tuple[int, ...], FinishReason]] | None = None  # else ``answer_tokens``
-    batch_sizes: Callable[[random.Random], int] = lambda rng: rng.choice([1, 1, 1, 2, 5])  # noqa: E731
+    batch_sizes: Callable[[random.Random], int] = lambda rng: rng.choice([1, 1, 1, 2, 5])
     cuts: random.Random = field(default_factory=lambda: random.Random(1))
     cached: int = 0
     is_ready: bool = True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import small_tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from penstock.intake.answer import LOWEST_LOGPROB, ChoiceText, Echo, Wanted, prompt_offsets
 from penstock.intake.vocabulary import TokenTable
 from penstock.types import FinishReason, TokenBatch, TokenLogprob
@@ -37,7 +39,7 @@ def batches(tokens: Sequence[int], cuts: Sequence[int], finish: FinishReason) ->
             logprobs=tuple(TokenLogprob(tokens[i], -float(i)) for i in range(a, b)),
             finish=finish if b == len(tokens) else None,
         )
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in pairwise(edges)
     ]
 
 

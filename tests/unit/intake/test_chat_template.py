@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from penstock.errors import ModelError, RequestError
 from penstock.intake.template import ChatTemplate, load_source
 
@@ -39,7 +40,7 @@ def check_against_transformers(source: str) -> None:
             options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
             try:
                 (theirs,), _ = utils.render_jinja_template([messages], chat_template=source, **options, **SPECIAL)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is
                 said = str(error)
                 with pytest.raises(RequestError) as refused:
                     ours(source, messages, **options)

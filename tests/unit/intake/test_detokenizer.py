@@ -8,10 +8,11 @@ import pytest
 import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+
 from penstock.errors import ModelError
 from penstock.intake.detokenizer import Utf8Stream
 from penstock.intake.vocabulary import TokenTable, byte_level_alphabet, decoder_steps
-from tokenizers import Tokenizer, pre_tokenizers
 
 BYTE_LEVEL = small_tokenizers.byte_level()
 SENTENCE_PIECE = small_tokenizers.sentence_piece()

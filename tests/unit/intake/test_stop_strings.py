@@ -6,6 +6,7 @@ import time
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.intake.stops import StopScanner
 
 words = st.text(st.sampled_from("ab"), min_size=1, max_size=5)

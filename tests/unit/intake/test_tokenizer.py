@@ -6,14 +6,15 @@ import asyncio
 import time
 from pathlib import Path
 
-import penstock
 import pytest
 import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+import penstock
 from penstock.errors import ModelError, RequestError
 from penstock.intake.tokenizer import TextTokenizer
-from tokenizers import Tokenizer, decoders, models
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
 KINDS = {"byte level": small_tokenizers.byte_level, "sentence piece": small_tokenizers.sentence_piece}
@@ -112,7 +113,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         TextTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="cannot|can read"):
+    with pytest.raises(ModelError, match=r"can read"):
         TextTokenizer(tmp_path)
 
 
