@@ -30,8 +30,14 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 
 
-def varied_requests(*, max_tokens: int = 48, salt: str = "", vocab: int = 4096) -> list[dict[str, Any]]:
-    """Bodies for ``/v1/completions``.  ``salt`` keeps prefix caches of two rounds apart without changing an answer."""
+def varied_requests(
+    *, max_tokens: int = 48, salt: str = "", salt_each: bool = False, vocab: int = 4096
+) -> list[dict[str, Any]]:
+    """Bodies for ``/v1/completions``.
+
+    ``salt`` keeps the prefix caches of two rounds apart without changing an answer; with ``salt_each`` those of the
+    requests of one round, too.
+    """
     source = random.Random(20261122)
     bodies: list[dict[str, Any]] = []
     for index, length in enumerate(PROMPT_LENGTHS):
@@ -43,7 +49,7 @@ def varied_requests(*, max_tokens: int = 48, salt: str = "", vocab: int = 4096) 
                 "model": "storyteller",
                 "prompt": prompt,
                 "max_tokens": max_tokens - index % 5,
-                "cache_salt": salt or "varied",
+                "cache_salt": f"{salt}-{index}" if salt_each else salt or "varied",
                 **SAMPLING[index % len(SAMPLING)],
             }
         )
