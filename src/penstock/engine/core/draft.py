@@ -43,6 +43,15 @@ class Draft:
         one = self._cost.predict(self.work)
         return max(1, min(limit, int(self._budget_s / one) if one > 0 else limit))
 
+    def can_begin(self, request: Request) -> bool:
+        """Is enough left of the budgets for a first chunk that is worth it?  The first of a step always is."""
+        piece = min(request.known, self._config.page_tokens, self._config.max_chunk_tokens)
+        left = self._config.max_step_tokens - self.work.tokens
+        return self.chunks == 0 or min(left, self._affordable(0)) >= piece
+
+    def _affordable(self, start: int, *, draws_each: bool = False) -> int:
+        return self._cost.affordable(self.work, self._budget_s, start, draws_each=draws_each)
+
     def add_chunk(self, request: Request) -> bool:
         """Grant ``request`` as many of its missing tokens as fit.  False when it must wait for another step.
 
@@ -54,7 +63,7 @@ class Draft:
         left = config.max_step_tokens - self.work.tokens
         each = request.wants_prompt_logprobs
         want = min(missing, config.max_chunk_tokens)
-        count = min(want, left, self._cost.affordable(self.work, self._budget_s, start, draws_each=each))
+        count = min(want, left, self._affordable(start, draws_each=each))
         to_page_end = min(want, size - start % size)
         if count < to_page_end:
             if self.chunks or left < 1:

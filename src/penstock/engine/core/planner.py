@@ -64,7 +64,7 @@ class Planner:
                 needy.append(request)
             rows.append(Row(request, computed, 1, True))
         if needy and self._make_room(needy, draft):
-            rows[:] = [row for row in rows if row.request.status is Status.RUNNING and row.start < row.request.room]
+            rows[:] = [row for row in rows if row.start < row.request.room]  # the preempted have no room at all
             others = [request for request in others if request.status is Status.RUNNING]
         return others
 
@@ -108,7 +108,9 @@ class Planner:
             return
         spare = sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
         while (request := table.queue.head()) is not None:
-            if table.active >= self._max_active or self._memory.admit(request, spare=spare) is not None:
+            if table.active >= self._max_active or not (request.leg is Leg.DECODE or draft.can_begin(request)):
+                return
+            if self._memory.admit(request, spare=spare) is not None:
                 return
             spare += grows(request)
             table.admit(request)

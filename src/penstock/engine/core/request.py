@@ -87,7 +87,7 @@ class Request:
         self.room = 0
         self.hashes: list[BlockHash] = list(event.hashes)
         self.settled = 0  # pages whose content is final and was offered to the prefix cache
-        self.announced = 0  # leg=prefill: pages the receiver has been told of
+        self.announced = 0  # leg=prefill: full pages the receiver has been told of
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.preempted = 0  # how often its pages were taken back
         self.first_token = False  # leg=decode: the prefill worker's token is here

@@ -236,14 +236,13 @@ class Scheduler:
             self._table.forget(request)
 
     def _announce(self, request: Request, outcome: Outcome) -> None:
-        """Tell of pages that are final: the full ones, and the last, partial one when nothing is missing any more."""
+        """Tell of pages that are final: full ones, and the partial one when nothing more comes into it."""
         size = self.config.page_tokens
         for block in range(request.announced, request.settled):
             outcome.pages_done.append(PageDone(request, block, size))
         request.announced = request.settled
         if request.status is Status.HANDOVER and request.computed % size:
             outcome.pages_done.append(PageDone(request, request.announced, request.computed % size))
-            request.announced += 1
 
     def _take_pending(self) -> Outcome:
         """What became known outside a step, without those who have gone since."""

@@ -271,6 +271,7 @@ class World:
                 assert not item.prompt_logprobs
         for page in outcome.pages_done:
             client = self.clients[page.request.id]
+            assert not client.gone
             size = self.config.page_tokens
             assert page.block == len(client.blocks), "pages are announced in order, each once"
             client.blocks.append(page.tokens)

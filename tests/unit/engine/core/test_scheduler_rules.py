@@ -167,6 +167,7 @@ def test_the_token_budget_is_shared_oldest_prompt_first() -> None:
         whole b prompt=9 family=1
         whole c prompt=9 family=2
         step -> a 0+9*, b 0+4
+        load queued=1 running=2     # who would get nothing is not let in
         step -> a 9+1*, b 4+5*, c 0+8
         step -> a 10+1*, b 9+1*, c 8+1*
         """,
@@ -372,6 +373,7 @@ def test_preempted_answers_go_on_where_they_were() -> None:
         load queued=1 running=1
         steps 4 -> a 16+1*          | a token 11 length
         step -> b 8+5*              | b token 7      # its first two pages were not needed by anyone
+        cached b 0                  # what it had computed itself is nothing that a cache saved
         """,
         pages=7,
         max_model_len=20,
@@ -450,6 +452,47 @@ def test_hand_overs_are_never_preempted() -> None:
         """,
         pages=5,
         max_model_len=20,
+    )
+
+
+def test_prefill_legs_are_not_preempted_while_they_compute() -> None:
+    check(
+        """
+        whole a prompt=1 max=18 family=0
+        step -> a 0+1*
+        prefill b prompt=12 family=1
+        grant b
+        steps 7 -> a 7+1*, b 6+1
+        steps 2 -> b 8+1            # no page for a, which takes none from who may be being copied
+        steps 3 -> b 11+1*
+        """,
+        pages=5,
+        max_model_len=20,
+        max_chunk_tokens=1,
+        to_the_end=False,
+    )
+
+
+def test_a_decode_leg_starts_with_all_pages_and_the_first_token() -> None:
+    check(
+        """
+        decode a prompt=9 max=4
+        step -> reserved a@0
+        pages a 8                   # one is missing: it could compute that, but it is not asked to
+        step ->
+        pages a 9
+        step ->
+        first a
+        first a
+        step -> a 9+1*              | a token 0, a token 1
+        decode b prompt=9 family=1 max=4
+        step -> a 10+1*, reserved b@0
+        first b
+        first b
+        step -> a 11+1*             | b token 0, a token 3 length
+        pages b 9
+        step -> b 9+1*              | b token 1
+        """
     )
 
 
@@ -572,6 +615,35 @@ def test_a_request_that_goes_during_a_step_is_dropped_from_it() -> None:
     assert shown_outcome(world) == "b token 0"
     assert world.scheduler.load().pages_used == 3
     world.run_to_completion()
+
+
+def test_cached_pages_of_one_who_goes_during_its_first_step_are_not_announced() -> None:
+    world = check(
+        """
+        whole a prompt=9 max=1
+        step -> a 0+9*
+        prefill b prompt=9
+        grant b
+        """,
+        to_the_end=False,
+    )
+    world.step(cancel_in_flight="b")
+    assert shown_plan(world) == "b 8+1*"
+    assert shown_outcome(world) == ""
+
+
+def test_what_was_computed_after_a_stop_is_not_cached() -> None:
+    world = check(
+        """
+        whole a prompt=3 max=9 stop=2
+        step -> a 0+3*
+        step -> a 3+1*, x4   | a token 1+2 stop
+        """,
+        max_steps=4,
+        page_tokens=1,
+        pages=64,
+    )
+    assert len(world.scheduler.memory.prefix) == 5  # the stop token itself was never an input
 
 
 def test_as_many_requests_run_as_a_step_has_tokens() -> None:
