@@ -313,6 +313,24 @@ def test_a_queue_that_is_full_is_answered_not_waited_for(monkeypatch: pytest.Mon
         assert link.counters.unsent == 20
 
 
+def test_an_async_link_works_on_uvloop() -> None:
+    import uvloop
+
+    async def talk() -> list[int]:
+        with closing(ZmqTransport(Keys.ephemeral())) as transport:
+            listener = transport.listen(f"ipc://@penstock-test-{os.getpid()}-{next(_names)}")
+            link = transport.connect_async(listener.endpoint)
+            assert link.send(note(0))
+            first = await asyncio.to_thread(Place(transport, "").wait_for, listener)
+            for number in range(200):
+                assert listener.send(first.peer, note(number))
+            async with asyncio.timeout(5):
+                return [(await anext(link)).message.epoch for _ in range(200)]  # type: ignore[union-attr]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(talk()) == list(range(200))
+
+
 def test_a_taken_endpoint_is_a_config_error() -> None:
     with closing(ZmqTransport(Keys.ephemeral())) as transport:
         listener = transport.listen("tcp://127.0.0.1:0")

@@ -34,7 +34,7 @@ from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.keys import Keys
 from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import PageSource, PagesReceived, PullPages, TokenItem
+from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages, TokenItem
 from penstock.wire.transport import Transport
 from penstock.wire.zeromq import ZmqTransport
 
@@ -43,6 +43,10 @@ LAYOUT = KvLayout.full(layers=2, kv_heads=2, head_dim=8, dtype="fp32")
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32")
 PAGES = 64
 R = RequestId("cmpl-1/0")
+
+TOKENS = 40
+OWN = [9, 8, 7]  # the receiver's pages for blocks 0, 1, 2
+THEIRS = [30, 31, 32]  # the sender's
 
 _names = itertools.count()
 
@@ -224,3 +228,38 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
         incarnation=incarnation,
     )
     return rig, [transport, mine, theirs, *closing]
+
+
+# --- one request of three pages, step by step -------------------------------------------------------------------------
+
+
+def start(rig: Rig, *, skip: int = 0, epoch: int = 1) -> None:
+    rig.open(epoch)
+    rig.expect(OWN, tokens=TOKENS, skip=skip, epoch=epoch)
+    rig.until(lambda: Granted(R, epoch) in rig.granted)
+
+
+def offer_all(rig: Rig, *, epoch: int = 1, generation: int = 1) -> None:
+    for block, page in enumerate(THEIRS):
+        rig.offer(block, page, tokens=min(16, TOKENS - 16 * block), epoch=epoch, generation=generation)
+
+
+def queued(rig: Rig, frames: int) -> None:
+    """Let frames reach the receiver's queue, and copy none."""
+    seen = rig.receiver.counters
+    assert rig.order is list
+    got = 0
+
+    def count(came: list) -> list:
+        nonlocal got
+        got += sum(isinstance(received.message, PageReady) for _, received in came)
+        return came
+
+    rig.order = count
+    rig.until(lambda: got >= frames, copying=False)
+    rig.order = list
+    assert seen.pages == 0
+
+
+def arrived(rig: Rig, blocks: range = range(3)) -> bool:
+    return all(rig.receiver_page(OWN[block]) == rig.sender_page(THEIRS[block]) for block in blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from typing import get_args
 
@@ -162,6 +163,20 @@ def test_a_mutated_frame_is_a_message_or_a_protocol_error(frame: bytes) -> None:
     if not refused(frame):
         message = decode(frame)
         assert decode(encode(message)) == message
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_million_spoilt_frames() -> None:
+    dice = random.Random(1)
+    frames = [encode(message) for message in MESSAGES]
+    survived = 0
+    for _ in range(1_000_000):
+        frame = bytearray(dice.choice(frames))
+        for _ in range(dice.randrange(1, 4)):
+            frame[dice.randrange(len(frame))] = dice.randrange(256)
+        survived += not refused(bytes(frame[: dice.randrange(len(frame) + 8)]))
+    assert 0 < survived < 900_000
 
 
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, 255])
