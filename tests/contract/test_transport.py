@@ -171,6 +171,19 @@ def test_closing_twice_is_fine_and_names_can_be_used_again(place: Place) -> None
     place.transport.close()
 
 
+def test_a_closed_end_takes_and_gives_nothing(place: Place, ends: tuple[Listener, Link]) -> None:
+    listener, link = ends
+    assert link.send(note(1))
+    peer = place.wait_for(listener, link).peer
+    link.close()
+    assert not link.send(note(2))
+    assert link.recv() is None
+    listener.close()
+    assert not listener.send(peer, note(3))
+    assert listener.recv() is None
+    assert (link.counters.unsent, listener.counters.unsent) == (1, 1)
+
+
 @pytest.mark.parametrize("endpoint", ["", "memory://", "ipc:///tmp/x", "ipc://@", "tcp://1.2.3.4", "udp://a:1", "a"])
 def test_endpoints_of_no_known_kind_are_refused(place: Place, endpoint: str) -> None:
     for use in (place.transport.listen, place.transport.connect):

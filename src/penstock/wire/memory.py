@@ -80,8 +80,8 @@ class MemoryHub:
         self._links.clear()
 
     def to_listener(self, endpoint: str, parcel: _Parcel) -> bool:
-        """For links: leave a parcel in a mailbox, whether or not somebody listens yet."""
-        return self._mailbox(endpoint).put(parcel, self.capacity)
+        """For links that are open: leave a parcel in a mailbox, whether or not somebody listens yet."""
+        return parcel.peer in self._links and self._mailbox(endpoint).put(parcel, self.capacity)
 
     def to_link(self, peer: bytes, parcel: _Parcel) -> bool:
         """For listeners: answer a link.  False when it is gone or full."""
@@ -120,11 +120,13 @@ class _MemoryListener:
         return _receive(self.box, self.counters)
 
     def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
-        return _count(self._hub.to_link(peer, _pack(b"", message, payload)), self.counters)
+        parcel = _pack(b"", message, payload)
+        return _count(not self._closed and self._hub.to_link(peer, parcel), self.counters)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.box.parcels.clear()
             self._hub.forget_listener(self.endpoint)
 
 
@@ -147,6 +149,7 @@ class _MemoryLink:
         return self._hub.to_listener(self.endpoint, _Parcel(self._peer, header, payload))
 
     def close(self) -> None:
+        self.box.parcels.clear()
         self._hub.forget_link(self._peer)
 
 

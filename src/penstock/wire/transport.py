@@ -3,8 +3,8 @@
 A *listener* is one worker's mailbox: many peers, each named by opaque bytes that live as long as its connection.
 A *link* is one connection to a mailbox.  Nothing here ever blocks but ``Transport.wait``, and nothing raises because
 of what a peer did: a frame that is not one of ours is counted and dropped, a message that cannot leave at once is
-answered with False.  Order between one link and its listener is kept; delivery is not promised, so whoever sends
-keeps what must not be lost.
+answered with False, and so is sending on a closed end.  Order between one link and its listener is kept; delivery is
+not promised, so whoever sends keeps what must not be lost.
 
 ``wire.zeromq`` is the real one, ``wire.memory`` its double within one process.  Knows nothing about what a message
 means.

@@ -86,7 +86,8 @@ class ZmqTransport:
         for source in sources:
             if not isinstance(source, _ZmqListener | _ZmqLink):
                 raise TypeError(f"{source!r} is not of this transport")
-            watched.append((source.socket, zmq.POLLIN))
+            if not source.closed:
+                watched.append((source.socket, zmq.POLLIN))
         watched.extend((descriptor, zmq.POLLIN) for descriptor in descriptors)
         if self._gate is not None:
             watched.append((self._gate.socket, zmq.POLLIN))
@@ -194,7 +195,7 @@ class _ZmqListener:
         return self.socket.closed
 
     def recv(self) -> Received | None:
-        for _ in range(MALFORMED_PER_TURN):
+        for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             try:
                 peer = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -233,7 +234,7 @@ class _ZmqLink:
 
     def readable(self) -> bool:
         """Is a message here?  Asking also re-arms the descriptor, which signals edges only."""
-        return bool(_number(self.socket, zmq.EVENTS) & zmq.POLLIN)
+        return not self.closed and bool(_number(self.socket, zmq.EVENTS) & zmq.POLLIN)
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         return _send(self.socket, [], message, payload, self.counters)
@@ -329,6 +330,9 @@ def _send(
     if payload is not None:
         check_payload(payload)
         frames.append(payload)
+    if socket.closed:
+        counters.unsent += 1
+        return False
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError as error:
