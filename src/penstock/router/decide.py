@@ -14,6 +14,9 @@ from penstock.router.policy.least_tokens import LeastTokens, Score
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import Leg, ModelIdentity, Role, ValidRequest, WorkerId, WorkerState
 
+QUIET_S = 0.75
+"""Workers answer several times in so long.  One that does not is given work only where there is no other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -97,7 +100,7 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decisio
             legs: list[Chosen] = []
             weighed: list[tuple[Leg, tuple[Score, ...]]] = []
             for leg, role in parts:
-                slots = _candidates(ask, fleet, fleet.ready((role,), identity))
+                slots = _candidates(ask, fleet, fleet.ready((role,), identity), now)
                 scores = policy.scores(ask.request, ask.emitted, leg, slots, (fleet, prefixes))
                 best = policy.best(ask.request, scores, fleet.ids)
                 if best is None:
@@ -111,9 +114,9 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decisio
                     legs=tuple(legs),
                     names=tuple(fleet.ids),
                     weighed=tuple(weighed),
-                    passed_over=_passed_over(ask, fleet, identity, weighed),
+                    passed_over=_passed_over(ask, fleet, (identity, now), weighed),
                 )
-    names, passed_over = tuple(fleet.ids), _passed_over(ask, fleet, ask.identity, ())
+    names, passed_over = tuple(fleet.ids), _passed_over(ask, fleet, (ask.identity, now), ())
     return Decision(at=now, identity=ask.identity, names=names, passed_over=passed_over)
 
 
@@ -139,13 +142,18 @@ def _chosen(leg: Leg, score: Score, fleet: Fleet) -> Chosen:
     return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], score.compute)
 
 
-def _candidates(ask: Ask, fleet: Fleet, slots: list[int]) -> list[int]:
+def _candidates(ask: Ask, fleet: Fleet, slots: list[int], now: float) -> list[int]:
     """Those who may be given the request, without the doubtful if others are left."""
     if ask.avoid:
         slots = [slot for slot in slots if not _avoided(ask, fleet, slot)]
-    if not ask.doubt:
-        return slots
-    return [slot for slot in slots if (fleet.ids[slot], fleet.incarnations[slot]) not in ask.doubt] or slots
+    return [slot for slot in slots if not _doubtful(ask, fleet, slot, now)] or slots
+
+
+def _doubtful(ask: Ask, fleet: Fleet, slot: int, now: float) -> bool:
+    """Has it failed this request before, or not answered lately?  It is no proof, but a reason to prefer others."""
+    return now - fleet.heard[slot] > QUIET_S or (
+        bool(ask.doubt) and (fleet.ids[slot], fleet.incarnations[slot]) in ask.doubt
+    )
 
 
 def _avoided(ask: Ask, fleet: Fleet, slot: int) -> bool:
@@ -153,13 +161,16 @@ def _avoided(ask: Ask, fleet: Fleet, slot: int) -> bool:
 
 
 def _passed_over(
-    ask: Ask, fleet: Fleet, identity: ModelIdentity | None, weighed: Sequence[tuple[Leg, tuple[Score, ...]]]
+    ask: Ask,
+    fleet: Fleet,
+    at: tuple[ModelIdentity | None, float],
+    weighed: Sequence[tuple[Leg, tuple[Score, ...]]],
 ) -> tuple[tuple[int, str], ...]:
     candidates = {score.slot for _, scores in weighed for score in scores}
-    return tuple((slot, _why_not(ask, fleet, slot, identity)) for slot in range(len(fleet)) if slot not in candidates)
+    return tuple((slot, _why_not(ask, fleet, slot, *at)) for slot in range(len(fleet)) if slot not in candidates)
 
 
-def _why_not(ask: Ask, fleet: Fleet, slot: int, identity: ModelIdentity | None) -> str:
+def _why_not(ask: Ask, fleet: Fleet, slot: int, identity: ModelIdentity | None, now: float) -> str:
     """In a word or two, from constants: this stands in the way of every decision."""
     state = fleet.states[slot]
     if state is not WorkerState.READY:
@@ -169,8 +180,8 @@ def _why_not(ask: Ask, fleet: Fleet, slot: int, identity: ModelIdentity | None) 
         return "another model or numerics class"
     if _avoided(ask, fleet, slot):
         return "gave this request back"
-    if (fleet.ids[slot], fleet.incarnations[slot]) in ask.doubt:
-        return "failed this request before"
+    if _doubtful(ask, fleet, slot, now):
+        return "silent, or failed this request before"
     return "completes no set of legs"
 
 

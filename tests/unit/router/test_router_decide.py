@@ -15,6 +15,7 @@ from penstock.router.prefix_index import PrefixIndex
 from penstock.types import RequestId, WorkerId, WorkerState
 
 PROMPT = tuple(range(128))
+NOW = 100.0
 
 
 def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
@@ -28,7 +29,8 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
         identity = OTHER if told.get("identity") == "other" else IDENTITY
         if state is not WorkerState.STARTING:
             free = int(told.get("free", 100))
-            assert fleet.report(report(name, state=state, identity=identity, kv_pages_free=free), 0.0)
+            heard = NOW - float(told.get("silent", 0))
+            assert fleet.report(report(name, state=state, identity=identity, kv_pages_free=free), heard)
         fleet.charge(WorkerId(name), 1, RequestId("before"), int(told.get("tokens", 0)))
         prefixes.record(hashes_of(PROMPT[: int(told.get("cached", 0))]), slot, 1)
     return fleet, prefixes
@@ -40,7 +42,7 @@ def picked(decision: Decision) -> str:
 
 def check(words: str, *, picks: str, because: str = "", ask: Ask | None = None) -> None:
     fleet, prefixes = fleet_in_words(words)
-    decision = decide(ask or Ask(request=request(prompt=PROMPT)), fleet, prefixes, 1.0)
+    decision = decide(ask or Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
     assert picked(decision) == picks
     reasons = "; ".join(f"{reason.worker}: {reason.because}" for reason in decision.reasons())
     for clause in filter(None, because.split("; ")):
@@ -119,6 +121,8 @@ def test_the_doubtful_are_the_last_resort():
     words = "prefill-0 cached=96; prefill-1 tokens=999; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="failed this request before", ask=ask)
     check("prefill-0; decode-0", picks="decode=decode-0 prefill=prefill-0", ask=ask)
+    check("prefill-0 silent=0.8; prefill-1 tokens=999; decode-0", picks="decode=decode-0 prefill=prefill-1")
+    check("prefill-0 silent=0.8; decode-0 silent=9", picks="decode=decode-0 prefill=prefill-0")
 
 
 def test_all_workers_of_an_answer_compute_alike():
