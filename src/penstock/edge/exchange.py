@@ -18,6 +18,7 @@ from penstock.edge.errors import JSON_TYPE, ClientGone, Header, noted
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
 
 _LINGER_S = 2.0
+_LINGER_BYTES = 32 << 20
 """For so long the rest of a refused body is read and thrown away, or the client might never see the refusal."""
 
 
@@ -133,10 +134,12 @@ class Exchange:
         return self.header(b"transfer-encoding") is not None or self.header(b"content-length") not in (None, b"0")
 
     async def _linger(self) -> None:
+        thrown_away = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while not self._body_read:
+                while not self._body_read and thrown_away < _LINGER_BYTES:
                     message: Message = await self._receive()
+                    thrown_away += len(message.get("body", b""))
                     self._body_read = message["type"] != "http.request" or not message.get("more_body", False)
 
 
