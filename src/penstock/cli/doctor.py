@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bundled import storyteller
+from penstock.config.load import load_serve
 from penstock.config.resolve import show_bytes
-from penstock.errors import KernelError
+from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import available_families
 from penstock.launch.facts import machine_facts
 
 EPILOG = """\
 examples:
   penstock doctor
+  penstock doctor ~/models/llama            can this model be served here, and how?
   penstock doctor --json | jq .checks
 
 Exit code 0 when this machine can serve, 1 when something that serving needs is missing.
@@ -72,12 +74,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
+    parser.add_argument("model", nargs="?", metavar="FOLDER", help="a model's folder; none: the bundled storyteller")
     parser.add_argument("--json", action="store_true", help='print {"serves": ..., "checks": [...]}')
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when this machine can serve, else 1."""
-    checks = examine()
+    checks = [*examine(), check_plan(args.model)]
     serves = all(check.verdict is not Verdict.MISSING for check in checks)
     if args.json:
         print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -313,3 +316,35 @@ def check_kernels(wanted: str | None = None) -> Check:
     used = families[0] if wanted == "auto" else wanted
     others = ", ".join(name for name in families if name != used)
     return Check("kernels", Verdict.OK, f"{used} is used (there are also: {others or 'no others'})")
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def check_plan(model: str | None = None) -> Check:
+    """What ``penstock serve`` would decide here and now, flags aside.  Asks no network."""
+    name = "penstock serve"
+    try:
+        from penstock.launch.compose import decide
+        from penstock.launch.locate import locate
+        from penstock.weights.checkpoint import inspect_model
+
+        located = locate(model, download=_refuse_download)
+        spec = inspect_model(located.path)
+        plan = decide(load_serve({}), located.name, spec)
+    except ImportError as error:
+        return Check(name, Verdict.MISSING, f"cannot be imported: {error}", "install the packages named above")
+    except PenstockError as error:
+        return Check(name, Verdict.MISSING, str(error))
+    kv = show_bytes(plan.scheduler.pages * plan.page_bytes)
+    found = (
+        f"would serve {located.name} ({spec.parameters / 1e6:,.1f} M parameters, context "
+        f"{plan.scheduler.max_model_len}) with {', '.join(worker.worker for worker in plan.workers)}; "
+        f"each: kernels {plan.family} in {plan.dtype}, {plan.workers[0].threads} threads, {kv} of KV pages, "
+        f"handed over by {plan.carrier}"
+    )
+    return Check(name, Verdict.NOTE if plan.notes else Verdict.OK, found, "; ".join(plan.notes))
+
+
+def _refuse_download(model: str) -> str:
+    raise ModelError(f"{model}: a name on the Hub; only a folder can be examined without fetching it")

@@ -71,7 +71,7 @@ def serve(config: ServeConfig) -> int:
     located = locate(config.model)
     spec = inspect_model(located.path)
     name = config.served_model_name or located.name
-    plan = resolve(config, _machine(config), _model_facts(name, spec))
+    plan = decide(config, name, spec)
     _raise_descriptor_limit()
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.host, config.port))
@@ -107,6 +107,11 @@ def _say(lines: Iterator[str]) -> None:
 
 
 # --- what is decided before anything starts --------------------------------------------------------------------------
+
+
+def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
+    """What would run on this machine.  Raises ConfigError, KernelError."""
+    return resolve(config, _machine(config), _model_facts(name, spec))
 
 
 def _machine(config: ServeConfig) -> MachineFacts:

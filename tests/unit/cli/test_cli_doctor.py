@@ -89,10 +89,11 @@ def test_versions_of_packages(monkeypatch: pytest.MonkeyPatch):
 def test_the_exit_code_says_whether_it_serves(
     verdict: Verdict, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(doctor, "examine", lambda: [Check("x", verdict, "found", "mend")])
-    assert doctor.run(argparse.Namespace(json=False)) == code
+    monkeypatch.setattr(doctor, "examine", list)
+    monkeypatch.setattr(doctor, "check_plan", lambda _: Check("x", verdict, "found", "mend"))
+    assert doctor.run(argparse.Namespace(json=False, model=None)) == code
     assert "-> mend" in capsys.readouterr().out
-    assert doctor.run(argparse.Namespace(json=True)) == code
+    assert doctor.run(argparse.Namespace(json=True, model=None)) == code
     told = json.loads(capsys.readouterr().out)
     assert told == {
         "serves": code == 0,
@@ -102,3 +103,16 @@ def test_the_exit_code_says_whether_it_serves(
 
 def test_this_machine_is_examined_whole():
     assert len({check.name for check in doctor.examine()}) >= 12
+
+
+def test_it_tells_what_would_be_served():
+    check = doctor.check_plan()
+    assert check.verdict is Verdict.OK
+    assert check.found.startswith("would serve storyteller (10.2 M parameters, context 2048) with prefill-0, decode-0;")
+
+
+@pytest.mark.parametrize(("model", "words"), [("/no/such/folder", "no such folder"), ("org/name", "on the Hub")])
+def test_a_model_that_cannot_be_served_is_told(model: str, words: str):
+    check = doctor.check_plan(model)
+    assert check.verdict is Verdict.MISSING
+    assert words in check.found
