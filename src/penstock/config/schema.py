@@ -109,7 +109,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
 class SuperviseConfig(Config, frozen=True, kw_only=True):
     """How dead and stuck processes are dealt with."""
 
-    wedge_s: float = 2.0  # no progress beyond the predicted end of a step: killed and forked anew
+    wedge_s: float = 2.0  # no progress beyond the predicted end of a step, nor computing: killed and forked anew
+    busy_s: float = 60.0  # the same for a process that computes all the while: a step may be far longer than predicted
     backoff_first_s: float = 0.05
     backoff_max_s: float = 5.0
     rapid_deaths: int = 10  # so many deaths of one worker that never became ready: give up, loudly

@@ -10,6 +10,7 @@
                         ending (SIGKILL sent; forked anew only when it is dead: its memory is used again)
 
 Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
+A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes after ``busy_s``.
 A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
 itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
 Knows no processes, signals' delivery, clocks or sockets.
@@ -24,11 +25,25 @@ from enum import Enum, auto
 
 from penstock.config.schema import SuperviseConfig
 from penstock.launch.board import Heartbeat
+from penstock.launch.events import (
+    HOPELESS,
+    Died,
+    Done,
+    Effect,
+    Event,
+    Exit,
+    Fork,
+    Kill,
+    Looked,
+    Note,
+    StopAsked,
+    Suspected,
+    Tell,
+    Tick,
+    Vitals,
+)
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.messages import Draining, SupervisorMessage, WorkerDown
-
-HOPELESS = 78
-"""The exit code (EX_CONFIG) of a child that can never start: not tried again."""
+from penstock.wire.messages import Draining, WorkerDown
 
 GATEWAY = "gateway-0"
 """The name of the one child that is not a worker."""
@@ -37,111 +52,8 @@ INSIST_COUNT = 3
 """The gateway insists when it has suspected one incarnation so often, over ``wedge_s`` at least."""
 
 
-# --- events ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How a process ended: an exit code, or the signal that ended it, and what it had to say."""
-
-    code: int | None = None
-    signal: int | None = None
-    last_words: str = ""
-
-    def __str__(self) -> str:
-        if self.signal is not None:
-            try:
-                how = f"killed by {signal.Signals(self.signal).name}"
-            except ValueError:
-                how = f"killed by signal {self.signal}"
-        else:
-            how = f"exit code {self.code}"
-        return f"{self.last_words} ({how})" if self.last_words else how
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The process of this incarnation has ended and was reaped (or could not be forked at all)."""
-
-    child: str
-    incarnation: int
-    exit: Exit
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """All slots of the board, read at one moment, and who is stopped (SIGSTOP), whatever was predicted."""
-
-    heartbeats: dict[str, Heartbeat]
-    stopped: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Suspected:
-    """The gateway thinks that this worker does nothing."""
-
-    child: str
-    incarnation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """SIGTERM or SIGINT came; the second one means now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Nothing happened but time."""
-
-
-Event = Died | Looked | Suspected | StopAsked | Tick
-
-
-# --- effects ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Start this incarnation (and, for a worker, tell the gateway)."""
-
-    child: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Send this signal to the process of this incarnation."""
-
-    child: str
-    incarnation: int
-    signal: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send this to the gateway."""
-
-    message: SupervisorMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something for the log."""
-
-    text: str
-    warning: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Every child has ended.  ``complaint`` is the last line to be said, when giving up."""
-
-    code: int
-    complaint: str | None = None
-
-
-Effect = Fork | Kill | Tell | Note | Done
+COMPUTES_SHARE = 0.25
+"""A silent process that has had so much of one processor since then is busy, not stuck."""
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -178,6 +90,8 @@ class _Child:
     quick_deaths: int = 0  # in a row, without a stable life in between
     unready_deaths: int = 0  # in a row, without ever having been ready
     silence: float = 0.0  # observed seconds without a beat, beyond what was predicted
+    cpu_at_silence: float = 0.0  # what it had computed when it fell silent
+    computes: bool = False  # silent, but not idle
     last_beat: float = 0.0
     suspicions: int = 0
     suspected_since: float = 0.0
@@ -290,30 +204,45 @@ class Restarts:
             child = self._children[name]
             if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
                 continue
-            if self._silent_beyond_limit(child, heartbeat, look, now, name in event.stopped):
+            self._note_beat(child, heartbeat, now)
+            vitals = event.vitals.get(name, Vitals())
+            if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
                 self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
 
-    def _silent_beyond_limit(self, child: _Child, heartbeat: Heartbeat, look: float, now: float, stopped: bool) -> bool:
+    def _note_beat(self, child: _Child, heartbeat: Heartbeat, now: float) -> None:
         if child.phase is Phase.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
             child.phase = Phase.READY
             child.ready_since = now
         if heartbeat.beat_s != child.last_beat:
             child.last_beat = heartbeat.beat_s
             child.silence = 0.0
-        elif stopped or now > heartbeat.predicted_end_s:
+
+    def _silent_beyond_limit(
+        self, child: _Child, heartbeat: Heartbeat, vitals: Vitals, look: float, now: float
+    ) -> bool:
+        if not vitals.stopped and now <= heartbeat.predicted_end_s:
+            child.silence = 0.0
+        if child.silence == 0.0:
+            child.cpu_at_silence = vitals.cpu_s
+        if vitals.stopped or now > heartbeat.predicted_end_s:
             child.silence += look
-        starts = child.phase is Phase.STARTING and not stopped
-        return child.silence > (self.config.start_s if starts else self.config.wedge_s)
+        child.computes = not vitals.stopped and vitals.cpu_s - child.cpu_at_silence > COMPUTES_SHARE * child.silence
+        if child.phase is Phase.STARTING and not vitals.stopped:
+            return child.silence > self.config.start_s
+        return child.silence > (self.config.busy_s if child.computes else self.config.wedge_s)
 
     def _on_suspicion(self, event: Suspected, now: float, effects: list[Effect]) -> None:
         child = self._children.get(event.child)
         if child is None or child.phase is not Phase.READY or child.incarnation != event.incarnation:
             return
+        if child.silence > 0.0:
+            if not child.computes and child.silence > self.config.wedge_s / 2:
+                self._kill_wedged(child, event.reason, effects)
+            return
         if child.suspicions == 0 or now - child.suspected_since > 10 * self.config.wedge_s:
             child.suspicions, child.suspected_since = 0, now
         child.suspicions += 1
-        insists = child.suspicions >= INSIST_COUNT and now - child.suspected_since >= self.config.wedge_s
-        if insists or child.silence > self.config.wedge_s / 2:
+        if child.suspicions >= INSIST_COUNT and now - child.suspected_since >= self.config.wedge_s:
             self._kill_wedged(child, event.reason, effects)
 
     def _kill_wedged(self, child: _Child, reason: str, effects: list[Effect]) -> None:
@@ -370,6 +299,7 @@ class Restarts:
         child.phase = Phase.STARTING
         child.incarnation += 1
         child.ready_since = child.silence = child.last_beat = 0.0
+        child.computes = False
         child.suspicions = 0
         effects.append(Fork(child.name, child.incarnation))
 

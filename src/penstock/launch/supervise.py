@@ -26,8 +26,7 @@ from penstock.config.schema import SuperviseConfig
 from penstock.errors import GaveUp, ProtocolError
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
-from penstock.launch.restart import (
-    GATEWAY,
+from penstock.launch.events import (
     Died,
     Done,
     Effect,
@@ -37,15 +36,13 @@ from penstock.launch.restart import (
     Kill,
     Looked,
     Note,
-    Phase,
-    Restarts,
-    Stage,
     StopAsked,
     Suspected,
     Tell,
     Tick,
 )
-from penstock.launch.zygote import Process, fork, is_stopped
+from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
+from penstock.launch.zygote import Process, fork, read_vitals
 from penstock.types import Role, WorkerId
 from penstock.wire.messages import Draining, Suspect, WorkerUp
 
@@ -243,8 +240,8 @@ class Supervisor:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._config.look_s
-            stopped = frozenset(name for name, child in self._running.items() if is_stopped(child.process.pid))
-            self._handle(Looked({name: self._slots[name].read() for name in self._running}, stopped))
+            vitals = {name: read_vitals(child.process.pid) for name, child in self._running.items()}
+            self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.wake_at(now):
             self._handle(Tick())
 

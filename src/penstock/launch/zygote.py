@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
-from penstock.launch.restart import HOPELESS
+from penstock.launch.events import HOPELESS, Vitals
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _CRASHED = 70  # EX_SOFTWARE of sysexits.h
+_TICKS = os.sysconf("SC_CLK_TCK")
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 log = logging.getLogger(__name__)
@@ -67,13 +68,15 @@ def thread_count() -> int:
     raise OSError("/proc/self/status has no line for threads")
 
 
-def is_stopped(pid: int) -> bool:
-    """Has somebody stopped this process (SIGSTOP)?  False for one that has gone."""
+def read_vitals(pid: int) -> Vitals:
+    """What the system knows of a child (proc_pid_stat(5)); one that has gone is neither stopped nor busy."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+        return Vitals()
+    state, *numbers = stat.rpartition(")")[2].split()
+    user, system = int(numbers[10]), int(numbers[11])
+    return Vitals(stopped=state == "T", cpu_s=(user + system) / _TICKS)
 
 
 def fork(

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.config.schema import SuperviseConfig
 from penstock.launch.board import Heartbeat
-from penstock.launch.restart import (
-    GATEWAY,
+from penstock.launch.events import (
     HOPELESS,
     Died,
     Done,
@@ -25,14 +24,13 @@ from penstock.launch.restart import (
     Kill,
     Looked,
     Note,
-    Phase,
-    Restarts,
-    Stage,
     StopAsked,
     Suspected,
     Tell,
     Tick,
+    Vitals,
 )
+from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
 from penstock.types import WorkerState
 from penstock.wire.messages import Draining, WorkerDown
 
@@ -221,8 +219,28 @@ def test_a_stopped_process_gets_no_credit_for_its_prediction() -> None:
     killed: list[Kill] = []
     for _ in range(25):
         bench.now += 0.1
-        killed += of_type(Kill, bench.send(Looked({GATEWAY: beat, "decode-0": beat}, frozenset({GATEWAY}))))
+        killed += of_type(Kill, bench.send(Looked({GATEWAY: beat, "decode-0": beat}, {GATEWAY: Vitals(stopped=True)})))
     assert killed == [Kill(GATEWAY, 1, signal.SIGKILL)]
+
+
+def silent_for(bench: Bench, seconds: float, cpu_share: float) -> list[Effect]:
+    """decode-0 says nothing, and has ``cpu_share`` of a processor all the while."""
+    beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)
+    effects, began = [], bench.now
+    while bench.now < began + seconds:
+        bench.now += 0.1
+        vitals = Vitals(cpu_s=7.0 + cpu_share * (bench.now - began))
+        effects += bench.send(Looked({"decode-0": beat}, {"decode-0": vitals}))
+    return effects
+
+
+def test_a_step_far_longer_than_predicted_is_not_a_wedge_while_it_computes() -> None:
+    bench = ready_bench()
+    assert of_type(Kill, silent_for(bench, CONFIG.busy_s - 1, cpu_share=0.9)) == []
+    assert of_type(Kill, bench.send(Suspected("decode-0", 1, "no tokens"))) == []
+    assert len(of_type(Kill, silent_for(bench, 2.0, cpu_share=0.9))) == 1
+    bench = ready_bench()
+    assert len(of_type(Kill, silent_for(bench, CONFIG.wedge_s + 0.5, cpu_share=0.02))) == 1
 
 
 def test_time_in_which_the_supervisor_did_not_look_counts_for_nobody() -> None:

@@ -8,7 +8,7 @@ import textwrap
 
 PRELUDE = """
 import os, select, signal, socket, sys, time
-from penstock.launch.zygote import Process, fork, is_stopped, thread_count
+from penstock.launch.zygote import Process, fork, read_vitals, thread_count
 from penstock.errors import ModelError
 
 def wait(process):
@@ -39,15 +39,30 @@ def test_exit_codes_signals_and_descriptors() -> None:
         assert wait(fork("killed", lambda: os.kill(os.getpid(), signal.SIGKILL))) == (None, signal.SIGKILL)
         sleeper = fork("sleeper", lambda: time.sleep(60))
         assert sleeper.reap() is None
-        assert not is_stopped(sleeper.pid)
+        assert not read_vitals(sleeper.pid).stopped
         sleeper.kill(signal.SIGSTOP)
         os.waitid(os.P_PIDFD, sleeper.pidfd, os.WSTOPPED | os.WNOWAIT)
-        assert is_stopped(sleeper.pid)
+        assert read_vitals(sleeper.pid).stopped
         sleeper.kill(signal.SIGCONT)
         sleeper.kill(signal.SIGTERM)
         assert wait(sleeper) == (None, signal.SIGTERM)
-        assert not is_stopped(sleeper.pid)
+        assert not read_vitals(sleeper.pid).stopped
         assert sorted(os.listdir("/proc/self/fd")) == before
+    """)
+
+
+def test_what_a_child_computes_is_counted() -> None:
+    run("""
+        def spin():
+            while True:
+                pass
+        process = fork("spins", spin)
+        deadline = time.monotonic() + 20
+        while read_vitals(process.pid).cpu_s < 0.1:
+            assert time.monotonic() < deadline
+        process.kill(signal.SIGKILL)
+        wait(process)
+        assert read_vitals(process.pid) == read_vitals(2**22 + 1)
     """)
 
 
