@@ -340,7 +340,7 @@ def check_plan(model: str | None = None) -> Check:
     found = (
         f"would serve {located.name} ({spec.parameters / 1e6:,.1f} M parameters, context "
         f"{plan.scheduler.max_model_len}) with {', '.join(worker.worker for worker in plan.workers)}; "
-        f"each: kernels {plan.family} in {plan.dtype}, {plan.workers[0].threads} threads, {kv} of KV pages, "
+        f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv} of KV pages, "
         f"handed over by {plan.carrier}"
     )
     return Check(name, Verdict.NOTE if plan.notes else Verdict.OK, found, "; ".join(plan.notes))
@@ -348,3 +348,7 @@ def check_plan(model: str | None = None) -> Check:
 
 def _refuse_download(model: str) -> str:
     raise ModelError(f"{model}: a name on the Hub; only a folder can be examined without fetching it")
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" + ("s" if count != 1 else "")
