@@ -65,20 +65,29 @@ class NullStreams:
     opened: list[ValidRequest] = field(default_factory=list)
     closed: list[RequestId] = field(default_factory=list)
     ended_by_caller: set[RequestId] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def open(self) -> set[RequestId]:
         """Requests that hold something."""
         return {request.id for request in self.opened} - set(self.closed)
 
+    async def until(self, *, opened: int | None = None, none_open: bool = False) -> None:
+        """Wait until so many streams were opened, or until none holds anything."""
+        while len(self.opened) < (opened or 0) or (none_open and self.open):
+            self.changed.clear()
+            await self.changed.wait()
+
     async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
         """See ``wire.ports.TokenStreams``."""
         self.opened.append(request)
+        self.changed.set()
         try:
             async for batch in self._batches(request):
                 yield batch
         finally:
             self.closed.append(request.id)
+            self.changed.set()
 
     async def _batches(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
         tokens, finish = self.script(request) if self.script else answer_tokens(request, self.vocabulary)
