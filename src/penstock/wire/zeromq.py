@@ -36,6 +36,9 @@ HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
 HEARTBEAT_TIMEOUT_MS = 10_000
 IPC_NAME_MAX = 100
 
+# As plain integers: arithmetic on the library's enumerations costs microseconds a message.
+_NOBLOCK, _RCVMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _DOMAIN = b"penstock"
@@ -197,11 +200,11 @@ class _ZmqListener:
     def recv(self) -> Received | None:
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             try:
-                peer = self.socket.recv(zmq.NOBLOCK)
+                peer = self.socket.recv(_NOBLOCK)
             except zmq.Again:
                 self._gate.serve()
                 return None
-            received = _receive_rest(self.socket, peer, self.counters)
+            received = _received(self.socket, peer, self.socket.recv(_NOBLOCK), self.counters)
             if received is not None:
                 return received
         return None
@@ -224,17 +227,19 @@ class _ZmqLink:
         return self.socket.closed
 
     def recv(self) -> Received | None:
-        for _ in range(MALFORMED_PER_TURN):
-            if not self.readable():
+        for _ in range(0 if self.closed else MALFORMED_PER_TURN):
+            try:
+                header = self.socket.recv(_NOBLOCK)
+            except zmq.Again:
                 return None
-            received = _receive_rest(self.socket, b"", self.counters)
+            received = _received(self.socket, b"", header, self.counters)
             if received is not None:
                 return received
         return None
 
     def readable(self) -> bool:
         """Is a message here?  Asking also re-arms the descriptor, which signals edges only."""
-        return not self.closed and bool(_number(self.socket, zmq.EVENTS) & zmq.POLLIN)
+        return not self.closed and bool(_number(self.socket, _EVENTS) & _POLLIN)
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         return _send(self.socket, [], message, payload, self.counters)
@@ -298,13 +303,12 @@ def _number(socket: zmq.Socket[bytes], option: int) -> int:
     return value
 
 
-def _receive_rest(socket: zmq.Socket[bytes], peer: bytes, counters: WireCounters) -> Received | None:
-    """The frames after the peer's name: a header, perhaps a payload.  None for anything else, which is dropped."""
-    header = socket.recv(zmq.NOBLOCK)
+def _received(socket: zmq.Socket[bytes], peer: bytes, header: bytes, counters: WireCounters) -> Received | None:
+    """The message of a header and its payload, if there is one.  None for anything else, which is dropped."""
     payload: memoryview | None = None
     extra = 0
-    while _number(socket, zmq.RCVMORE):
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
+    while _number(socket, _RCVMORE):
+        frame = socket.recv(_NOBLOCK, copy=False)
         if extra == 0:
             payload = frame.buffer
         extra += 1
@@ -334,7 +338,7 @@ def _send(
         counters.unsent += 1
         return False
     try:
-        socket.send_multipart(frames, zmq.NOBLOCK)
+        socket.send_multipart(frames, _NOBLOCK)
     except zmq.ZMQError as error:
         if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
             raise
