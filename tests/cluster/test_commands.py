@@ -1,0 +1,64 @@
+"""The commands and examples that talk to a service, against a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Serve
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def penstock(url: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    environ = os.environ | {"PENSTOCK_URL": url, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "penstock", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_commands_that_talk_to_a_service(serve: Serve) -> None:
+    url = serve().url
+    asked = [penstock(url, "chat", "--seed", "3", "--max-tokens", "30", "Tell me a story.") for _ in range(2)]
+    assert {run.returncode for run in asked} == {0}
+    assert asked[0].stdout == asked[1].stdout != ""
+    assert "tokens, first after" in asked[0].stderr
+
+    words = ("--num-prompts", "8", "--random-input-len", "64", "--random-output-len", "8", "--ignore-eos", "--json")
+    for endpoint in ("/v1/completions", "/v1/chat/completions"):
+        run = penstock(url, "bench", "--endpoint", endpoint, *words, "--max-concurrency", "4")
+        assert run.returncode == 0, run.stderr
+        found = json.loads(run.stdout)
+        assert (found["completed"], found["failed"]) == (8, 0)
+        assert found["output_tokens"] == 64
+        assert found["prompt_tokens"] == 512, found["prompts"]
+        assert found["ttft_s"]["p50"] > 0
+
+    run = penstock(url, "status", "--json")
+    assert {row["state"] for row in json.loads(run.stdout)["workers"]} == {"ready"}
+    assert penstock(url, "doctor").returncode == 0
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(example: Path, serve: Serve, tmp_path: Path) -> None:
+    """As they stand, but for the port."""
+    copy = tmp_path / example.name
+    copy.write_text(example.read_text().replace("http://127.0.0.1:8000", serve().url))
+    run = subprocess.run([sys.executable, copy], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout) > 50
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_curl_example_runs(serve: Serve) -> None:
+    environ = os.environ | {"PENSTOCK_URL": serve().url}
+    run = subprocess.run(["bash", ROOT / "examples/curl.sh"], env=environ, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "data: [DONE]" in run.stdout
