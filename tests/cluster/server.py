@@ -223,6 +223,11 @@ class PenstockServer:
         """Every living process of this service: those of its session."""
         return {pid for pid in _pids() if _session(pid) == self.pid and _alive(pid)}
 
+    def gateway_pid(self) -> int:
+        """The one process that is neither supervisor nor worker."""
+        (gateway,) = self.processes() - {self.pid, *(row["pid"] for row in self.workers())}
+        return gateway
+
     def _note_mailboxes(self) -> None:
         """Remember what this run's abstract sockets are called."""
         inodes = {inode for pid in self.processes() for inode in _socket_inodes(pid)}

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.bundled import storyteller
+
 from .conftest import Serve
 from .server import PenstockServer, free_port
 
@@ -200,6 +202,31 @@ def test_settings_that_cannot_be() -> None:
     refused("leave out --prefill", "--aggregated", "--prefill", "2")
 
 
+def test_a_tokenizer_that_cannot_be_read_ends_it_at_once(tmp_path: Path) -> None:
+    for file in storyteller().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"model": "what?"}', encoding="utf-8")
+    began = time.monotonic()
+    told = penstock("serve", str(tmp_path), "--port", str(free_port()))
+    assert told.returncode == 1
+    assert time.monotonic() - began < 10.0
+    assert told.stderr.splitlines()[-1].startswith("penstock: error: gateway-0 cannot start: ")
+    assert "tokenizer.json" in told.stderr.splitlines()[-1]
+
+
+def test_with_a_key_nothing_is_told_without_it(serve: Serve) -> None:
+    server = serve("--api-key", "correct horse")
+    assert server.get("/v1/models").status_code == 401
+    assert server.get("/admin/workers").status_code == 401
+    assert server.get("/v1/models", Authorization="Bearer correct horse").status_code == 200
+    told = penstock("status", "--url", server.url)
+    assert told.returncode == 2
+    assert "wants a key" in told.stderr
+    told = penstock("status", "--url", server.url, "--json", PENSTOCK_API_KEY="correct horse")
+    assert len(json.loads(told.stdout)["workers"]) == 2
+    assert "correct horse" not in server.read_log()
+
+
 # --- restarting ------------------------------------------------------------------------------------------------------
 
 
@@ -242,12 +269,43 @@ def test_a_stopped_worker_is_replaced(serve: Serve) -> None:
 def test_a_killed_gateway_is_back(serve: Serve) -> None:
     server = serve()
     workers = {row["id"]: row["pid"] for row in server.workers()}
-    (gateway,) = server.processes() - {server.pid, *workers.values()}
+    gateway = server.gateway_pid()
     os.kill(gateway, signal.SIGKILL)
     server.wait_for(lambda: gateway not in server.processes(), 2.0, "dead")
     server.wait_ready(5.0)
     assert {row["id"]: row["pid"] for row in server.workers()} == workers
     assert len(ask(server, max_tokens=20)) > 5
+
+
+def test_a_stopped_gateway_is_replaced(serve: Serve) -> None:
+    server = serve()
+    gateway = server.gateway_pid()
+    os.kill(gateway, signal.SIGSTOP)
+    server.wait_for(lambda: gateway not in server.processes(), 5.0, "ended")
+    server.wait_ready(5.0)
+    assert len(ask(server, max_tokens=20)) > 5
+
+
+def test_what_a_dead_gateway_asked_for_is_forgotten(serve: Serve) -> None:
+    server = serve()
+    with streaming(server, max_tokens=1500) as one, streaming(server, max_tokens=1500, seed=6) as other:
+        one.read(20)
+        other.read(20)
+        os.kill(server.gateway_pid(), signal.SIGKILL)
+    server.wait_ready(5.0)
+    server.wait_idle(2.0)
+    assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
+
+
+def test_a_client_that_goes_away_frees_everything_within_a_second(serve: Serve) -> None:
+    server = serve()
+    with streaming(server, max_tokens=1500) as stream:
+        stream.read(20)
+    server.wait_idle(1.0)
+    with httpx.Client(timeout=60, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(f"{server.url}/v1/chat/completions", json=body(max_tokens=1500, n=4), timeout=0.2)
+    server.wait_idle(1.0)
+    assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
 
 
 # --- ending ----------------------------------------------------------------------------------------------------------

@@ -180,6 +180,12 @@ def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics
     )
 
 
+def _reachable(host: str) -> str:
+    """The host as it stands in a URL; a wildcard address is reached over the loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - nothing is bound here
+    return f"[{host}]" if ":" in host else host
+
+
 # --- what the children do --------------------------------------------------------------------------------------------
 
 
@@ -209,8 +215,7 @@ class _Service:
         names = (GATEWAY, *self._places)
         self.slots: dict[str, Slot] = dict(zip(names, Board(len(names)).slots, strict=True))
         self._loaded: _Loaded | None = None
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        self.url = f"http://{_reachable(config.host)}:{listener.getsockname()[1]}"
 
     def close(self) -> None:
         """Give the KV memory back."""
