@@ -95,12 +95,12 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decisio
     Otherwise a worker that does both takes it whole.
     """
     policy = LeastTokens()
-    for identity in [ask.identity] if ask.identity is not None else fleet.identities():
+    for identity in (ask.identity,) if ask.identity is not None else fleet.identities():
         for parts in _ways(ask):
             legs: list[Chosen] = []
             weighed: list[tuple[Leg, tuple[Score, ...]]] = []
             for leg, role in parts:
-                slots = _candidates(ask, fleet, fleet.ready((role,), identity), now)
+                slots = _candidates(ask, fleet, fleet.ready(role, identity), now)
                 scores = policy.scores(ask.request, ask.emitted, leg, slots, (fleet, prefixes))
                 best = policy.best(ask.request, scores, fleet.ids)
                 if best is None:
@@ -123,8 +123,7 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decisio
 def can_serve(fleet: Fleet) -> bool:
     """Is there a worker for each part of a request, all of one identity?"""
     return any(
-        fleet.ready((Role.BOTH,), identity)
-        or (fleet.ready((Role.PREFILL,), identity) and fleet.ready((Role.DECODE,), identity))
+        fleet.ready(Role.BOTH, identity) or (fleet.ready(Role.PREFILL, identity) and fleet.ready(Role.DECODE, identity))
         for identity in fleet.identities()
     )
 
@@ -142,7 +141,7 @@ def _chosen(leg: Leg, score: Score, fleet: Fleet) -> Chosen:
     return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], score.compute)
 
 
-def _candidates(ask: Ask, fleet: Fleet, slots: list[int], now: float) -> list[int]:
+def _candidates(ask: Ask, fleet: Fleet, slots: Sequence[int], now: float) -> Sequence[int]:
     """Those who may be given the request, without the doubtful if others are left."""
     if ask.avoid:
         slots = [slot for slot in slots if not _avoided(ask, fleet, slot)]

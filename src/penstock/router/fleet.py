@@ -40,6 +40,8 @@ class Fleet:
         self._others: list[int] = []
         self._work: list[dict[RequestId, int]] = []
         self._slots: dict[WorkerId, int] = {}
+        self._ready: dict[tuple[Role, ModelIdentity | None], tuple[int, ...]] = {}  # until somebody changes
+        self._identities: tuple[ModelIdentity, ...] | None = None  # the same
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -90,6 +92,10 @@ class Fleet:
         if not self.hear(report.worker, report.incarnation, now):
             return False
         slot = self._slots[report.worker]
+        before = self.reports[slot]
+        known = (self.states[slot], self.roles[slot], before and before.identity)
+        if known != (report.state, report.role, report.identity):
+            self._changed()
         self.reports[slot] = report
         self.roles[slot] = report.role
         self.states[slot] = report.state
@@ -121,6 +127,7 @@ class Fleet:
     def suspect(self, slot: int, reason: str) -> None:
         """Nothing more goes there until it reports again.  Its work is forgotten: the caller has moved it."""
         self._clear_work(slot)
+        self._changed()
         self.states[slot] = WorkerState.WEDGED
         self.reasons[slot] = reason
 
@@ -184,24 +191,31 @@ class Fleet:
         """Has the supervisor said that this incarnation is over?"""
         return self._ended[slot]
 
-    def ready(self, roles: Sequence[Role], identity: ModelIdentity | None) -> list[int]:
-        """Slots that may be given work: of one of ``roles`` and, unless None, of this very identity."""
-        slots: list[int] = []
-        for slot, state in enumerate(self.states):
-            if state is WorkerState.READY and self.roles[slot] in roles:
-                report = self.reports[slot]
-                if report is not None and (identity is None or report.identity == identity):
-                    slots.append(slot)
+    def ready(self, role: Role, identity: ModelIdentity | None) -> Sequence[int]:
+        """Slots that may be given work: of this role and, unless None, of this very identity."""
+        key = (role, identity)
+        slots = self._ready.get(key)
+        if slots is None:
+            slots = self._ready[key] = tuple(
+                slot
+                for slot, state in enumerate(self.states)
+                if state is WorkerState.READY
+                and self.roles[slot] is role
+                and (report := self.reports[slot]) is not None
+                and (identity is None or report.identity == identity)
+            )
         return slots
 
-    def identities(self) -> list[ModelIdentity]:
+    def identities(self) -> Sequence[ModelIdentity]:
         """Identities of ready workers, that of most workers first, ties in order of slots."""
-        counts: dict[ModelIdentity, int] = {}
-        for slot, state in enumerate(self.states):
-            report = self.reports[slot]
-            if state is WorkerState.READY and report is not None:
-                counts[report.identity] = counts.get(report.identity, 0) + 1
-        return sorted(counts, key=lambda identity: -counts[identity])
+        if self._identities is None:
+            counts: dict[ModelIdentity, int] = {}
+            for slot, state in enumerate(self.states):
+                report = self.reports[slot]
+                if state is WorkerState.READY and report is not None:
+                    counts[report.identity] = counts.get(report.identity, 0) + 1
+            self._identities = tuple(sorted(counts, key=lambda identity: -counts[identity]))
+        return self._identities
 
     def steps(self) -> int:
         """Steps reported by the incarnations that are there now."""
@@ -262,6 +276,11 @@ class Fleet:
         """What an ended incarnation had is gone with it."""
         self.reports[slot] = None
         self._clear_work(slot)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._ready.clear()
+        self._identities = None
 
     def _clear_work(self, slot: int) -> None:
         self._work[slot].clear()

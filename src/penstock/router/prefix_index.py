@@ -52,10 +52,21 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[BlockHash], slot: int, incarnation: int) -> int:
         """How many leading blocks of this prompt that incarnation of ``slot`` was given before."""
-        if not hashes or hashes[0] not in self._holders:
-            return 0
+        return self.matches(hashes, [(slot, incarnation)])[0]
+
+    def matches(self, hashes: Sequence[BlockHash], workers: Sequence[tuple[int, int]]) -> list[int]:
+        """``match`` for each (slot, incarnation)."""
+        first = self._holders.get(hashes[0]) if hashes else None
+        if first is None:
+            return [0] * len(workers)
         grid = _grid(len(hashes))
-        low, high = 0, len(grid)
+        return [
+            self._match(hashes, grid, slot, incarnation) if first.get(slot) == incarnation else 0
+            for slot, incarnation in workers
+        ]
+
+    def _match(self, hashes: Sequence[BlockHash], grid: Sequence[int], slot: int, incarnation: int) -> int:
+        low, high = 1, len(grid)
         while low < high:
             middle = (low + high) // 2
             holders = self._holders.get(hashes[grid[middle]])
@@ -63,7 +74,7 @@ class PrefixIndex:
                 low = middle + 1
             else:
                 high = middle
-        return grid[low - 1] + 1 if low else 0
+        return grid[low - 1] + 1
 
 
 def _grid(blocks: int) -> list[int]:

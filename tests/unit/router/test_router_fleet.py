@@ -23,9 +23,9 @@ def test_a_worker_is_starting_until_it_reports():
     fleet = Fleet()
     up(fleet, "prefill-0")
     assert fleet.states == [WorkerState.STARTING]
-    assert fleet.ready((Role.PREFILL,), None) == []
+    assert fleet.ready(Role.PREFILL, None) == ()
     fleet.report(report("prefill-0"), 0.0)
-    assert fleet.ready((Role.PREFILL,), None) == [0]
+    assert fleet.ready(Role.PREFILL, None) == (0,)
 
 
 @pytest.mark.parametrize("incarnation", [0, 2])
@@ -80,6 +80,14 @@ def test_a_row_has_what_the_command_line_promises():
     assert row["identity"] == IDENTITY.system_fingerprint
 
 
+def test_a_worker_may_change_its_role():
+    fleet = fleet_of("prefill-0")
+    assert fleet.ready(Role.PREFILL, None) == (0,)
+    fleet.report(report("prefill-0", role=Role.DECODE), 1.0)
+    assert fleet.ready(Role.PREFILL, None) == ()
+    assert fleet.ready(Role.DECODE, None) == (0,)
+
+
 def test_tokens_in_flight_follow_submit_progress_and_end():
     fleet = fleet_of("prefill-0")
     fleet.charge(P0, 1, A, 100)
@@ -129,11 +137,11 @@ def test_a_suspect_that_speaks_again_is_only_slow():
     fleet.charge(P0, 1, A, 1)
     fleet.suspect(0, "silent")
     assert fleet.load == [0]
-    assert fleet.ready((Role.PREFILL,), None) == []
+    assert fleet.ready(Role.PREFILL, None) == ()
     fleet.charge(P0, 1, A, 1)
     assert list(fleet.silent(3.0, 2.0)) == []  # once is enough
     assert fleet.report(report("prefill-0"), 3.0)
-    assert fleet.ready((Role.PREFILL,), None) == [0]
+    assert fleet.ready(Role.PREFILL, None) == (0,)
     assert list(fleet.silent(8.9, 2.0)) == []
     assert list(fleet.silent(9.1, 2.0)) == [0]
     fleet.suspect(0, "silent")
@@ -145,10 +153,10 @@ def test_a_suspect_that_speaks_again_is_only_slow():
 def test_identities_are_ordered_by_how_many_serve_them():
     fleet = fleet_of("prefill-0", "prefill-1", "prefill-2")
     fleet.report(report("prefill-0", identity=OTHER), 0.0)
-    assert fleet.identities() == [IDENTITY, OTHER]
-    assert fleet.ready((Role.PREFILL,), OTHER) == [0]
+    assert fleet.identities() == (IDENTITY, OTHER)
+    assert fleet.ready(Role.PREFILL, OTHER) == (0,)
     fleet.report(report("prefill-1", identity=OTHER), 0.0)
-    assert fleet.identities() == [OTHER, IDENTITY]
+    assert fleet.identities() == (OTHER, IDENTITY)
 
 
 Op = st.tuples(
@@ -185,6 +193,9 @@ def test_the_load_is_always_the_sum_of_what_is_out(ops):
             else:
                 fleet.suspect(slot, "silent")
             book = {key: value for key, value in book.items() if key[0] != slot}
+        ready = [s for s in (0, 1) if fleet.states[s] is WorkerState.READY]
+        assert list(fleet.ready(Role.BOTH, None)) == list(fleet.ready(Role.BOTH, IDENTITY)) == ready
+        assert len(fleet.identities()) == bool(ready)
         for s in (0, 1):
             assert fleet.load[s] == sum(value for key, value in book.items() if key[0] == s)
             assert set(fleet.work(s)) == {key[1] for key in book if key[0] == s}

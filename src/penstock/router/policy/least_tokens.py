@@ -9,16 +9,15 @@ first block, so that prompts which begin alike meet again, and others spread.  P
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import PAGE_TOKENS, Leg, ValidRequest, WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """One candidate's numbers at the moment of a decision."""
 
     slot: int
@@ -42,17 +41,18 @@ class LeastTokens:
         """The numbers of every candidate for one leg of ``request``, of which ``emitted`` tokens are written."""
         fleet, prefixes = view
         known = len(request.prompt) + emitted
-        to_write = request.sampling.max_tokens - emitted
+        to_read = 0 if leg is Leg.DECODE else known
+        to_write = 0 if leg is Leg.PREFILL else request.sampling.max_tokens - emitted
         pages = -(-known // PAGE_TOKENS)
+        matches = prefixes.matches(request.block_hashes, [(slot, fleet.incarnations[slot]) for slot in slots])
         scores: list[Score] = []
-        for slot in slots:
-            cached = prefixes.match(request.block_hashes, slot, fleet.incarnations[slot]) * PAGE_TOKENS
+        for slot, blocks in zip(slots, matches, strict=True):
+            cached = blocks * PAGE_TOKENS
             # The token after the known ones is always computed from at least one of them.
-            unread = known - min(cached, known - 1)
-            compute = {Leg.PREFILL: unread, Leg.DECODE: to_write, Leg.WHOLE: unread + to_write}[leg]
+            unread = max(0, to_read - min(cached, known - 1))
             report = fleet.reports[slot]
             free = report.kv_pages_free if report is not None else pages
-            scores.append(Score(slot, fleet.load[slot], cached, compute, max(0, pages - free)))
+            scores.append(Score(slot, fleet.load[slot], cached, unread + to_write, max(0, pages - free)))
         return scores
 
     def best(self, request: ValidRequest, scores: Sequence[Score], ids: Sequence[WorkerId]) -> Score | None:
