@@ -298,6 +298,7 @@ class _Service:
             model=loaded.model,
             ops=ops,
             identity=loaded.identity,
+            parameters=self._spec.parameters,
             kv=self._kv[config.worker],
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
             keys=self._keys,

@@ -14,6 +14,7 @@ from time import monotonic_ns
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import WorkerConfig
+from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
@@ -44,6 +45,7 @@ class Inheritance:
     model: Model
     ops: Ops
     identity: ModelIdentity
+    parameters: int  # of the model, for a first guess of how long a step takes
     kv: KvFile
     peers: Mapping[WorkerId, KvFile]
     keys: Keys
@@ -62,7 +64,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         file.close()
     transport = ZmqTransport(inherited.keys)
     clock = MonotonicClock()
-    scheduler = Scheduler(config.scheduler)
+    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)))
     carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
     hand_over = HandOver(
         inherited.identity,

@@ -44,6 +44,19 @@ class Work:
         return (1.0, self.tokens / SCALE[1], self.pairs / SCALE[2], self.draws / SCALE[3])
 
 
+SLOW_FLOPS = 10e9
+"""Multiplications and additions a second of a machine that is slower than most."""
+
+
+def prior_for(parameters: int) -> Vector:
+    """What to expect of a model of this size before its first step: that the machine is slow.
+
+    So the first chunk on any machine ends long before anybody takes the worker for stuck, and the second is right.
+    """
+    token_s = 2 * parameters / SLOW_FLOPS
+    return (max(PRIOR[0], token_s / 2), token_s * SCALE[1], PRIOR[2], max(PRIOR[3], token_s))
+
+
 class StepCost:
     """Predicts and learns; weights are never negative."""
 

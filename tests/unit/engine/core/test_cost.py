@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.core.cost import SLOW_FLOPS, StepCost, Work, prior_for
 
 FAST = (0.0004, 4e-6, 2e-11, 1e-5)  # seconds: a step, a token, a pair, a draw
 SLOW = (0.3, 0.02, 1e-7, 0.01)
@@ -101,3 +101,12 @@ def test_a_step_of_nothing_teaches_nothing() -> None:
     cost.learn(Work(), 1.0)
     assert cost.predict(Work()) == before
     assert cost.measured == 0
+
+
+@pytest.mark.parametrize("parameters", [10_000_000, 1_200_000_000, 70_000_000_000])
+@pytest.mark.parametrize("flops", [20e9, 100e9, 1e12])
+def test_the_first_chunk_of_an_unknown_machine_is_short(parameters: int, flops: float) -> None:
+    """A machine up to half as slow as the guess overruns nothing, whatever the model's size."""
+    cost = StepCost(prior_for(parameters))
+    count = max(16, cost.affordable(Work(), 0.25, 0))  # a page at least, as the planner grants
+    assert count * 2 * parameters / flops <= max(0.25, 16 * 2 * parameters / SLOW_FLOPS)
