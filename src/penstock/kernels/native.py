@@ -8,6 +8,7 @@ Results that are alive are never overwritten (see ``memory.StepBuffers``).  Oper
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,20 @@ class NativeOps:
         out = np.empty(ids.shape, np.float32)
         self._kernels.gumbel(seed, position, choice, ids, out)
         return out
+
+    # --- measuring ----------------------------------------------------------------------------------------------------
+
+    def read_bandwidth(self, memory: NDArray[np.uint32]) -> float:
+        """Bytes a second at which all threads together just read ``memory``, once."""
+        start = time.perf_counter()
+        self._kernels.read_cells(memory)
+        return memory.nbytes / (time.perf_counter() - start)
+
+    def peak_flops(self, repeats: int = 20_000) -> float:
+        """Floating-point operations a second of all threads together, multiplying out of the first-level cache."""
+        start = time.perf_counter()
+        operations = self._kernels.multiply(repeats)
+        return operations / (time.perf_counter() - start)
 
     def _checked(self, batch: StepBatch) -> _native.Batch:
         """The step's tokens as the kernels hold them, made once a step."""

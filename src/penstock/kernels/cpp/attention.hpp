@@ -128,9 +128,10 @@ struct Attend {
     tile.steps = head_dim / D::kPerCell;
     tile.x = reinterpret_cast<const char*>(q + row * head_dim);
     tile.x_stride = static_cast<size_t>(head_dim) * sizeof(Value);
+    tile.x_step = 4;
     tile.acc_stride = kBlockKeys;
     const int panels = attention_panels(count);
-    const TileFn run = pick_tile<D>(count, panels);
+    const TileFn run = pick_attention_tile<D>(count, panels);
     for (int j = 0; j < 4; j += panels) {
       for (int p = 0; p < panels; ++p) tile.offset[p] = keys[j + p] - keys[0];
       tile.acc = scores + j * 16;
@@ -187,6 +188,7 @@ struct Attend {
     TileArgs tile;
     tile.step_stride = value_stride;
     tile.x_stride = kBlockKeys * sizeof(Value);
+    tile.x_step = 4;
     tile.acc_stride = static_cast<size_t>(width);
     const int wide = attention_panels(count);
     while (from < to) {
@@ -204,7 +206,7 @@ struct Attend {
         const int panels = c + wide <= blocks_c ? wide : 1;
         for (int p = 0; p < panels; ++p) tile.offset[p] = column(c + p);
         tile.acc = now.out + row * width + c * 16;
-        pick_tile<D>(count, panels)(tile, true);
+        pick_attention_tile<D>(count, panels)(tile, true);
         c += panels;
       }
       from += tile.bases * tile.steps;

@@ -3,6 +3,7 @@
 // No function of the standard library is instantiated here: a template compiled for AVX-512 and merged by the linker
 // with its twin would crash processors without it.
 #include "attention.hpp"
+#include "measure.hpp"
 #include "sampling.hpp"
 
 #define PS_STRING_OF(x) #x
@@ -20,6 +21,10 @@ void by_type(const Args& args, Compute compute) {
 void convert(const float* from, long count, void* to, Compute compute) {
   compute == Compute::kBf16 ? to_compute_typed<Bf16>(from, count, static_cast<uint16_t*>(to))
                             : to_compute_typed<Fp32>(from, count, static_cast<float*>(to));
+}
+
+double multiply_typed(long repeats, Compute compute) {
+  return compute == Compute::kBf16 ? multiply<Bf16>(repeats) : multiply<Fp32>(repeats);
 }
 
 }  // namespace
@@ -44,6 +49,8 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     gumbel,
     gumbel_argmax,
     log_of,
+    read_cells,
+    multiply_typed,
 };
 
 }  // namespace penstock

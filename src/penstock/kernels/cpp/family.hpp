@@ -166,6 +166,9 @@ struct Family {
   void (*gumbel)(const DrawKey& key, const int32_t* ids, long n, float* out);
   Best (*gumbel_argmax)(const DrawKey& key, const float* x, long n, float floor, Best top);
   float (*log)(float);
+  // Measuring.
+  uint32_t (*read_cells)(const uint32_t* cells, long count);
+  double (*multiply)(long repeats, Compute);
 };
 
 }  // namespace penstock

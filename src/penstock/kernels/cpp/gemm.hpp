@@ -14,6 +14,7 @@ using namespace penstock;
 
 constexpr long kRowBlock = 192;
 constexpr long kSpanSteps = 1024;
+constexpr long kItemsAThread = 8;
 constexpr int kTreeSlots = 4;  // open sums of a binary tree over 8 segments
 
 constexpr double kAloneBelow = 1 << 17;  // multiply-adds (or cells read) below which waking threads costs more
@@ -31,18 +32,68 @@ void each_item(long items, double work, const Fn& fn) {
 
 PS_INLINE long min_of(long a, long b) { return a < b ? a : b; }
 
-// Inputs of all rows as the cells want them: every segment begins a cell, the gaps are zero.
+// Rows are cut into blocks, blocks into tiles of nearly equal size; every call with so many rows cuts the same way.
+struct RowCut {
+  long rows;
+
+  long blocks() const { return (rows + kRowBlock - 1) / kRowBlock; }
+  long block_begin(long block) const { return block * rows / blocks(); }
+  long tiles(long block) const { return (block_begin(block + 1) - block_begin(block) + kMaxRows - 1) / kMaxRows; }
+  long largest_tile() const {
+    const long block = (rows + blocks() - 1) / blocks();  // rows of the largest block
+    const long count = (block + kMaxRows - 1) / kMaxRows;
+    return (block + count - 1) / count;
+  }
+  long tile_begin(long block, long tile) const {
+    return block_begin(block) + tile * (block_begin(block + 1) - block_begin(block)) / tiles(block);
+  }
+};
+
+// x as the tiles read it: rows `stride` bytes apart when given as is; else tiles of [steps][rows] cells, one after
+// another, so that a tile is read from end to end.
+struct Inputs {
+  const char* data;
+  bool packed;
+  size_t row_bytes;
+
+  void place(TileArgs& tile, long row, int rows, long step) const {
+    const size_t cells = packed ? rows : 1;
+    tile.x = data + row * row_bytes + step * cells * 4;
+    tile.x_stride = packed ? 4 : row_bytes;
+    tile.x_step = cells * 4;
+  }
+};
+
+// One tile's rows to cells: every segment begins a cell, gaps are zero.
 template <class D>
-void spread_inputs(const LinearArgs& args, typename D::Value* to) {
+void pack_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
   using Value = typename D::Value;
   const PackedView& w = args.weight;
-  const long width = w.steps() * D::kPerCell;
-  __builtin_memset(to, 0, static_cast<size_t>(args.rows) * width * sizeof(Value));
-  for (long row = 0; row < args.rows; ++row)
-    for (int s = 0; s < w.segments; ++s)
-      __builtin_memcpy(to + row * width + w.step_begin[s] * D::kPerCell,
-                       static_cast<const Value*>(args.x) + row * w.k + w.k_begin[s],
-                       static_cast<size_t>(w.k_begin[s + 1] - w.k_begin[s]) * sizeof(Value));
+  for (int s = 0; s < w.segments; ++s)
+    for (int m = 0; m < rows; ++m) {
+      const Value* x = static_cast<const Value*>(args.x) + (row + m) * w.k;
+      uint32_t* cell = to + w.step_begin[s] * rows + m;
+      long k = w.k_begin[s];
+      for (; k + D::kPerCell <= w.k_begin[s + 1]; k += D::kPerCell, cell += rows) *cell = load_cell(x + k);
+      if (k < w.k_begin[s + 1]) __builtin_memcpy(cell, x + k, sizeof(Value)), *cell &= 0xFFFFu;
+    }
+}
+
+template <class D>
+Inputs prepare_inputs(const LinearArgs& args, const RowCut& cut) {
+  const PackedView& w = args.weight;
+  const size_t row_bytes = static_cast<size_t>(w.steps()) * 4;
+  if (args.rows <= kMaxRows && w.direct()) return {static_cast<const char*>(args.x), false, row_bytes};
+  char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
+  const double work = static_cast<double>(args.rows * w.steps()) * 4;
+  each_item(cut.blocks(), work, [&](long block, int) {
+    for (long t = 0; t < cut.tiles(block); ++t) {
+      const long row = cut.tile_begin(block, t);
+      const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
+      pack_inputs<D>(args, row, rows, reinterpret_cast<uint32_t*>(packed + row * row_bytes));
+    }
+  });
+  return {packed, true, row_bytes};
 }
 
 void add_into(float* to, const float* from, long count) {
@@ -62,20 +113,37 @@ void write_tile(const LinearArgs& args, const float* sums, long row, int rows, l
     }
 }
 
-// All rows of a block for `panels` panels.  Tiles of rows are as equal as can be.
-template <class D>
-void linear_block(const LinearArgs& args, const char* x, long row, long rows, long panel, int panels, float* slots) {
-  const PackedView& w = args.weight;
+// Tile t of a span fetches its share of what is multiplied after the span: the same panels from step `next` on, or the
+// next panels.  Of three panels and two tiles each takes one panel and a half, else a tile takes one.
+void fetch_ahead(TileArgs& tile, const PackedView& w, long panel, int panels, long next, long t, long tiles) {
   const long steps = w.steps();
-  const size_t x_stride = static_cast<size_t>(steps) * 4;
-  const long tiles = (rows + kMaxRows - 1) / kMaxRows;
-  const long span = tiles > 1 ? kSpanSteps : steps;
-  const long slot_floats = rows * panels * 16;
+  const char* pieces = reinterpret_cast<const char*>(w.cells + (next < steps ? panel * steps + next : (panel + panels) * steps) * 16);
+  const size_t piece = static_cast<size_t>(steps) * 64;
+  tile.ahead[0] = tile.ahead[1] = tile.x;
+  tile.ahead_step[0] = tile.ahead_step[1] = 0;
+  if (tiles == 2 && panels == 3) {
+    tile.ahead[0] = pieces + 2 * t * piece;
+    tile.ahead_step[0] = 64;
+    tile.ahead[1] = pieces + piece + t * tile.steps * 32;
+    tile.ahead_step[1] = 32;
+  } else if (t < panels) {
+    tile.ahead[0] = pieces + t * piece;
+    tile.ahead_step[0] = 64;
+  }
+}
+
+// All rows of a block for `panels` panels.
+template <class D>
+void linear_block(const LinearArgs& args, const Inputs& x, const RowCut& cut, long block, long panel, int panels,
+                  float* slots) {
+  const PackedView& w = args.weight;
+  const long steps = w.steps(), tiles = cut.tiles(block), first = cut.block_begin(block);
+  const long span = tiles == 1 ? steps : kSpanSteps;
+  const long slot_floats = (cut.block_begin(block + 1) - first) * panels * 16;
 
   TileArgs tile;
   tile.bases = 1;
   tile.step_stride = 16;
-  tile.x_stride = x_stride;
   tile.acc_stride = static_cast<size_t>(panels) * 16;
   for (int p = 0; p < panels; ++p) tile.offset[p] = static_cast<ptrdiff_t>(p * steps * 16);
 
@@ -88,11 +156,13 @@ void linear_block(const LinearArgs& args, const char* x, long row, long rows, lo
       tile.steps = min_of(span, end - from);
       tile.base[0] = w.cells + (panel * steps + from) * 16;
       for (long t = 0; t < tiles; ++t) {
-        const long first = t * rows / tiles;
-        const int count = static_cast<int>((t + 1) * rows / tiles - first);
-        tile.x = x + (row + first) * x_stride + from * 4;
-        tile.acc = slot + first * panels * 16;
-        pick_tile<D>(count, panels)(tile, from != w.step_begin[s]);
+        const long row = cut.tile_begin(block, t);
+        const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
+        x.place(tile, row, rows, from);
+        fetch_ahead(tile, w, panel, panels, from + tile.steps, t, tiles);
+        tile.acc = slot + (row - first) * panels * 16;
+        const TileFn run = tiles == 1 ? pick_tile<D, Fetch::kStream>(rows, panels) : pick_tile<D, Fetch::kAhead>(rows, panels);
+        run(tile, from != w.step_begin[s]);
       }
       from += tile.steps;
     } while (from < end);
@@ -103,47 +173,33 @@ void linear_block(const LinearArgs& args, const char* x, long row, long rows, lo
     }
   }
   for (long t = 0; t < tiles; ++t) {
-    const long first = t * rows / tiles;
-    const int count = static_cast<int>((t + 1) * rows / tiles - first);
-    write_tile(args, slots + first * panels * 16, row + first, count, panel, panels);
+    const long row = cut.tile_begin(block, t);
+    const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
+    write_tile(args, slots + (row - first) * panels * 16, row, rows, panel, panels);
   }
-}
-
-template <class D>
-void linear_of(const LinearArgs& args, const char* x) {
-  const long panels = args.weight.panels();
-  const long groups = (panels + kGroup - 1) / kGroup;
-  const long blocks = (args.rows + kRowBlock - 1) / kRowBlock;
-  const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * args.weight.steps());
-  each_item(groups * blocks, work, [&](long item, int worker) {
-    const long block = item / groups, group = item % groups;
-    const long row = block * args.rows / blocks;
-    const long rows = (block + 1) * args.rows / blocks - row;
-    const long tiles = (rows + kMaxRows - 1) / kMaxRows;
-    const int wide = panels_at_once(static_cast<int>((rows + tiles - 1) / tiles));
-    float* slots = static_cast<float*>(workspace(worker, kTreeSlots * static_cast<size_t>(rows) * wide * 64));
-    const long end = min_of(panels, (group + 1) * kGroup);
-    for (long panel = group * kGroup; panel < end;) {
-      const int count = panel + wide <= end ? wide : 1;
-      linear_block<D>(args, x, row, rows, panel, count, slots);
-      panel += count;
-    }
-  });
 }
 
 template <class D>
 void linear_typed(const LinearArgs& args) {
   if (args.rows == 0) return;
-  if (args.weight.direct()) {
-    linear_of<D>(args, static_cast<const char*>(args.x));
-    return;
-  }
-  const size_t bytes = static_cast<size_t>(args.rows) * args.weight.steps() * 4;
-  auto* spread = static_cast<typename D::Value*>(__builtin_malloc(bytes + 64));
-  if (spread == nullptr) __builtin_trap();
-  spread_inputs<D>(args, spread);
-  linear_of<D>(args, reinterpret_cast<const char*>(spread));
-  __builtin_free(spread);
+  const RowCut cut{args.rows};
+  const Inputs x = prepare_inputs<D>(args, cut);
+  const long panels = args.weight.panels();
+  const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
+  const long each = (panels / (kItemsAThread * thread_count()) + wide) / wide * wide;
+  const long groups = (panels + each - 1) / each;
+  const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * args.weight.steps());
+  each_item(groups * cut.blocks(), work, [&](long item, int worker) {
+    const long block = item / groups, group = item % groups;
+    const long rows = cut.block_begin(block + 1) - cut.block_begin(block);
+    float* slots = static_cast<float*>(workspace(worker, kTreeSlots * static_cast<size_t>(rows) * wide * 64));
+    const long end = min_of(panels, (group + 1) * each);
+    for (long panel = group * each; panel < end;) {
+      const int count = panel + wide <= end ? wide : 1;
+      linear_block<D>(args, x, cut, block, panel, count, slots);
+      panel += count;
+    }
+  });
 }
 
 template <class D>

@@ -304,6 +304,18 @@ class Kernels {
     family_->gumbel(key, ids.data(), dim(ids, 0), out.data());
   }
 
+  uint32_t read_cells(const In<uint32_t, 1>& cells) const {
+    uint32_t result = 0;
+    without_gil([&] { result = family_->read_cells(cells.data(), dim(cells, 0)); });
+    return result;
+  }
+
+  double multiply(long repeats) const {
+    double operations = 0;
+    without_gil([&] { operations = family_->multiply(repeats, compute_); });
+    return operations;
+  }
+
   int per_cell() const { return compute_ == Compute::kBf16 ? 2 : 1; }
 
  private:
@@ -391,5 +403,7 @@ NB_MODULE(_native, m) {
       .def("to_compute", &Kernels::to_compute)
       .def("sample", &Kernels::sample)
       .def("score_tokens", &Kernels::score_tokens)
-      .def("gumbel", &Kernels::gumbel);
+      .def("gumbel", &Kernels::gumbel)
+      .def("read_cells", &Kernels::read_cells)
+      .def("multiply", &Kernels::multiply);
 }

@@ -114,7 +114,7 @@ struct Pool {
 // The process's pool and scratch.  The only mutable globals of the kernels: threads belong to a process.
 int wanted_threads = 1;
 Pool* pool = nullptr;
-Scratch scratch[kMaxThreads];
+Scratch scratch[kMaxThreads + 1];  // the last one is shared
 
 // The parent's threads do not exist here; their handles are abandoned, not destroyed.
 void forget_after_fork() { pool = nullptr; }
@@ -162,5 +162,7 @@ void* workspace(int worker, size_t bytes) {
   }
   return own.data;
 }
+
+void* shared_workspace(size_t bytes) { return workspace(kMaxThreads, bytes); }
 
 }  // namespace penstock

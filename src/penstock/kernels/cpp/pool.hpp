@@ -19,4 +19,7 @@ void parallel(long items, void* context, ItemFn fn);
 // Scratch memory of one worker, 64-byte aligned, at least `bytes`; its content is lost at the next call.
 void* workspace(int worker, size_t bytes);
 
+// The same for the caller of `parallel`, readable by all workers.
+void* shared_workspace(size_t bytes);
+
 }  // namespace penstock

@@ -59,15 +59,12 @@ PS_INLINE F16 dot_cells(const F16& acc, const U16& cells, uint32_t x) {
 // Rows and panels of a tile that fit the registers of the family.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 8;
-constexpr int kGroup = 6;  // panels that one work item of a linear takes
 constexpr int panels_at_once(int rows) { return rows <= 4 ? 6 : 3; }
 #elif defined(__AVX2__)
 constexpr int kMaxRows = 6;
-constexpr int kGroup = 4;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
-constexpr int kGroup = 2;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
@@ -85,12 +82,13 @@ constexpr bool kWholeCells = true;
 constexpr bool kWholeCells = false;  // halves of a bf16 cell one after the other: only one half occupies registers
 #endif
 
+constexpr int kStreamSteps = 32;  // steps between asking for a cell and using it
 constexpr int kMaxPanels = 6;
 constexpr int kMaxBases = 4;
 
 // Where a tile's operands are.  Step s of panel p lies at base[b] + offset[p] + s * step_stride (cells) for each base
-// in turn, `steps` of them a base.  Rows of x are `x_stride` bytes apart, rows of the accumulator `acc_stride` floats,
-// its panels 16 floats.
+// in turn, `steps` of them a base.  Rows of x are `x_stride` bytes apart, its steps `x_step` bytes; rows of the
+// accumulator are `acc_stride` floats apart, its panels 16 floats.
 struct TileArgs {
   const uint32_t* base[kMaxBases];
   int bases;
@@ -99,15 +97,25 @@ struct TileArgs {
   long steps;
   const char* x;
   size_t x_stride;
+  size_t x_step;
   float* acc;
   size_t acc_stride;
+  const char* ahead[2];  // memory that will be wanted soon, a line each step, `ahead_step` bytes further each time
+  size_t ahead_step[2];
+};
+
+// How a tile asks for memory before it needs it.
+enum class Fetch {
+  kNothing,  // everything is in a cache already
+  kStream,   // its own panels, which come from memory
+  kAhead,    // what `ahead` names, while its own panels are in a cache
 };
 
 #define PS_ROWS _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m)
 #define PS_PANELS _Pragma("GCC unroll 8") for (int p = 0; p < P; ++p)
 
 // acc (or zero, when not `resume`) += panels . x
-template <class D, int M, int P>
+template <class D, int M, int P, Fetch kFetch>
 __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   F16 acc[M][P];
   if (resume) {
@@ -118,7 +126,8 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   ptrdiff_t offset[P];
   PS_PANELS offset[p] = args.offset[p];
   const char* x = args.x;
-  const size_t x_stride = args.x_stride, step_stride = args.step_stride;
+  const size_t x_stride = args.x_stride, x_step = args.x_step, step_stride = args.step_stride;
+  const char *ahead = args.ahead[0], *also_ahead = args.ahead[1];
   for (int b = 0; b < args.bases; ++b) {
     const uint32_t* cells = args.base[b];
     for (long step = 0; step < args.steps; ++step) {
@@ -142,8 +151,15 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
           PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
         }
       }
+      if constexpr (kFetch == Fetch::kStream) PS_PANELS __builtin_prefetch(cells + offset[p] + kStreamSteps * 16, 0, 3);
+      if constexpr (kFetch == Fetch::kAhead) {
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(also_ahead, 0, 2);
+        ahead += args.ahead_step[0];
+        also_ahead += args.ahead_step[1];
+      }
       cells += step_stride;
-      x += 4;
+      x += x_step;
     }
   }
   PS_ROWS PS_PANELS store(args.acc + m * args.acc_stride + p * 16, acc[m][p]);
@@ -151,31 +167,40 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
 
 using TileFn = void (*)(const TileArgs&, bool);
 
-template <class D, int P, int M>
+template <class D, int P, int M, Fetch kFetch>
 TileFn pick_rows(int rows) {
-  if (rows == M) return tile<D, M, P>;
-  if constexpr (M > 1) return pick_rows<D, P, M - 1>(rows);
+  if (rows == M) return tile<D, M, P, kFetch>;
+  if constexpr (M > 1) return pick_rows<D, P, M - 1, kFetch>(rows);
   return nullptr;
 }
 
-// The tile of `rows` by `panels`, which must be 1, `panels_at_once` or `attention_panels` of these or more rows.
-template <class D>
+// The tile of `rows` by `panels`, which must be 1 or `panels_at_once` of these or more rows.
+template <class D, Fetch kFetch>
 TileFn pick_tile(int rows, int panels) {
 #if defined(__AVX512F__)
   switch (panels) {
-    case 6: return pick_rows<D, 6, 4>(rows);
-    case 4: return pick_rows<D, 4, 6>(rows);
-    case 3: return pick_rows<D, 3, 8>(rows);
-    default: return pick_rows<D, 1, 8>(rows);
+    case 6: return pick_rows<D, 6, 4, kFetch>(rows);
+    case 3: return pick_rows<D, 3, 8, kFetch>(rows);
+    default: return pick_rows<D, 1, 8, kFetch>(rows);
   }
 #elif defined(__AVX2__)
   switch (panels) {
-    case 4: return pick_rows<D, 4, 1>(rows);
-    case 2: return pick_rows<D, 2, 3>(rows);
-    default: return pick_rows<D, 1, 6>(rows);
+    case 4: return pick_rows<D, 4, 1, kFetch>(rows);
+    case 2: return pick_rows<D, 2, 3, kFetch>(rows);
+    default: return pick_rows<D, 1, 6, kFetch>(rows);
   }
 #else
-  return panels == 2 ? pick_rows<D, 2, 1>(rows) : pick_rows<D, 1, 2>(rows);
+  return panels == 2 ? pick_rows<D, 2, 1, kFetch>(rows) : pick_rows<D, 1, 2, kFetch>(rows);
+#endif
+}
+
+// The same for attention, where panels are 1 or `attention_panels` of these rows.
+template <class D>
+TileFn pick_attention_tile(int rows, int panels) {
+#if defined(__AVX512F__)
+  return panels == 4 ? pick_rows<D, 4, 6, Fetch::kNothing>(rows) : pick_rows<D, 1, 6, Fetch::kNothing>(rows);
+#else
+  return pick_tile<D, Fetch::kNothing>(rows, panels);
 #endif
 }
 
