@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +68,6 @@ def make_app(behind: Behind) -> ASGIApp:
             *status.routes(behind.streams, prepare.card, behind.metrics, behind.metrics_type),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _unforeseen},
-        lifespan=service.lifespan,
     )
     app.router.redirect_slashes = False
     return Authenticated(app, behind.keys)
@@ -85,12 +83,6 @@ class _Service:
         self._behind = behind
         self._admission = Admission(behind.limits, behind.clock)
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="json")
-
-    @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Nothing to start; the parser's thread ends with the application."""
-        yield
-        self._parser.shutdown(wait=False, cancel_futures=True)
 
     def generation(self, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape) -> ASGIApp:
         """An endpoint that answers with generated text."""

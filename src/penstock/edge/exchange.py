@@ -17,7 +17,7 @@ from penstock.edge.admission import BodyHold
 from penstock.edge.errors import JSON_TYPE, ClientGone, Header, noted
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
 
-_LINGER_S = 2.0
+_LINGER_S = 1.0
 _LINGER_BYTES = 32 << 20
 """For so long the rest of a refused body is read and thrown away, or the client might never see the refusal."""
 

@@ -1,0 +1,64 @@
+"""What the service says about itself over HTTP."""
+
+from __future__ import annotations
+
+from penstock import __version__
+
+from .http_stage import MODEL, stage
+from .streams import NullStreams
+
+
+async def test_models_tell_the_context():
+    async with stage() as on:
+        (model,) = (await on.client.get("/v1/models")).json()["data"]
+        assert model == {
+            "id": MODEL,
+            "object": "model",
+            "created": 1,
+            "owned_by": "penstock",
+            "max_model_len": 2048,
+            "context_length": 2048,
+        }
+        assert (await on.client.get(f"/v1/models/{MODEL}")).json() == model
+
+
+async def test_health_is_progress():
+    async with stage() as on:
+        assert (await on.client.get("/health")).status_code == 200
+        on.streams.stuck = "3 requests are open and no worker has made a step for 7.0 s"
+        stuck = await on.client.get("/health")
+        assert stuck.status_code == 503
+        assert stuck.json() == {"status": "stuck", "reason": on.streams.stuck}
+
+
+async def test_ready_is_apart_from_health():
+    async with stage(NullStreams(is_ready=False)) as on:
+        assert (await on.client.get("/health")).status_code == 200
+        answer = await on.client.get("/ready")
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        on.streams.is_ready = True
+        assert (await on.client.get("/ready")).status_code == 200
+
+
+async def test_metrics_version_and_workers():
+    row = {"id": "prefill-0", "role": "prefill", "pid": 7, "state": "ready", "kv_pages_leaked": 0}
+    async with stage(NullStreams(rows=[row])) as on:
+        metrics = await on.client.get("/metrics")
+        assert metrics.text == "# no metrics\n"
+        assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert (await on.client.get("/version")).json() == {"version": __version__}
+        assert (await on.client.get("/admin/workers")).json() == {"workers": [row]}
+
+
+async def test_tokenize_and_detokenize_as_vllm_has_them():
+    async with stage() as on:
+        told = (await on.post("/tokenize", {"model": MODEL, "prompt": "Once upon", "return_token_strs": True})).json()
+        assert told == {
+            "count": 2,
+            "max_model_len": 2048,
+            "tokens": told["tokens"],
+            "token_strs": ["Once", "Ġupon"],
+        }
+        back = await on.post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})
+        assert back.json() == {"prompt": "Once upon"}
