@@ -1,0 +1,68 @@
+"""Short ways to say flights, decisions and effects in the tests of failover."""
+
+from __future__ import annotations
+
+from router_words import IDENTITY, ROOT, request
+
+from penstock.router.decide import Chosen, Decision
+from penstock.router.effects import CancelLeg, Deliver, Effect, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.router.failover import Flight, Patience
+from penstock.types import Leg, ValidRequest, WorkerId
+from penstock.wire.messages import TokenItem
+
+P0, P1, D0, D1, B0 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0"))
+PATIENCE = Patience(max_attempts=3, first_byte_s=100.0, stall_s=10.0)
+
+
+def chosen(leg: Leg, worker: WorkerId, incarnation: int = 1) -> Chosen:
+    return Chosen(leg, 0, worker, incarnation, f"memory://{worker}", 5)
+
+
+def split(decode: WorkerId = D0, prefill: WorkerId = P0) -> Decision:
+    legs = (chosen(Leg.DECODE, decode), chosen(Leg.PREFILL, prefill))
+    return Decision(at=0.0, identity=IDENTITY, legs=legs)
+
+
+WHOLE = Decision(at=0.0, identity=IDENTITY, legs=(chosen(Leg.WHOLE, B0),))
+NOBODY = Decision(at=0.0, identity=None)
+
+
+def waiting(asked: ValidRequest | None = None) -> Flight:
+    flight = Flight(asked or request(), PATIENCE, 0.0)
+    assert flight.begin(0.0) == (WaitForWorker(0.0),)
+    return flight
+
+
+def flying(decision: Decision | None = None, asked: ValidRequest | None = None) -> Flight:
+    flight = waiting(asked)
+    flight.placed(decision or split(), ROOT, 0.0)
+    return flight
+
+
+def item(index: int, *tokens: int, epoch: int = 1, **fields) -> TokenItem:
+    return TokenItem(request=request().id, epoch=epoch, index=index, tokens=tokens, **fields)
+
+
+def said(effects: Effects) -> list[str]:
+    """Effects in short: ``deliver 1 2``, ``cancel prefill-0 e1``."""
+    return [_short(effect) for effect in effects]
+
+
+def _short(effect: Effect) -> str:
+    match effect:
+        case Deliver(batch):
+            return " ".join(["deliver", *map(str, batch.tokens), *([batch.finish.value] if batch.finish else [])])
+        case CancelLeg() | LegEnded():
+            return f"{'cancel' if isinstance(effect, CancelLeg) else 'end'} {effect.worker} e{effect.epoch}"
+        case Send():
+            return f"send {effect.worker} {effect.submit.leg.value} e{effect.submit.epoch}"
+        case Fail(error):
+            return f"fail {type(error).__name__}"
+        case WaitForWorker(not_before):
+            return f"wait {not_before:g}"
+
+
+def started(flight: Flight) -> Flight:
+    """The first token came from the prefill worker."""
+    assert said(flight.tokens(item(0, 1), P0, 1, 1.0)) == ["deliver 1"]
+    return flight
