@@ -85,6 +85,7 @@ class PenstockServer:
                 print(self.read_log())
             assert code == 0, f"ended with {code} after SIGTERM"
         self.assert_nothing_left()
+        assert "Traceback" not in self.read_log(), self.read_log()
 
     def start(self) -> None:
         """Start it and return at once."""

@@ -101,6 +101,11 @@ def _places(config: ServeConfig) -> list[tuple[WorkerId, Role]]:
 
 
 def _family(config: ServeConfig, machine: MachineFacts) -> str:
+    if config.device != "cpu" and not config.aggregated:
+        raise ConfigError(
+            f"--device {config.device}: pages in its memory cannot be handed over; "
+            "add --aggregated to serve from one worker"
+        )
     if config.kernels == "auto":
         if not machine.kernel_families:
             raise ConfigError("no kernel family runs on this machine; `penstock doctor` tells why")

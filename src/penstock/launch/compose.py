@@ -303,6 +303,7 @@ class _Service:
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
             keys=self._keys,
             slot=self.slots[config.worker],
+            pages_on_device=self.config.device != "cpu",
         )
         return run_worker(config, inherited)
 

@@ -94,6 +94,8 @@ class _Gateway:
         side = [loop.create_task(work) for work in (self._beat(server), self._drain(server))]
         try:
             await server.serve([self._inherited.listener])
+            if server.force_exit:  # uvicorn does not end the application then
+                await server.lifespan.shutdown()
         finally:
             loop.remove_reader(self._channel.fileno())
             for task in side:

@@ -50,6 +50,7 @@ class Inheritance:
     peers: Mapping[WorkerId, KvFile]
     keys: Keys
     slot: Slot
+    pages_on_device: bool = False  # the backend keeps KV pages where it computes; they cannot be handed over
 
 
 def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
@@ -72,7 +73,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         HandOverReceiver(config.hand_over, carrier),
     )
     mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock)
-    runner = ModelRunner(inherited.model, inherited.ops, _kv_array(inherited.ops, own))
+    runner = ModelRunner(inherited.model, inherited.ops, _kv_array(inherited.ops, own, inherited.pages_on_device))
     loop = EngineLoop(mailbox, scheduler, runner, clock)
     pulse = _Pulse(inherited.slot, mailbox)
     loop.on_plan = pulse.on_plan
@@ -115,12 +116,12 @@ def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal:
     return ShmCarrier(own, peers, seal) if name == "shm" else TcpCarrier(own, seal)
 
 
-def _kv_array(ops: Ops, own: KvMemory) -> object:
+def _kv_array(ops: Ops, own: KvMemory, on_device: bool) -> object:
     layout: KvLayout = own.layout
     return ops.new_kv(
         pages=own.pages,
         layers=layout.layers,
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
-        memory=own.buffer,
+        memory=None if on_device else own.buffer,
     )

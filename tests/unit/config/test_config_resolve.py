@@ -74,6 +74,12 @@ def test_an_unknown_family_names_those_there_are() -> None:
     refused("penstock doctor", machine=msgspec.structs.replace(LAPTOP, kernel_families=()))
 
 
+def test_a_gpu_serves_from_one_worker() -> None:
+    refused("add --aggregated", device="cuda")
+    machine = msgspec.structs.replace(LAPTOP, kernel_families=("reference",))
+    assert plan(machine, device="cuda", aggregated=True).family == "reference"
+
+
 def test_a_long_context_is_cut_to_the_memory_and_told() -> None:
     made = plan(msgspec.structs.replace(LAPTOP, memory_bytes=20 * GIB), LLAMA)
     assert 256 <= made.scheduler.max_model_len < 131_072
