@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from penstock.errors import BadJson
 
 MAX_NUMBER_CHARS = 64
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([\[{])|[\]}]', re.DOTALL)
+# A string without an end counts as one up to the end, or each quote in it would be tried anew.
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|([\[{])|[\]}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

@@ -15,6 +15,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from penstock.intake.words import Words, trie_pattern
+
 _SPACE = " \t\r\n\f\v"
 
 
@@ -27,11 +29,11 @@ class ControlText:
         # Noncharacters (Unicode 23.7) with a nonce: no client can write a mark or a guarded name.
         self._open, self._close = f"\ufdd0{nonce}\ufdd1", f"\ufdd2{nonce}\ufdd3"
         self._guard = (f"\ufdd4{nonce}\ufdd5", f"\ufdd6{nonce}\ufdd7")
-        words = "|".join(map(re.escape, self.spellings)) or "(?!)"
+        words = trie_pattern(self.spellings)
         marks = f"{re.escape(self._open)}|{re.escape(self._close)}"
-        self._word = re.compile(words)
-        self._rendered = re.compile(
-            f"{re.escape(self._open)}(?P<client>{words}){re.escape(self._close)}|(?P<own>{words})|{marks}"
+        self._words = Words(self.spellings)
+        self._rendered = Words(
+            self.spellings, before=self._open, after=self._close, or_else=f"(?P<own>{words})|{marks}"
         )
         self._beginnings = frozenset(word[:i] for word in self.spellings for i in range(1, len(word)))
         self._ends = frozenset(word[i:] for word in self.spellings for i in range(1, len(word)))
@@ -44,7 +46,7 @@ class ControlText:
     def suspicious(self, value: Any) -> bool:
         """Does any text within ``value`` (strings, lists, dicts) spell a control token, or begin or end with a part?"""
         if isinstance(value, str):
-            return bool(self._word.search(value)) or any(self._partial(value))
+            return any(self._partial(value)) or self._words.found_in(value)
         if isinstance(value, dict):
             return any(map(self.suspicious, value.values()))
         if isinstance(value, list | tuple):
@@ -63,13 +65,13 @@ class ControlText:
 
     def guarded(self, rendered: str) -> str:
         """``rendered`` without marks, and with the template's own control tokens under their guarded names."""
-
-        def rename(match: re.Match[str]) -> str:
-            if match["own"] is not None:
-                return self.guarded_name(match["own"])
-            return match["client"] or ""
-
-        return self._rendered.sub(rename, rendered)
+        pieces: list[str] = []
+        at = 0
+        for match in self._rendered.matches(rendered):
+            own = match["own"]
+            pieces += rendered[at : match.start()], (match["word"] or "") if own is None else self.guarded_name(own)
+            at = match.end()
+        return "".join((*pieces, rendered[at:]))
 
     def _partial(self, text: str) -> tuple[bool, bool]:
         core = text.strip(_SPACE)
@@ -82,10 +84,15 @@ class ControlText:
             # Inside the white space, so that templates that trim still trim.
             left = len(text) - len(text.lstrip(_SPACE))
             right = len(text.rstrip(_SPACE))
-            core = self._word.sub(self._wrap, text[left:right])
+            core = self._wrapped(text[left:right])
             core = f"{self._open if begins else ''}{core}{self._close if ends else ''}"
             return f"{text[:left]}{core}{text[right:]}"
-        return self._word.sub(self._wrap, text)
+        return self._wrapped(text)
 
-    def _wrap(self, match: re.Match[str]) -> str:
-        return f"{self._open}{match[0]}{self._close}"
+    def _wrapped(self, text: str) -> str:
+        pieces: list[str] = []
+        at = 0
+        for match in self._words.matches(text):
+            pieces += text[at : match.start()], self._open, match[0], self._close
+            at = match.end()
+        return "".join((*pieces, text[at:]))

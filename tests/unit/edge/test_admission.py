@@ -1,0 +1,85 @@
+"""The queue at the door: never over its limits, never losing count."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.clock import VirtualClock
+from penstock.config.schema import Limits
+from penstock.edge.admission import Admission, Permit
+from penstock.errors import QueueFull
+
+LIMITS = Limits(max_queued_requests=5, max_queued_tokens=100, max_pending_body_bytes=1000)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["admit", "start", "leave"]), st.lists(st.integers(0, 60), max_size=3))))
+def test_the_count_is_exact_after_anything(steps: list[tuple[str, list[int]]]):
+    admission = Admission(LIMITS, VirtualClock())
+    scopes: list[tuple[ExitStack, Permit, dict[int, int]]] = []
+    for step, costs in steps:
+        if step == "admit":
+            stack = ExitStack()
+            alone = admission.requests == 0
+            try:
+                permit = stack.enter_context(admission.admit(costs))
+            except QueueFull:
+                assert not alone, "an empty queue takes anything"
+            else:
+                scopes.append((stack, permit, dict(enumerate(costs))))
+                assert alone or (admission.requests <= 5 and admission.tokens <= 100)
+        elif step == "start" and scopes:
+            _, permit, waiting = scopes[0]
+            choice = costs[0] if costs else 0
+            permit.started(choice)
+            permit.started(choice)
+            waiting.pop(choice, None)
+        elif scopes:
+            stack, _, waiting = scopes.pop()
+            stack.close()
+            waiting.clear()
+        assert admission.requests == sum(len(waiting) for _, _, waiting in scopes)
+        assert admission.tokens == sum(sum(waiting.values()) for _, _, waiting in scopes)
+
+
+def test_bodies_are_bounded_together():
+    admission = Admission(LIMITS, VirtualClock())
+    with admission.body() as first, admission.body() as second:
+        first.grow(800)
+        with pytest.raises(QueueFull, match="the limit is 1000"):
+            second.grow(300)
+        second.grow(200)
+        first.release()
+        first.release()
+        second.grow(700)
+        assert admission.body_bytes == 900
+    assert admission.body_bytes == 0
+
+
+def test_one_large_body_is_let_in_alone():
+    admission = Admission(LIMITS, VirtualClock())
+    with admission.body() as hold:
+        hold.grow(5000)
+    assert admission.body_bytes == 0
+
+
+def test_when_to_come_back_follows_how_long_others_waited():
+    clock = VirtualClock()
+    admission = Admission(LIMITS, clock)
+    for _ in range(100):
+        with admission.admit([1]) as permit:
+            clock.advance(20)
+            permit.started(0)
+    with admission.admit([1] * 5), pytest.raises(QueueFull) as refused:
+        admission.check()
+    assert 18 <= refused.value.retry_after <= 20
+    for _ in range(100):
+        with admission.admit([1]) as permit:
+            clock.advance(1000)
+            permit.started(0)
+    with admission.admit([1] * 5), pytest.raises(QueueFull) as refused:
+        admission.check()
+    assert refused.value.retry_after == 60

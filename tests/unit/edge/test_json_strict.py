@@ -1,0 +1,82 @@
+"""The strict parser reads what the standard library reads, and takes nothing that RFC 8259 does not have."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.edge.json_strict import parse
+from penstock.errors import BadJson
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(values, st.booleans(), st.sampled_from([None, 1]))
+def test_what_json_writes_is_read_back(value: object, ascii_only: bool, indent: int | None):
+    raw = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    assert parse(raw) == value
+
+
+@given(
+    st.binary(max_size=40)
+    | st.text(st.sampled_from('{}[]":,0123eE+-.\\un dbe8truefalsn\ufeff'), max_size=30).map(str.encode)
+)
+def test_anything_is_read_or_refused_and_never_read_otherwise(raw: bytes):
+    try:
+        value = parse(raw)
+    except BadJson:
+        return
+    assert json.dumps(value, allow_nan=False) == json.dumps(json.loads(raw.decode()), allow_nan=False)
+
+
+@pytest.mark.parametrize("depth", [1, 5, 64])
+def test_depth_is_counted_to_the_letter(depth: int):
+    assert parse(b"[" * depth + b"]" * depth, max_depth=depth) is not None
+    with pytest.raises(BadJson, match="deeper"):
+        parse(b"[" * (depth + 1) + b"]" * (depth + 1), max_depth=depth)
+
+
+@given(st.text(st.sampled_from('[{"\\a'), max_size=30))
+def test_what_is_in_strings_is_no_depth(text: str):
+    assert parse(json.dumps([text] * 40).encode(), max_depth=1) == [text] * 40
+
+
+def test_depth_is_checked_in_linear_time():
+    raw = b'["' + b'\\\\"' * 5 + b"x" * 10 + b'", "' + b'\\"' * 300_000 + b"[[[[[" * 30_000
+    began = time.perf_counter()
+    with pytest.raises(BadJson):
+        parse(raw, max_depth=64)
+    assert time.perf_counter() - began < 1.0
+
+
+def test_a_pair_of_surrogates_is_a_character():
+    assert parse(b'"\\ud83e\\udd8a \\\\ud800"') == "🦊 \\ud800"
+
+
+def test_others_run_while_a_large_body_is_parsed():
+    raw = json.dumps(list(range(300_000))).encode()
+    worst, done = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal worst
+        while not done.is_set():
+            before = time.perf_counter()
+            time.sleep(0.001)
+            worst = max(worst, time.perf_counter() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    parse(raw)
+    done.set()
+    watcher.join()
+    assert worst < 0.05
