@@ -41,6 +41,14 @@ With --request-rate a request's clock starts when it is due, not when it could b
 """
 
 
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+"""The names that ``vllm bench serve`` has for the two ways to ask."""
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
@@ -60,7 +68,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", metavar="URL", help="default: PENSTOCK_URL or http://127.0.0.1:8000")
-    group.add_argument("--endpoint", default="/v1/completions", help="or /v1/chat/completions; default: %(default)s")
+    group.add_argument("--host", help="instead of --base-url, with --port")
+    group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    group.add_argument("--backend", choices=list(ENDPOINTS), default="openai", help="default: %(default)s")
+    group.add_argument("--endpoint", metavar="PATH", help="default: that of the backend")
     group.add_argument("--model", help="default: the first that /v1/models names")
     group.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="further request headers")
@@ -110,6 +121,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when an answer came complete, 1 when none did.  Raises PenstockError when the run could not start."""
+    args.endpoint = args.endpoint or ENDPOINTS[args.backend]
     try:
         args.percentiles = _percentiles(args.metric_percentiles)
         args.objectives = measures.Objectives.parse(args.goodput) if args.goodput else None
@@ -137,8 +149,8 @@ def _print(result: dict[str, Any], out: Console) -> None:
 
 
 async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    headers = dict(pair.split("=", 1) for pair in args.header)
-    url, key = load_client(args.base_url, args.api_key)
+    url, key = load_client(f"{args.host}:{args.port}" if args.host else args.base_url, args.api_key)
+    headers = _headers(args.header)
     async with HttpStreamClient(url, api_key=key, headers=headers) as client:
         model, max_model_len = await _served_model(client, args.model)
         extra = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
@@ -157,6 +169,13 @@ async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "seed": args.seed,
     }
     return header | found
+
+
+def _headers(pairs: Sequence[str]) -> dict[str, str]:
+    parts = [pair.partition("=") for pair in pairs]
+    if not all(name and sign for name, sign, _ in parts):
+        raise ConfigError("--header: expected NAME=VALUE")
+    return {name: value for name, _, value in parts}
 
 
 async def _served_model(client: HttpStreamClient, wanted: str | None) -> tuple[str, int | None]:

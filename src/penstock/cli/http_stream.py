@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
         headers = self._reply.headers
         self._until_eof = "content-length" not in headers and "chunked" not in headers.get("transfer-encoding", "")
         self._streams = self._on_event is not None and "text/event-stream" in headers.get("content-type", "")
-        if self._until_eof or headers.get("connection", "").lower() == "close":
+        if self._until_eof or not self._parser.should_keep_alive():
             self.reusable = False
 
     def on_body(self, body: bytes) -> None:

@@ -90,7 +90,10 @@ def test_json_has_seconds_under_the_names_of_the_contract(capsys: pytest.Capture
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]):
     with beside(model) as server:
-        assert bench(server.url, "--num-prompts", "3", "--max-concurrency", "2", "--random-input-len", "20") == 0
+        port = server.url.rpartition(":")[2]
+        words = ["--num-prompts", "3", "--max-concurrency", "2", "--random-input-len", "20", "--backend", "vllm"]
+        assert main(["bench", "--host", "127.0.0.1", "--port", port, *words, "--header", "X-Who=me"]) == 0
+    assert server.asked[-1].headers["x-who"] == "me"
     shown = capsys.readouterr().out
     for word in ("TTFT", "p50", "p90", "p99", "max", "3 of 3 requests", "output tokens/s"):
         assert word in shown
