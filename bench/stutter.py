@@ -70,8 +70,8 @@ def measure(args: argparse.Namespace, flags: list[str], *, seed: int) -> dict[st
 
 
 def during(results: list[dict[str, Any]]) -> np.ndarray:
-    """Gaps in milliseconds that began while long prompts arrived."""
-    kept = [g for r in results for at, g in r["detail"]["gaps"] if 0 <= at <= r["duration_s"]]
+    """Gaps in milliseconds that overlap the time in which long prompts arrived."""
+    kept = [g for r in results for at, g in r["detail"]["gaps"] if at + g >= 0 and at <= r["duration_s"]]
     return 1000 * np.asarray(kept)
 
 
@@ -105,7 +105,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, runs in results.items():
         first = runs[0]
-        at, gap = np.asarray([(a, g) for a, g in first["detail"]["gaps"] if 0 <= a <= first["duration_s"]]).T
+        at, gap = np.asarray([(a, g) for a, g in first["detail"]["gaps"] if a + g >= 0 and a <= first["duration_s"]]).T
         (dots,) = left.plot(at, 1000 * gap, ".", markersize=2, label=name, rasterized=True)
         gaps = np.sort(during(runs))
         longer = 1 - np.arange(len(gaps)) / len(gaps)

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.benchmark.measures import Finished, Objectives, error_counts, gaps, measure, summary
+from penstock.cli.benchmark.measures import (
+    Finished,
+    Objectives,
+    error_counts,
+    gaps,
+    gaps_before,
+    gaps_during,
+    measure,
+    summary,
+)
 
 ALL = [50.0, 90.0, 99.0]
 
@@ -54,10 +63,12 @@ def test_summaries_are_in_order(values: list[float]):
     assert found["max"] == max(values)
 
 
-def test_a_gap_belongs_to_the_moment_at_which_it_began():
+def test_a_gap_that_touches_the_window_counts_in_full():
     runs = [answer(0, 1.0, 2.0, 5.0), answer(0, 4.0, 4.5)]
     assert gaps(runs) == [1.0, 3.0, 0.5]
-    assert gaps(runs, since=1.5, until=3.0) == [3.0]
+    assert gaps_during(runs, since=1.5, until=3.0) == [1.0, 3.0]
+    assert gaps_during(runs, since=2.5, until=3.5) == [3.0]
+    assert gaps_before(runs, 2.5) == [1.0]
 
 
 def test_failures_are_counted_and_not_measured():

@@ -101,9 +101,19 @@ def summary(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, 
     return found | {"max": float(array.max())}
 
 
-def gaps(requests: Sequence[Finished], since: float = float("-inf"), until: float = float("inf")) -> list[float]:
-    """Inter-token latencies of all requests, of the gaps that began within [since, until]."""
-    return [b - a for request in requests for a, b in pairwise(request.events) if since <= a <= until]
+def gaps(requests: Sequence[Finished]) -> list[float]:
+    """Inter-token latencies of all requests."""
+    return [b - a for request in requests for a, b in pairwise(request.events)]
+
+
+def gaps_during(requests: Sequence[Finished], since: float, until: float) -> list[float]:
+    """Those that overlap [since, until], in full: a stall at either end counts."""
+    return [b - a for request in requests for a, b in pairwise(request.events) if b >= since and a <= until]
+
+
+def gaps_before(requests: Sequence[Finished], moment: float) -> list[float]:
+    """Those that were over by then."""
+    return [b - a for request in requests for a, b in pairwise(request.events) if b < moment]
 
 
 def error_counts(requests: Sequence[Finished]) -> dict[str, int]:

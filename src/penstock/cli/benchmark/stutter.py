@@ -15,7 +15,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from penstock.cli.benchmark.load import Job, LoadGenerator, Progress, background, until
-from penstock.cli.benchmark.measures import Finished, error_counts, gaps, measure, summary
+from penstock.cli.benchmark.measures import Finished, error_counts, gaps_before, gaps_during, measure, summary
 
 REFUSED_PAUSE_S = 0.05
 """A server that refuses is not asked again in a busy loop."""
@@ -42,8 +42,8 @@ class StutterResult:
     def report(self, percentiles: Sequence[float]) -> dict[str, Any]:
         """Times in seconds; ``running.itl_s`` is what the scenario is about."""
         window = self.until - self.since
-        measured = gaps(self.answers, self.since, self.until)
-        quiet = gaps(self.answers, until=self.since)
+        measured = gaps_during(self.answers, self.since, self.until)
+        quiet = gaps_before(self.answers, self.since)
         return {
             "duration_s": window,
             "running": {
