@@ -66,7 +66,11 @@ def attention_figures(ops: NativeOps, seconds: float) -> Iterator[dict[str, Any]
     """Decode over long contexts, and reading a prompt, at the shape of a 1 B model (32 heads, 8 of keys, size 64)."""
     heads, kv_heads, dim, keys = 32, 8, 64, 2048
     rng = np.random.default_rng(1)
-    for name, sequences, tokens in (("decode, 1 of 2048", 1, 1), ("decode, 8 of 2048", 8, 1), ("prompt of 2048", 1, keys)):
+    for name, sequences, tokens in (
+        ("decode, 1 of 2048", 1, 1),
+        ("decode, 8 of 2048", 8, 1),
+        ("prompt of 2048", 1, keys),
+    ):
         blocks = keys // 16
         kv = ops.new_kv(pages=sequences * blocks, layers=1, kv_heads=kv_heads, head_dim=dim)
         rope = ops.rope_table(10000.0 ** -(np.arange(0, dim, 2) / dim), keys)

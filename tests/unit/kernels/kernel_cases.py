@@ -35,6 +35,11 @@ def assert_close(got: NDArray[Any], wanted: NDArray[Any], tolerance: float) -> N
     np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def assert_same_bits(got: NDArray[np.float32], wanted: NDArray[np.float32], what: str = "") -> None:
+    """Not closeness, and not ``==`` either: that takes -0 for 0."""
+    np.testing.assert_array_equal(got.view(np.uint32), wanted.view(np.uint32), err_msg=what)
+
+
 @dataclass(frozen=True)
 class Heads:
     """An attention shape: query heads, key-value heads, head size."""

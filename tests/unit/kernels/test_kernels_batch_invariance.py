@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import EVERY, NATIVE, Heads, Story, make, normal
+from kernel_cases import EVERY, NATIVE, Heads, Story, assert_same_bits, make, normal
 
 from penstock.kernels import _native
 from penstock.kernels.ops import SampleRow, segment_ends
@@ -32,7 +32,7 @@ def assert_rows_alone(fn: Any, x: Any) -> None:
     alone = np.concatenate([fn(x[i : i + 1]) for i in range(max(BATCHES))])
     for rows in BATCHES:
         start = max(BATCHES) - rows
-        np.testing.assert_array_equal(fn(x[start:]), alone[start:], err_msg=f"{rows} rows")
+        assert_same_bits(fn(x[start:]), alone[start:], f"{rows} rows")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_linear_large_enough_for_threads(family: str, compute: str) -> None:
         answers.append(np.concatenate([ops.to_numpy(ops.linear(x[i : i + 1], packed)) for i in range(200)]))
     _native.set_threads(1)
     for answer in answers[1:]:
-        np.testing.assert_array_equal(answer, answers[0])
+        assert_same_bits(answer, answers[0])
 
 
 def test_norm_and_activation(ops: Any, threads: int) -> None:
@@ -93,7 +93,7 @@ def test_attention_in_any_chunks(family: str, compute: str, heads: Heads) -> Non
         _native.set_threads(threads)
         apart = Story(ops, heads, LENGTHS, poison=True).chunked(chunk)
         for a, b in zip(together, apart, strict=True):
-            np.testing.assert_array_equal(a, b, err_msg=f"{len(a)} tokens in chunks of {chunk}")
+            assert_same_bits(a, b, f"{len(a)} tokens in chunks of {chunk}")
     _native.set_threads(1)
 
 
@@ -102,13 +102,13 @@ def test_attention_token_by_token_and_in_company(family: str, compute: str) -> N
     ops, heads, lengths = make(family, compute), Heads(4, 2, 24), [30, 70, 140]
     together = Story(ops, heads, lengths, poison=True).whole()
     for a, b in zip(together, Story(ops, heads, lengths).chunked(1), strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_same_bits(a, b)
     mixed = Story(ops, heads, lengths, poison=True)
     mixed.step([(0, 0, 29), (2, 0, 77)])
     mixed.step([(2, 77, 139), (0, 29, 30), (1, 0, 69)])
     mixed.step([(1, 69, 70), (2, 139, 140)])
     for a, b in zip(together, mixed.out, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
@@ -123,7 +123,7 @@ def test_partitions_apart_equal_partitions_in_turn(family: str, compute: str) ->
             story.step([(0, position, position + 1)])
         answers.append(story.out[0])
     _native.set_threads(1)
-    np.testing.assert_array_equal(answers[0], answers[1])
+    assert_same_bits(answers[0], answers[1])
 
 
 @pytest.mark.parametrize(("n", "k", "unit"), [(48, 320, 64), (48, 896, 32), (20, 360, 24)])
@@ -144,4 +144,4 @@ def test_devices_that_share_k_get_the_same_bits(ops: Any, n: int, k: int, unit: 
         sums.append(ops.to_numpy(ops.linear(ops.compute(x[:, begin : own[-1]]), part)))
     while len(sums) > 1:
         sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
-    np.testing.assert_array_equal(sums[0], whole)
+    assert_same_bits(sums[0], whole)

@@ -20,6 +20,15 @@ struct SoftmaxRows {
   float* out;  // [rows][width]: sum of exponential times value
 };
 
+// Where 64 keys of one head lie: four pages, cells [steps][16 keys] and cells [steps][C].
+struct Block {
+  long first_key;
+  long pages;
+  const uint32_t* keys[4];
+  const uint32_t* values[4];
+  size_t value_stride;
+};
+
 template <class D>
 struct Attend {
   using Value = typename D::Value;
@@ -91,39 +100,51 @@ struct Attend {
     for (long key = index * kPartitionKeys; key < end; key += kBlockKeys) block(key);
   }
 
-  void block(long first_key) {
-    const long pages = min_of(4, (last_position() - first_key) / kPageTokens + 1);
-    const uint32_t *keys[4], *values[4];
+  // Where the 64 keys from `first_key` on lie.
+  Block locate(long first_key) const {
+    Block found{};
+    found.first_key = first_key;
+    found.pages = min_of(4, (last_position() - first_key) / kPageTokens + 1);
+    found.value_stride = head_dim;
     for (long j = 0; j < 4; ++j) {  // beyond the last page any memory serves: its scores are dropped
-      const long page = table[first_key / kPageTokens + (j < pages ? j : 0)];
-      keys[j] = args.kv.keys(page, args.layer, kv_head);
-      values[j] = args.kv.values(page, args.layer, kv_head);
+      const long page = table[first_key / kPageTokens + (j < found.pages ? j : 0)];
+      found.keys[j] = args.kv.keys(page, args.layer, kv_head);
+      found.values[j] = args.kv.values(page, args.layer, kv_head);
     }
-    size_t value_stride = head_dim;
-    if (head_dim < 16) {
-      for (long j = 0; j < pages; ++j)
-        for (long step = 0; step < kCellsAPage; ++step)
-          store(narrow_values + (j * kCellsAPage + step) * 16,
-                load_part<U16>(values[j] + step * head_dim, static_cast<int>(head_dim)));
-      for (long j = 0; j < 4; ++j) values[j] = narrow_values + j * kCellsAPage * 16;
-      value_stride = 16;
-    }
+    return found;
+  }
+
+  // Values of a head narrower than a register, so that no load reaches behind a page.
+  void widen_values(Block& own) const {
+    for (long j = 0; j < own.pages; ++j)
+      for (long step = 0; step < kCellsAPage; ++step)
+        store(narrow_values + (j * kCellsAPage + step) * 16,
+              load_part<U16>(own.values[j] + step * head_dim, static_cast<int>(head_dim)));
+    for (long j = 0; j < 4; ++j) own.values[j] = narrow_values + j * kCellsAPage * 16;
+    own.value_stride = 16;
+  }
+
+  void block(long first_key) {
+    Block own = locate(first_key);
+    // The first tile of a block fetches the next one.
+    const Block next = first_key + kBlockKeys <= last_position() ? locate(first_key + kBlockKeys) : own;
+    if (head_dim < 16) widen_values(own);
     const long skipped = first_key > first_position ? (first_key - first_position) * group : 0;
     const long active = rows - skipped, tiles = (active + kAttentionRows - 1) / kAttentionRows;
     for (long t = 0; t < tiles; ++t) {
       const long row = skipped + t * active / tiles;
       const int count = static_cast<int>(skipped + (t + 1) * active / tiles - row);
-      score(row, count, keys);
+      score(row, count, own, t == 0 ? &next : nullptr);
       for (int m = 0; m < count; ++m) soften(row + m, m, min_of(kBlockKeys, position(row + m) + 1 - first_key));
-      gather(row, count, first_key, values, value_stride);
+      gather(row, count, own, t == 0 ? &next : nullptr);
     }
   }
 
   // scores[m][key] = q . k for all 64 keys of the block.
-  void score(long row, int count, const uint32_t* const keys[4]) {
+  void score(long row, int count, const Block& own, const Block* next) {
     TileArgs tile;
     tile.bases = 1;
-    tile.base[0] = keys[0];
+    tile.base[0] = own.keys[0];
     tile.step_stride = 16;
     tile.steps = head_dim / D::kPerCell;
     tile.x = reinterpret_cast<const char*>(q + row * head_dim);
@@ -131,9 +152,13 @@ struct Attend {
     tile.x_step = 4;
     tile.acc_stride = kBlockKeys;
     const int panels = attention_panels(count);
-    const TileFn run = pick_attention_tile<D>(count, panels);
+    const TileFn run = pick_attention(count, panels, next != nullptr);
+    tile.next_base[0] = next != nullptr ? next->keys[0] : nullptr;
     for (int j = 0; j < 4; j += panels) {
-      for (int p = 0; p < panels; ++p) tile.offset[p] = keys[j + p] - keys[0];
+      for (int p = 0; p < panels; ++p) {
+        tile.offset[p] = own.keys[j + p] - own.keys[0];
+        tile.next_offset[p] = next != nullptr ? next->keys[j + p] - next->keys[0] : 0;
+      }
       tile.acc = scores + j * 16;
       run(tile, false);
     }
@@ -155,7 +180,7 @@ struct Attend {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       s[j] = D::rounded(exp2_nonpositive(s[j] - shift));
-      D::store_values(weights + m * kBlockKeys + j * 16, s[j], 16);
+      D::store_rounded(weights + m * kBlockKeys + j * 16, s[j], 16);
     }
     F16 sum = load(now.sum + row * 16);
     if (top != before) {
@@ -171,22 +196,21 @@ struct Attend {
   }
 
   // out += weights . v: cells that are whole for every row of the tile together, then each row's own rest.
-  void gather(long row, int count, long first_key, const uint32_t* const values[4], size_t value_stride) {
+  void gather(long row, int count, const Block& own, const Block* next) {
     long common = kBlockKeys;
-    for (int m = 0; m < count; ++m) common = min_of(common, position(row + m) + 1 - first_key);
+    for (int m = 0; m < count; ++m) common = min_of(common, position(row + m) + 1 - own.first_key);
     common /= D::kPerCell;
-    add_values(row, 0, count, 0, common, values, value_stride);
+    add_values(row, 0, count, 0, common, own, next);
     for (int m = 0; m < count; ++m) {
-      const long valid = min_of(kBlockKeys, position(row + m) + 1 - first_key);
-      if (valid / D::kPerCell > common)
-        add_values(row + m, m, 1, common, valid / D::kPerCell, values, value_stride);
-      if (valid % D::kPerCell != 0) add_half_cell(row + m, m, valid - 1, values, value_stride);
+      const long valid = min_of(kBlockKeys, position(row + m) + 1 - own.first_key);
+      if (valid / D::kPerCell > common) add_values(row + m, m, 1, common, valid / D::kPerCell, own, nullptr);
+      if (valid % D::kPerCell != 0) add_half_cell(row + m, m, valid - 1, own);
     }
   }
 
-  void add_values(long row, int m, int count, long from, long to, const uint32_t* const values[4], size_t value_stride) {
+  void add_values(long row, int m, int count, long from, long to, const Block& own, const Block* next) {
     TileArgs tile;
-    tile.step_stride = value_stride;
+    tile.step_stride = own.value_stride;
     tile.x_stride = kBlockKeys * sizeof(Value);
     tile.x_step = 4;
     tile.acc_stride = static_cast<size_t>(width);
@@ -200,23 +224,31 @@ struct Attend {
         tile.bases = 1;
         tile.steps = min_of(to - from, kCellsAPage - inside);
       }
-      for (int b = 0; b < tile.bases; ++b) tile.base[b] = values[page + b] + inside * value_stride;
+      for (int b = 0; b < tile.bases; ++b) {
+        tile.base[b] = own.values[page + b] + inside * own.value_stride;
+        tile.next_base[b] = next != nullptr ? next->values[page + b] : nullptr;
+      }
       tile.x = reinterpret_cast<const char*>(weights + m * kBlockKeys) + from * 4;
       for (long c = 0; c < blocks_c;) {
         const int panels = c + wide <= blocks_c ? wide : 1;
-        for (int p = 0; p < panels; ++p) tile.offset[p] = column(c + p);
+        for (int p = 0; p < panels; ++p) tile.offset[p] = tile.next_offset[p] = column(c + p);
         tile.acc = now.out + row * width + c * 16;
-        pick_attention_tile<D>(count, panels)(tile, true);
+        pick_attention(count, panels, next != nullptr)(tile, true);
         c += panels;
       }
       from += tile.bases * tile.steps;
     }
   }
 
+  static TileFn pick_attention(int rows, int panels, bool fetch) {
+    return fetch ? pick_attention_tile<D, Fetch::kNext>(rows, panels)
+                 : pick_attention_tile<D, Fetch::kNothing>(rows, panels);
+  }
+
   // The last key of a row whose cell's later half belongs to a key behind it: that half counts as zero.
-  void add_half_cell(long row, int m, long key, const uint32_t* const values[4], size_t value_stride) {
+  void add_half_cell(long row, int m, long key, const Block& own) {
     const long cell = key / D::kPerCell;
-    const uint32_t* from = values[cell / kCellsAPage] + cell % kCellsAPage * value_stride;
+    const uint32_t* from = own.values[cell / kCellsAPage] + cell % kCellsAPage * own.value_stride;
     const uint32_t weight = load_cell(weights + m * kBlockKeys + key);
     float* out = now.out + row * width;
     for (long c = 0; c < blocks_c; ++c) {
@@ -268,7 +300,7 @@ struct Attend {
       const long token = chunk.token + row / group, head = kv_head * group + row % group;
       Value* to = static_cast<Value*>(args.out) + (token * args.heads + head) * head_dim;
       for (long c = 0; c < blocks_c; ++c)
-        D::store_values(to + column(c), load(joined.out + row * width + c * 16) * inverse,
+        store_values<D>(to + column(c), load(joined.out + row * width + c * 16) * inverse,
                         static_cast<int>(min_of(16, head_dim)));
     }
   }

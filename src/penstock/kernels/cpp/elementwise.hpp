@@ -41,7 +41,7 @@ void rms_norm_typed(const NormArgs& args) {
     for (long i = 0; i < args.width; i += 16) {
       const int count = static_cast<int>(min_of(16, args.width - i));
       const F16 v = load_part<F16>(x + i, count) * inverse * load_part<F16>(args.weight + i, count);
-      D::store_values(to + i, v, count);
+      store_values<D>(to + i, v, count);
     }
   });
 }
@@ -58,7 +58,7 @@ void silu_mul_typed(const SiluArgs& args) {
       const int count = static_cast<int>(min_of(16, args.width - i));
       const F16 g = load_part<F16>(gate + i, count);
       const F16 silu = g / (splat(1.0f) + exp16(splat(0.0f) - g));
-      D::store_values(to + i, silu * load_part<F16>(up + i, count), count);
+      store_values<D>(to + i, silu * load_part<F16>(up + i, count), count);
     }
   });
 }
@@ -67,7 +67,7 @@ template <class D>
 void to_compute_typed(const float* from, long count, typename D::Value* to) {
   for (long i = 0; i < count; i += 16) {
     const int part = static_cast<int>(min_of(16, count - i));
-    D::store_values(to + i, load_part<F16>(from + i, part), part);
+    store_values<D>(to + i, load_part<F16>(from + i, part), part);
   }
 }
 

@@ -32,6 +32,20 @@ uint32_t element_bits(const void* weight, size_t index) {
   return static_cast<const uint32_t*>(weight)[index];
 }
 
+// The cell that begins at `index`; `pair`: its later half is there too.
+template <Source kSource, int kPerCell>
+uint32_t cell_of(const void* weight, size_t index, bool pair) {
+  if constexpr (kSource == Source::kBf16 && kPerCell == 2) {
+    uint32_t cell = 0;
+    std::memcpy(&cell, static_cast<const uint16_t*>(weight) + index, pair ? 4 : 2);
+    return cell;
+  }
+  const uint32_t early = element_bits<kSource>(weight, index);
+  if constexpr (kPerCell == 1) return early;
+  const uint32_t late = pair ? to_bf16(element_bits<kSource>(weight, index + 1)) : 0;
+  return to_bf16(early) | late << 16;
+}
+
 // One panel, a few steps at a time so that the cells being written stay in the first-level cache.
 template <Source kSource, int kPerCell>
 void pack_panel(const void* weight, const PackedView& w, long panel, uint32_t* cells) {
@@ -43,16 +57,9 @@ void pack_panel(const void* weight, const PackedView& w, long panel, uint32_t* c
         const long n = panel * 16 + lane;
         for (long step = from; step < to; ++step) {
           const long k = w.k_begin[s] + (step - w.step_begin[s]) * kPerCell;
-          uint32_t cell = 0;
-          if (n < w.n) {
-            const size_t index = static_cast<size_t>(n) * w.k + k;
-            cell = element_bits<kSource>(weight, index);
-            if constexpr (kPerCell == 2) {
-              cell = to_bf16(cell);
-              if (k + 1 < w.k_begin[s + 1])
-                cell |= static_cast<uint32_t>(to_bf16(element_bits<kSource>(weight, index + 1))) << 16;
-            }
-          }
+          const bool pair = k + 1 < w.k_begin[s + 1];
+          const uint32_t cell =
+              n < w.n ? cell_of<kSource, kPerCell>(weight, static_cast<size_t>(n) * w.k + k, pair) : 0;
           cells[step * 16 + lane] = cell;
         }
       }

@@ -76,6 +76,7 @@ PS_INLINE V load_part(const void* from, int count) {
   to.part[0] = (typename V::Reg)_mm512_maskz_loadu_epi32(lanes, from);
   return to;
 #else
+  if (count == 16) return load_as<V>(from);
   alignas(64) uint32_t buffer[16] = {};
   __builtin_memcpy(buffer, from, static_cast<size_t>(count) * 4);
   return load_as<V>(buffer);
@@ -88,6 +89,7 @@ PS_INLINE void store_part(void* to, const V& value, int count) {
   const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1u);
   _mm512_mask_storeu_epi32(to, lanes, (__m512i)value.part[0]);
 #else
+  if (count == 16) return store(to, value);
   alignas(64) uint32_t buffer[16];
   store(buffer, value);
   __builtin_memcpy(to, buffer, static_cast<size_t>(count) * 4);
@@ -251,22 +253,16 @@ PS_INLINE F16 round_bf16(const F16& a) {
 
 typedef uint16_t HalfReg __attribute__((vector_size(kWidth * 2)));
 
-PS_INLINE void store_bf16_part(uint16_t* to, const F16& value, int count) {
-  const U16 words = bits_as<U16>(round_bf16(value)) >> 16;
+// The upper halves, for values that are bf16 already.
+PS_INLINE void store_upper_halves(uint16_t* to, const F16& value, int count) {
+  const U16 words = bits_as<U16>(value) >> 16;
   HalfReg half[kParts];
   PS_EACH_PART half[i] = __builtin_convertvector(words.part[i], HalfReg);
-  __builtin_memcpy(to, half, static_cast<size_t>(count) * 2);
-}
-PS_INLINE void store_bf16(uint16_t* to, const F16& value) { store_bf16_part(to, value, 16); }
-
-PS_INLINE F16 load_bf16(const uint16_t* from) {
-  U16 words;
-  PS_EACH_PART {
-    HalfReg half;
-    __builtin_memcpy(&half, from + i * kWidth, sizeof(half));
-    words.part[i] = __builtin_convertvector(half, WordReg) << 16;
+  if (count == 16) {
+    __builtin_memcpy(to, half, 32);
+  } else {
+    __builtin_memcpy(to, half, static_cast<size_t>(count) * 2);
   }
-  return bits_as<F16>(words);
 }
 
 PS_INLINE float bf16_to_float(uint16_t bits) {

@@ -14,9 +14,8 @@ struct Fp32 {
   using Value = float;
   static constexpr int kPerCell = 1;
 
-  static PS_INLINE void store_values(Value* to, const F16& value, int count) { store_part(to, value, count); }
-  static PS_INLINE float widen(Value value) { return value; }
   static PS_INLINE F16 rounded(const F16& value) { return value; }
+  static PS_INLINE void store_rounded(Value* to, const F16& value, int count) { store_part(to, value, count); }
 };
 
 // Two bf16 values a step: the lower half of a cell is the earlier one.
@@ -24,10 +23,15 @@ struct Bf16 {
   using Value = uint16_t;
   static constexpr int kPerCell = 2;
 
-  static PS_INLINE void store_values(Value* to, const F16& value, int count) { store_bf16_part(to, value, count); }
-  static PS_INLINE float widen(Value value) { return bf16_to_float(value); }
   static PS_INLINE F16 rounded(const F16& value) { return round_bf16(value); }
+  static PS_INLINE void store_rounded(Value* to, const F16& value, int count) { store_upper_halves(to, value, count); }
 };
+
+// To the compute type.
+template <class D>
+PS_INLINE void store_values(typename D::Value* to, const F16& value, int count) {
+  D::store_rounded(to, D::rounded(value), count);
+}
 
 PS_INLINE F16 low_half(const U16& cells) { return bits_as<F16>(cells << 16); }
 PS_INLINE F16 high_half(const U16& cells) { return bits_as<F16>(cells & splat_word(0xFFFF0000u)); }
@@ -61,7 +65,7 @@ PS_INLINE F16 dot_cells(const F16& acc, const U16& cells, uint32_t x) {
 constexpr int kMaxRows = 8;
 constexpr int panels_at_once(int rows) { return rows <= 4 ? 6 : 3; }
 #elif defined(__AVX2__)
-constexpr int kMaxRows = 6;
+constexpr int kMaxRows = 4;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
@@ -102,6 +106,8 @@ struct TileArgs {
   size_t acc_stride;
   const char* ahead[2];  // memory that will be wanted soon, a line each step, `ahead_step` bytes further each time
   size_t ahead_step[2];
+  const uint32_t* next_base[kMaxBases];  // panels that will be wanted next, laid out like these
+  ptrdiff_t next_offset[kMaxPanels];
 };
 
 // How a tile asks for memory before it needs it.
@@ -109,6 +115,7 @@ enum class Fetch {
   kNothing,  // everything is in a cache already
   kStream,   // its own panels, which come from memory
   kAhead,    // what `ahead` names, while its own panels are in a cache
+  kNext,     // what `next_base` names
 };
 
 #define PS_ROWS _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m)
@@ -129,7 +136,7 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   const size_t x_stride = args.x_stride, x_step = args.x_step, step_stride = args.step_stride;
   const char *ahead = args.ahead[0], *also_ahead = args.ahead[1];
   for (int b = 0; b < args.bases; ++b) {
-    const uint32_t* cells = args.base[b];
+    const uint32_t *cells = args.base[b], *next = args.next_base[b];
     for (long step = 0; step < args.steps; ++step) {
       if constexpr (kWholeCells || D::kPerCell == 1) {
         U16 w[P];
@@ -152,6 +159,10 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
         }
       }
       if constexpr (kFetch == Fetch::kStream) PS_PANELS __builtin_prefetch(cells + offset[p] + kStreamSteps * 16, 0, 3);
+      if constexpr (kFetch == Fetch::kNext) {
+        PS_PANELS __builtin_prefetch(next + args.next_offset[p], 0, 3);
+        next += step_stride;
+      }
       if constexpr (kFetch == Fetch::kAhead) {
         __builtin_prefetch(ahead, 0, 2);
         __builtin_prefetch(also_ahead, 0, 2);
@@ -187,7 +198,7 @@ TileFn pick_tile(int rows, int panels) {
   switch (panels) {
     case 4: return pick_rows<D, 4, 1, kFetch>(rows);
     case 2: return pick_rows<D, 2, 3, kFetch>(rows);
-    default: return pick_rows<D, 1, 6, kFetch>(rows);
+    default: return pick_rows<D, 1, 4, kFetch>(rows);
   }
 #else
   return panels == 2 ? pick_rows<D, 2, 1, kFetch>(rows) : pick_rows<D, 1, 2, kFetch>(rows);
@@ -195,12 +206,12 @@ TileFn pick_tile(int rows, int panels) {
 }
 
 // The same for attention, where panels are 1 or `attention_panels` of these rows.
-template <class D>
+template <class D, Fetch kFetch>
 TileFn pick_attention_tile(int rows, int panels) {
 #if defined(__AVX512F__)
-  return panels == 4 ? pick_rows<D, 4, 6, Fetch::kNothing>(rows) : pick_rows<D, 1, 6, Fetch::kNothing>(rows);
+  return panels == 4 ? pick_rows<D, 4, 6, kFetch>(rows) : pick_rows<D, 1, 6, kFetch>(rows);
 #else
-  return pick_tile<D, Fetch::kNothing>(rows, panels);
+  return pick_tile<D, kFetch>(rows, panels);
 #endif
 }
 
