@@ -78,6 +78,29 @@ async def stage(streams: NullStreams | None = None, limits: Limits | None = None
         yield Stage(streams, client)
 
 
+def check(
+    answer: httpx.Response,
+    status: int,
+    code: str | None,
+    words: str,
+    param: str | None = None,
+    *,
+    says_param: bool = True,
+) -> None:
+    """The whole envelope, nothing more and nothing less."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert words in error["message"]
+    assert error["code"] == code
+    if says_param:
+        assert error["param"] == param
+
+
 @dataclass
 class Event:
     """One server-sent event."""

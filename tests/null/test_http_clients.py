@@ -118,6 +118,18 @@ async def test_a_client_that_leaves_amid_its_answer_frees_everything(server: Ser
     assert (await server.say(post(CHAT, chat(), "Connection: close")))[:12] == b"HTTP/1.1 200"
 
 
+async def test_a_client_that_pipelines_and_leaves_frees_everything(server: Server):
+    server.streams.gate = asyncio.Event()
+    _, writer = await server.connect()
+    writer.write(post(CHAT, chat(stream=True)))
+    await server.streams.until(opened=1)
+    writer.write(post(CHAT, chat(stream=True)))
+    await writer.drain()
+    await server.say(b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n")  # by now the second one was read
+    writer.transport.abort()
+    await asyncio.wait_for(server.streams.until(none_open=True), 1)
+
+
 async def test_a_client_that_leaves_while_its_prompt_is_read_opens_nothing(server: Server):
     _, writer = await server.connect()
     whole = post(TEXT, {"model": MODEL, "prompt": "a b c"})
@@ -128,7 +140,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_opens_nothing(serve
     assert len(server.streams.opened) == 1
 
 
-async def test_a_thousand_clients_that_leave_at_once(server: Server):
+async def test_many_clients_that_leave_at_once(server: Server):
     server.streams.gate = asyncio.Event()
     count = 200  # descriptors of both ends are in one process
     writers = [(await server.connect())[1] for _ in range(count)]

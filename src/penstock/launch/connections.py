@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.schema import Limits
 
@@ -39,6 +39,7 @@ class _GuardedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of the head that is being received
+        self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
         self._in_head = True  # also between two requests
         self._head_begun = False
         self._refusal: tuple[HTTPStatus, str] | None = None  # what to say instead of uvicorn's own words
@@ -53,6 +54,10 @@ class _GuardedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
+        for cycle in self._cycles:  # uvicorn tells only the last of those that are pipelined
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -81,6 +86,10 @@ class _GuardedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._stop_head_timer()
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+        if self.pipeline:
+            # uvicorn reads no further behind a running request, and so would not hear that the client has gone.
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
