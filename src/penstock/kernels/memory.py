@@ -38,6 +38,10 @@ class WeightArena:
         self._used += nbytes
         return self._region[start : start + count * 4].view(np.uint32)
 
+    def bytes(self, count: int) -> NDArray[np.uint8]:
+        """The same as ``count`` bytes."""
+        return self.cells(-(-count // 4)).view(np.uint8)[:count]
+
 
 def _huge_region(nbytes: int) -> NDArray[np.uint8]:
     nbytes = -(-nbytes // HUGE_PAGE) * HUGE_PAGE

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
+from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
+from penstock.kernels.compression import ESCAPE_PADDING, native_weights
 from penstock.kernels.memory import StepBuffers, WeightArena
 from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch
 from penstock.types import PAGE_TOKENS
@@ -58,6 +60,7 @@ class NativeOps:
         self.numerics = f"cpp-{family}-{_native.VERSION}-{compute_dtype}"
         self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
         self._kernels = _native.Kernels(family, compute_dtype)
+        self._compressed = _native.CompressedKernels(family)
         self._per_cell = 2 if compute_dtype == "bf16" else 1
         self._dtype = np.dtype(np.uint16 if compute_dtype == "bf16" else np.float32)
         self._arena = WeightArena()
@@ -79,6 +82,22 @@ class NativeOps:
         raw = np.ascontiguousarray(weight_NK)
         weights.fill(raw if source == "fp32" else raw.view(np.uint16), source)
         return PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=cells.nbytes)
+
+    def pack_compressed(
+        self, parts: list[CompressedMatrix], *, segments: tuple[int, ...] | None = None
+    ) -> PackedLinear | None:
+        """See ``Ops.pack_compressed``: where the family decodes in registers, else plain weights are faster."""
+        n, k = sum(part.n for part in parts), parts[0].k
+        ends = segments or (k,)
+        fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
+        if self.compute_dtype != "bf16" or not self._compressed.in_registers() or not fits:
+            return None
+        blocks = self._arena.bytes(sum(part.blocks.nbytes for part in parts))
+        escapes = self._arena.bytes(sum(part.escapes.nbytes for part in parts) + ESCAPE_PADDING)
+        np.concatenate([part.blocks for part in parts], out=blocks)
+        np.concatenate([part.escapes for part in parts], out=escapes[:-ESCAPE_PADDING])
+        weights = native_weights(parts, ends, blocks, escapes)
+        return PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=blocks.nbytes + escapes.nbytes)
 
     def vector(self, weight_D: Array) -> Array:
         """See ``Ops.vector``."""
@@ -135,7 +154,10 @@ class NativeOps:
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
         """See ``Ops.embed``."""
         hidden_TD = self._buffers.empty((len(tokens_T), table.k), np.float32)
-        self._kernels.embed(table.data, tokens_T, hidden_TD)
+        if isinstance(table.data, _native.CompressedWeights):
+            self._compressed.embed(table.data, tokens_T, hidden_TD)
+        else:
+            self._kernels.embed(table.data, tokens_T, hidden_TD)
         return hidden_TD
 
     def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
@@ -147,12 +169,18 @@ class NativeOps:
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
         """See ``Ops.linear``."""
         out_TN = self._buffers.empty((x_TK.shape[0], weight.n), np.float32)
-        self._kernels.linear(x_TK, weight.data, out_TN, False)
+        self._multiply(x_TK, weight, out_TN, add=False)
         return out_TN
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         """See ``Ops.linear_add``."""
-        self._kernels.linear(x_TK, weight.data, hidden_TN, True)
+        self._multiply(x_TK, weight, hidden_TN, add=True)
+
+    def _multiply(self, x_TK: Array, weight: PackedLinear, out_TN: Array, *, add: bool) -> None:
+        if isinstance(weight.data, _native.CompressedWeights):
+            self._compressed.linear(x_TK, weight.data, out_TN, add)
+        else:
+            self._kernels.linear(x_TK, weight.data, out_TN, add)
 
     def rope_and_write(
         self, qkv_TN: Array, rope: Array, kv: NativeKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.compressed import CompressedMatrix
+
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
 
@@ -112,6 +114,16 @@ class Ops(Protocol):
 
         bf16 stays bf16 under the bf16 compute type; float16 and float32 are rounded to it (to nearest even), which
         loses nothing for the compute type fp32.
+        """
+        ...
+
+    def pack_compressed(
+        self, parts: list[CompressedMatrix], *, segments: tuple[int, ...] | None = None
+    ) -> PackedLinear | None:
+        """The same for compressed matrices, one below the other, which stay compressed; their bytes are copied.
+
+        None if this backend computes from plain weights only, or not from this shape: then ``pack_linear`` them.
+        Raises KernelError if a part contradicts itself.
         """
         ...
 

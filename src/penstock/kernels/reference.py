@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
+from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
 from penstock.types import PAGE_TOKENS
@@ -65,6 +66,12 @@ class ReferenceOps:
         begins = (0, *ends[:-1])
         parts = [whole[:, a:b].contiguous() for a, b in zip(begins, ends, strict=True)]
         return PackedLinear(n=n, k=k, segments=tuple(ends), data=parts, nbytes=whole.nbytes)
+
+    def pack_compressed(
+        self, parts: list[CompressedMatrix], *, segments: tuple[int, ...] | None = None
+    ) -> PackedLinear | None:
+        """See ``Ops.pack_compressed``: plain weights only."""
+        return None
 
     def vector(self, weight_D: Any) -> Tensor:
         """See ``Ops.vector``."""

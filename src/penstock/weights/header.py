@@ -96,6 +96,13 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInf
     return {info.name: info for info in infos}
 
 
+def parse_metadata(raw: bytes, where: str) -> dict[str, str]:
+    """The text that a header carries beside its tensors.  Raises ModelError if it is not text by text."""
+    metadata = parse_object(raw, where).get("__metadata__", {})
+    _check_metadata(metadata, where)
+    return dict(metadata)
+
+
 def _check_metadata(metadata: Any, where: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{where}: __metadata__ must map text to text")

@@ -1,5 +1,7 @@
 """From a checkpoint to packed weights in this process's memory, and the fingerprint of what was read.
 
+Compressed weights stay compressed in memory where the kernels decode them; every tensor is decoded once all the same,
+a megabyte at a time, since its hash is that of the original.
 One weight at a time: the peak is the packed weights plus the largest weight.  Starts no thread.
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.errors import KernelError, ModelError
 from penstock.kernels.ops import Ops, PackedLinear
 from penstock.weights.family import checkpoint_format
 from penstock.weights.layout import Matrix, Vector
@@ -56,12 +59,28 @@ def load_model(path: str | Path, spec: ModelSpec, ops: Ops, progress: Progress |
 def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
     if isinstance(weight, Vector):
         return ops.vector(_aligned(checkpoint.array(weight.part.tensor)))
+    packed = _pack_compressed(checkpoint, weight, ops)
+    if packed is not None:
+        return packed
     parts = [checkpoint.array(part.tensor) for part in weight.parts]
     if len(parts) == 1:
         return ops.pack_linear(_aligned(parts[0]), segments=weight.segments)
     dtypes = {part.dtype for part in parts}
     whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
     return ops.pack_linear(whole_NK, segments=weight.segments)
+
+
+def _pack_compressed(checkpoint: Checkpoint, weight: Matrix, ops: Ops) -> PackedLinear | None:
+    """The weight as it is stored, if all of it is compressed and the backend computes from that."""
+    matrices = [checkpoint.matrix(part.tensor) for part in weight.parts]
+    compressed = [matrix for matrix in matrices if matrix is not None]
+    if len(compressed) < len(matrices):
+        return None
+    try:
+        return ops.pack_compressed(compressed, segments=weight.segments)
+    except KernelError as error:
+        names = ", ".join(repr(part.tensor) for part in weight.parts)
+        raise ModelError(f"{checkpoint.path_of(weight.parts[0].tensor)}: tensor {names}: damaged, {error}") from error
 
 
 def _aligned(view: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
@@ -86,8 +105,7 @@ class _Meter:
             if name in self._left:
                 self._left.remove(name)
                 info = self._checkpoint.info(name)
-                with self._checkpoint.raw(name) as raw:
-                    self._digest.add(info, raw)
+                self._digest.add(info, self._checkpoint.digest(name))
                 self._checkpoint.done_with(name)
                 self._done += info.nbytes
         if self._progress is not None:

@@ -1,24 +1,31 @@
 """Tensors of a checkpoint folder: one ``model.safetensors`` or an index of shards, mapped into memory.
 
-Knows names, types and shapes; knows nothing of architectures.  Everything wrong with a file is a ``ModelError`` that
-names the file, the tensor and the reason.  Nothing is read of a tensor before it is asked for.
+Compressed files are read like plain ones: type, shape and bytes of a tensor are those of the original, decoded and
+checked against its hash when they are asked for.  Knows names, types and shapes; knows nothing of architectures.
+Everything wrong with a file is a ``ModelError`` that names the file, the tensor and the reason.  Nothing is read of a
+tensor before it is asked for.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.weights.header import LENGTH_BYTES, TensorInfo, header_length, parse_header
+from penstock.kernels.compressed import CompressedMatrix
+from penstock.weights import codec
+from penstock.weights.compressed import original_info, parse_originals
+from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
 from penstock.weights.strict_json import read_object
 
 SINGLE = "model.safetensors"
@@ -50,14 +57,80 @@ class SafetensorsFile:
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
         try:
-            self.tensors = parse_header(self._map[LENGTH_BYTES : LENGTH_BYTES + length], size, str(path))
+            self._parse(self._map[LENGTH_BYTES : LENGTH_BYTES + length], size)
         except ModelError:
             self._map.close()
             raise
+        self._verified: set[str] = set()
+
+    def _parse(self, header: bytes, size: int) -> None:
+        where = str(self.path)
+        stored = parse_header(header, size, where)
+        self.metadata = parse_metadata(header, where)
+        self._originals = parse_originals(self.metadata, stored, where)
+        originals = self._originals or {}
+        self.tensors = {
+            name: original_info(info, originals[name]) if name in originals else info for name, info in stored.items()
+        }
+
+    @property
+    def is_compressed(self) -> bool:
+        """Was the file written by ``penstock compress``?"""
+        return self._originals is not None
+
+    def stored(self, info: TensorInfo) -> memoryview:
+        """The bytes in the file, a read-only view of the mapping."""
+        return memoryview(self._map)[info.start : info.stop]
+
+    def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
+        """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
+        original = (self._originals or {}).get(info.name)
+        if original is None or original.code is None:
+            return None
+        n, k = info.shape
+        return codec.sections_of(self.stored(info), (n, k), original.code, self._where(info))
+
+    def original_bytes(self, info: TensorInfo) -> int:
+        """How many bytes ``raw`` gives."""
+        return math.prod(info.shape) * DTYPE_BYTES[info.dtype]
 
     def raw(self, info: TensorInfo) -> memoryview:
-        """The tensor's bytes, a read-only view of the mapping."""
-        return memoryview(self._map)[info.start : info.stop]
+        """The original's bytes: a read-only view of the mapping, or decoded.  Raises ModelError if a hash is wrong."""
+        matrix = self.matrix(info)
+        if matrix is None:
+            raw = self.stored(info)
+            self._check(info, lambda: blake3(raw).hexdigest())
+            return raw
+        parts = codec.decoded(matrix, self._where(info))
+        whole = np.concatenate([part.reshape(-1).copy() for part in parts])
+        raw = whole.data.cast("B").toreadonly()
+        self._check(info, lambda: blake3(raw).hexdigest())
+        return raw
+
+    def digest(self, info: TensorInfo) -> bytes:
+        """BLAKE3 of the original's bytes.  Raises ModelError if it is not the one that a compressed file promises."""
+        if self._originals is not None and info.name in self._verified:
+            return bytes.fromhex(self._originals[info.name].blake3)
+        matrix = self.matrix(info)
+        hasher = blake3()
+        if matrix is None:
+            with self.stored(info) as raw:
+                hasher.update(raw)
+        else:
+            for part in codec.decoded(matrix, self._where(info)):
+                hasher.update(part.data.cast("B"))
+        self._check(info, hasher.hexdigest)
+        return hasher.digest()
+
+    def _check(self, info: TensorInfo, hexdigest: Callable[[], str]) -> None:
+        if self._originals is None or info.name in self._verified:
+            return
+        if hexdigest() != self._originals[info.name].blake3:
+            raise ModelError(f"{self._where(info)}: damaged, its weights are not those that were compressed")
+        self._verified.add(info.name)
+
+    def _where(self, info: TensorInfo) -> str:
+        return f"{self.path}: tensor {info.name!r}"
 
     def drop(self, info: TensorInfo) -> None:
         """Take the tensor's pages out of this process's resident memory."""
@@ -93,6 +166,11 @@ class Checkpoint:
             raise
 
     @property
+    def files(self) -> list[SafetensorsFile]:
+        """The files, by name."""
+        return list(self._files)
+
+    @property
     def names(self) -> list[str]:
         """Names of all tensors, sorted: an order that does not depend on how they were sharded."""
         return sorted(self._home)
@@ -102,9 +180,19 @@ class Checkpoint:
         return self._file_of(name).tensors[name]
 
     def raw(self, name: str) -> memoryview:
-        """The bytes of a tensor, a view of the mapping."""
+        """The bytes of a tensor: a view of the mapping, or decoded from compressed ones."""
         file = self._file_of(name)
         return file.raw(file.tensors[name])
+
+    def digest(self, name: str) -> bytes:
+        """BLAKE3 of the tensor's bytes."""
+        file = self._file_of(name)
+        return file.digest(file.tensors[name])
+
+    def matrix(self, name: str) -> CompressedMatrix | None:
+        """The tensor in its compressed form, None if it is stored plain.  ``digest`` checks that it is sound."""
+        file = self._file_of(name)
+        return file.matrix(file.tensors[name])
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor as a read-only view: bfloat16 (ml_dtypes), float16 or float32.  Other types are refused."""

@@ -1,59 +1,29 @@
 // penstock.kernels._native: the Python face of the kernels.  Checks every shape and index, then releases the GIL.
 //
 // Arrays are NumPy arrays: fp32 as float32, bf16 as uint16.  Outputs are given by the caller.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <mutex>
-#include <stdexcept>
 #include <string>
 
+#include "binding.hpp"
 #include "dispatch.hpp"
 #include "packing.hpp"
 #include "philox.hpp"
 #include "pool.hpp"
 #include "sampler.hpp"
 
-namespace nb = nanobind;
 using namespace penstock;
 
 namespace {
-
-template <class T, int N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T, int N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-using AnyOut = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
-template <class Array>
-long dim(const Array& array, size_t axis) {
-  return static_cast<long>(array.shape(axis));
-}
 
 Ids ids_of(const In<int32_t, 1>& array) { return {array.data(), dim(array, 0)}; }
 
 void require_ids(const Ids& ids, long limit, const char* what) {
   for (long i = 0; i < ids.size; ++i) require(ids.data[i] >= 0 && ids.data[i] < limit, what);
-}
-
-// One operation at a time in a process: the pool and its scratch memory are shared.
-std::mutex one_operation;
-
-template <class Fn>
-void without_gil(const Fn& fn) {
-  nb::gil_scoped_release released;
-  const std::lock_guard<std::mutex> alone(one_operation);
-  fn();
 }
 
 // A packed weight over memory that Python owns (and this object keeps alive).
@@ -406,4 +376,5 @@ NB_MODULE(_native, m) {
       .def("gumbel", &Kernels::gumbel)
       .def("read_cells", &Kernels::read_cells)
       .def("multiply", &Kernels::multiply);
+  bind_compressed(m);
 }

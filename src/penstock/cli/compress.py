@@ -1,0 +1,154 @@
+"""``penstock compress``: a model folder to a smaller one that gives the same answers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column, Table
+
+from penstock.bundled import STORYTELLER, storyteller
+from penstock.errors import ConfigError
+from penstock.weights.compressing import Done, check_folders, compress_folder, verify_folder
+from penstock.weights.reader import Checkpoint
+
+EPILOG = """\
+examples:
+  penstock compress ~/models/llama ~/models/llama-compressed --verify
+  penstock serve ~/models/llama-compressed       the same tokens, bit for bit, from 30 % less memory
+  penstock compress storyteller /tmp/storyteller     the bundled model
+
+bf16 matrices become about 70 % of their size, everything else stays as it is; nothing is lost.  An interrupted run
+goes on where it stopped when it is started again.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "compress",
+        help="make a model's bf16 weights 30 %% smaller without loss",
+        description="Compress the bf16 weights of a model folder without loss.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {STORYTELLER}: the bundled model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
+    parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
+    parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bits a weight of every tensor (matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when OUT is whole; raises ConfigError, ModelError, PenstockError."""
+    threads = args.threads if args.threads is not None else os.cpu_count() or 1
+    if threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {threads}")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    source = model_folder(args.model)
+    check_folders(source, args.out, force=args.force)
+    console = Console()
+    began = time.perf_counter()
+    with ByteMeter(console, "compressing", total_bytes(source)) as meter:
+        done = compress_folder(source, args.out, threads=threads, report=lambda one: meter.add(one.original_bytes))
+    took = time.perf_counter() - began
+    console.print(report_table(done))
+    before, after = sum(one.original_bytes for one in done), sum(one.nbytes for one in done)
+    console.print(
+        f"{args.out}: {after / 1e6:,.1f} MB, {100 * after / max(1, before):.1f} % of {before / 1e6:,.1f} MB, "
+        f"in {took:.1f} s"
+    )
+    if args.verify:
+        count = verify_folder(source, args.out)
+        console.print(f"verified: all {count} tensors decode to the bytes of {source}")
+    if args.plot is not None:
+        draw(done, args.plot)
+        console.print(f"{args.plot}: bits a weight of every tensor")
+    return 0
+
+
+def model_folder(name: str) -> Path:
+    """The folder that MODEL means.  Raises ConfigError if there is none."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name == STORYTELLER:
+        return Path(storyteller())
+    raise ConfigError(f"{name}: no such folder")
+
+
+def total_bytes(folder: Path) -> int:
+    """Bytes of all tensors as they are stored."""
+    with Checkpoint(folder) as checkpoint:
+        return sum(checkpoint.info(name).nbytes for name in checkpoint.names)
+
+
+class ByteMeter:
+    """A progress bar that counts bytes; silent where the output is no terminal."""
+
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> ByteMeter:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done."""
+        self._bar.advance(self._task, nbytes)
+
+
+def report_table(done: list[Done]) -> Table:
+    """One line a tensor."""
+    table = Table(
+        Column("tensor", overflow="fold"), "type", "shape", "bits a weight", "of its size", box=None, pad_edge=False
+    )
+    for one in done:
+        table.add_row(
+            one.name,
+            one.original.dtype.lower(),
+            " x ".join(map(str, one.original.shape)),
+            f"{one.bits_a_weight:.2f}",
+            f"{100 * one.nbytes / max(1, one.original_bytes):.1f} %" if one.original.code else "plain",
+        )
+    return table
+
+
+def draw(done: list[Done], path: Path) -> None:
+    """Bits a weight of every compressed tensor, in the order of the file.  Raises ConfigError if it cannot be saved."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    compressed = [one for one in done if one.original.code]
+    figure, axes = pyplot.subplots(figsize=(10, 4), layout="constrained")
+    axes.plot([one.bits_a_weight for one in compressed], ".-")
+    axes.axhline(16, color="grey", linestyle=":")
+    axes.set(xlabel="tensor", ylabel="bits a weight", ylim=(10, 16.5), title="bf16 weights, compressed without loss")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be drawn ({error})") from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,44 @@
+"""``penstock decompress``: a compressed model folder to plain safetensors, as every other program reads them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.cli.compress import ByteMeter, model_folder, total_bytes
+from penstock.weights.compressing import check_folders, decompress_folder
+
+EPILOG = """\
+example:
+  penstock decompress ~/models/llama-compressed ~/models/llama
+
+Every tensor is checked against the hash of the original while it is written.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "decompress",
+        help="make a compressed model plain again",
+        description="Write the original tensors of a compressed model folder.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="MODEL", help="a folder that `penstock compress` wrote")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
+    parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when OUT is whole; raises ConfigError, ModelError, PenstockError."""
+    source = model_folder(args.model)
+    check_folders(source, args.out, force=args.force)
+    console = Console()
+    with ByteMeter(console, "decompressing", total_bytes(source)) as meter:
+        done = decompress_folder(source, args.out, report=lambda one: meter.add(one.nbytes))
+    console.print(f"{args.out}: {len(done)} tensors, {sum(one.original_bytes for one in done) / 1e6:,.1f} MB")
+    return 0

@@ -1,0 +1,80 @@
+"""What a compressed safetensors file says of itself: the table of original tensors in its metadata (docs/format.md).
+
+Every tensor of the original has an entry with its type, shape and BLAKE3.  One that is stored compressed is a tensor
+of bytes (``U8``) under its own name, and its entry has the exponent code too.  Knows headers, not files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.errors import ModelError
+from penstock.weights.codec import is_code
+from penstock.weights.header import DTYPE_BYTES, MAX_RANK, TensorInfo
+
+VERSION_KEY = "penstock.compression"
+TENSORS_KEY = "penstock.tensors"
+VERSION = "1"
+DIGEST_DIGITS = 64
+
+
+class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor as it was before compression."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blake3: str  # hexadecimal, of its bytes
+    code: tuple[int, int] | None = None  # (base, step) if it is stored compressed
+
+
+Originals = Mapping[str, Original]
+
+
+def metadata_of(originals: Originals) -> dict[str, str]:
+    """The entries for ``__metadata__``."""
+    return {VERSION_KEY: VERSION, TENSORS_KEY: msgspec.json.encode(originals).decode()}
+
+
+def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo], where: str) -> Originals | None:
+    """The table of original tensors; None if the file is a plain one.
+
+    Raises ModelError unless every tensor of the file has one sound entry that fits it.
+    """
+    if VERSION_KEY not in metadata and TENSORS_KEY not in metadata:
+        return None
+    version = metadata.get(VERSION_KEY)
+    if version != VERSION:
+        raise ModelError(f"{where}: compressed in a format of version {version!r}; this reader knows {VERSION!r}")
+    try:
+        originals = msgspec.json.decode(metadata.get(TENSORS_KEY, ""), type=dict[str, Original])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ModelError(f"{where}: its table of compressed tensors is damaged ({error})") from error
+    if originals.keys() != stored.keys():
+        name = min(originals.keys() ^ stored.keys())
+        raise ModelError(f"{where}: tensor {name!r} is in its header or its table of originals, but not in both")
+    for name, original in originals.items():
+        _check(original, stored[name], f"{where}: tensor {name!r}")
+    return originals
+
+
+def original_info(stored: TensorInfo, original: Original) -> TensorInfo:
+    """The tensor as it was, at the place where it is stored."""
+    return TensorInfo(stored.name, original.dtype, original.shape, stored.start, stored.stop)
+
+
+def _check(original: Original, stored: TensorInfo, where: str) -> None:
+    if len(original.blake3) != DIGEST_DIGITS or not set(original.blake3) <= set("0123456789abcdef"):
+        raise ModelError(f"{where}: bad hash {original.blake3!r}")
+    if original.dtype not in DTYPE_BYTES or len(original.shape) > MAX_RANK or min(original.shape, default=0) < 0:
+        raise ModelError(f"{where}: its original cannot be {original.dtype} {list(original.shape)}")
+    if original.code is None:
+        if (original.dtype, original.shape) != (stored.dtype, stored.shape):
+            raise ModelError(f"{where}: stored as {stored.dtype} {list(stored.shape)}, which its entry denies")
+        return
+    if original.dtype != "BF16" or len(original.shape) != 2 or min(original.shape) < 1 or not is_code(*original.code):
+        raise ModelError(f"{where}: a compressed tensor must be a matrix of BF16 with a sound exponent code")
+    if stored.dtype != "U8" or len(stored.shape) != 1 or stored.nbytes >= 2 * math.prod(original.shape):
+        raise ModelError(f"{where}: not stored as a compressed tensor, though its entry says so")
