@@ -369,9 +369,7 @@ def test_it_can_be_ended_while_it_starts() -> None:
 
 
 def test_it_can_be_started_many_times_on_one_port() -> None:
-    port = str(free_port())
+    port = free_port()
     for _ in range(3):
-        server = PenstockServer(["--port", port])
-        server.port, server.url = int(port), f"http://127.0.0.1:{port}"
-        with server:
+        with PenstockServer(port=port) as server:
             assert server.get("/ready").status_code == 200

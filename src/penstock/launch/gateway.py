@@ -25,12 +25,13 @@ from penstock.errors import ProtocolError
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.connections import guarded_protocol
+from penstock.launch.joined import JoinedWorkers
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.log import ROOT
 from penstock.telemetry.registry import Metrics
 from penstock.types import WorkerState
 from penstock.wire.keys import Keys
-from penstock.wire.messages import Draining
+from penstock.wire.messages import Draining, Hello
 from penstock.wire.zeromq import ZmqTransport
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class _Gateway:
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
         self._router.start()
+        joined = self._join(transport)
+        joined.start()
         side = [loop.create_task(work) for work in (self._beat(server), self._drain(server))]
         try:
             await server.serve([self._inherited.listener])
@@ -101,9 +104,18 @@ class _Gateway:
             for task in side:
                 task.cancel()
             await asyncio.gather(*side, return_exceptions=True)
+            await joined.close()
             await self._router.close()
             transport.close()
         return 0
+
+    def _join(self, transport: ZmqTransport) -> JoinedWorkers:
+        hello = Hello(gateway=f"{self._config.name}-join", incarnation=self._config.incarnation)
+        tell = self._router.on_supervisor
+        beat_s = self._config.failover.beat_s
+        return JoinedWorkers(
+            self._config.join, transport.connect_async, tell, hello, clock=MonotonicClock(), beat_s=beat_s
+        )
 
     def _http(self, app: App) -> uvicorn.Config:
         _adopt_logs()
