@@ -194,6 +194,13 @@ def test_a_model_that_cannot_be_served_is_refused_before_a_process_starts(tmp_pa
     refused("MambaForCausalLM", str(tmp_path))
 
 
+def test_a_hub_name_without_network() -> None:
+    told = penstock("serve", "org/no-such-model", HF_HUB_OFFLINE="1")
+    assert told.returncode == 2
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("penstock: error: org/no-such-model: the Hub cannot be reached")
+
+
 def test_settings_that_cannot_be() -> None:
     refused("needs a key", "--host", "0.0.0.0")
     refused("made for 2048 tokens", "--max-model-len", "4096")

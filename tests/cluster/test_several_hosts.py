@@ -16,6 +16,9 @@ from penstock.wire.keys import Keys
 from .server import PenstockServer, PenstockWorker
 from .test_lifecycle import ask, penstock, streaming
 
+TOKENS = 1200
+"""An answer that takes long enough to be hit in the middle."""
+
 
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
@@ -38,7 +41,7 @@ def fleet(keys: str) -> Iterator[tuple[PenstockServer, PenstockWorker, PenstockW
 def undisturbed() -> str:
     """What one host answers."""
     with PenstockServer() as server:
-        return ask(server, max_tokens=400)
+        return ask(server, max_tokens=TOKENS)
 
 
 Fleet = tuple[PenstockServer, PenstockWorker, PenstockWorker]
@@ -49,7 +52,7 @@ def test_joined_workers_answer_as_one_host_does(fleet: Fleet, undisturbed: str) 
     assert {row["id"]: row["role"] for row in server.workers()} == {"p": "prefill", "d": "decode"}
     assert server.worker("d")["pid"] == decode.worker_pid()
     assert server.worker("p")["pid"] == prefill.worker_pid()
-    assert ask(server, max_tokens=400) == undisturbed
+    assert ask(server, max_tokens=TOKENS) == undisturbed
     assert server.metrics()["penstock:kv_transfer_pages_total"] > 0
     server.wait_idle(2.0)
     assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
@@ -59,22 +62,23 @@ def test_joined_workers_answer_as_one_host_does(fleet: Fleet, undisturbed: str) 
 def test_an_answer_survives_the_death_of_a_joined_worker(fleet: Fleet, undisturbed: str, victim: int) -> None:
     server = fleet[0]
     pid = fleet[victim].worker_pid()
-    with streaming(server, max_tokens=400) as stream:
+    with streaming(server, max_tokens=TOKENS) as stream:
         stream.read(50)
         os.kill(pid, signal.SIGKILL)
         assert stream.read() == undisturbed
-    assert ask(server, max_tokens=400) == undisturbed
-    assert pid not in [row["pid"] for row in server.workers()]
+    server.wait_for(lambda: pid not in [row["pid"] for row in server.workers()], 5.0, "joined again")
+    assert ask(server, max_tokens=TOKENS) == undisturbed
 
 
 def test_a_worker_that_is_started_anew_is_joined_again(fleet: Fleet, undisturbed: str) -> None:
     server, _, decode = fleet
-    with streaming(server, max_tokens=400) as stream:
+    with streaming(server, max_tokens=TOKENS) as stream:
         stream.read(50)
         decode.kill()
         with PenstockWorker(decode.flags, port=decode.port) as later:
             assert stream.read() == undisturbed
-            assert server.worker("d")["pid"] == later.worker_pid()
+            server.wait_for(lambda: server.worker("d")["pid"] == later.worker_pid(), 5.0, "joined again")
+    assert server.metrics()["penstock:resubmissions_total"] > 0
 
 
 def test_a_worker_that_ends_is_dead_and_the_service_not_ready(fleet: Fleet) -> None:
