@@ -127,10 +127,6 @@ class Restarts:
     def stage(self) -> Stage:
         return self._stage
 
-    def incarnation(self, child: str) -> int:
-        """The running (or last) incarnation; 0 before the first."""
-        return self._children[child].incarnation
-
     def phase(self, child: str) -> Phase:
         return self._children[child].phase
 

@@ -17,7 +17,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, assert_never
@@ -315,8 +315,3 @@ class Supervisor:
                 endpoint=running.endpoint,
             )
         )
-
-
-def slots_of(board: Iterable[Slot], names: Iterable[str]) -> dict[str, Slot]:
-    """Give each child its slot."""
-    return dict(zip(names, board, strict=True))
