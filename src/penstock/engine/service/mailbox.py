@@ -28,7 +28,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.asks import Ask, Asks, Gateway
 from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
-from penstock.kv.transfer.drive import post
+from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import (
     FirstToken,
     Granted,
@@ -309,9 +309,7 @@ class WorkerMailbox:
     # --- what the ends of hand-overs say ------------------------------------------------------------------------------
 
     def _receiving(self, turn: ReceiverTurn) -> None:
-        for send in turn.sends:
-            self._peers.send(send.source, send.message)
-        for effect in turn.effects:
+        for effect in post_pulls(turn, self._peers.send):
             match effect:
                 case PagesAdvanced():
                     self._events.append(PagesCame(id=effect.request, epoch=effect.epoch, computed=effect.computed))
