@@ -139,6 +139,9 @@ def transfers(kind: str, layout: KvLayout, sizes: list[int], seconds: float) -> 
             link = transport.connect(endpoint)
             number = 0
 
+            def say(_: PageSource, message: PullPages | PagesReceived) -> None:
+                link.send(message)
+
             def hand_over(blocks: int) -> None:
                 nonlocal number
                 number += 1
@@ -150,7 +153,7 @@ def transfers(kind: str, layout: KvLayout, sizes: list[int], seconds: float) -> 
                     skip_blocks=0,
                     tokens=16 * blocks,
                 )
-                post_pulls(receiver.expect(pull, CLOCK.now()), {source: link})
+                post_pulls(receiver.expect(pull, CLOCK.now()), say)
                 news: list[object] = []
                 while not any(isinstance(effect, FirstToken) for effect in news):
                     assert not any(isinstance(effect, PullFailed) for effect in news), news
@@ -158,8 +161,8 @@ def transfers(kind: str, layout: KvLayout, sizes: list[int], seconds: float) -> 
                         transport.wait(1.0, [link])
                     while (received := link.recv()) is not None:
                         turn = receiver.receive(source, received.message, received.payload, CLOCK.now())
-                        news += post_pulls(turn, {source: link})
-                    news += post_pulls(receiver.work(CLOCK.now()), {source: link})
+                        news += post_pulls(turn, say)
+                    news += post_pulls(receiver.work(CLOCK.now()), say)
 
             for size in sizes:
                 blocks = size // layout.page_bytes

@@ -46,10 +46,11 @@ class PenstockServer:
         config: str | None = None,
         environ: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        port: int | None = None,
     ) -> None:
         """``flags`` as for ``penstock serve``; ``config``: TOML for --config, written to ``folder``."""
         self.flags = list(flags)
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_after_s = 0.0
         self._environ = dict(environ or {})
@@ -91,9 +92,7 @@ class PenstockServer:
         """Start it and return at once."""
         self._log_fd = os.memfd_create("penstock-test-log")
         weakref.finalize(self, os.close, self._log_fd)
-        command = [sys.executable, "-m", "penstock", "serve", *self.flags]
-        if "--port" not in self.flags:
-            command += ["--port", str(self.port)]
+        command = [sys.executable, "-m", "penstock", *self._words()]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         paths = [path for path in sys.path if path]
         self._process = subprocess.Popen(
@@ -104,6 +103,9 @@ class PenstockServer:
             env=environ | {"PYTHONPATH": os.pathsep.join(paths)} | self._environ,
             start_new_session=True,
         )
+
+    def _words(self) -> list[str]:
+        return ["serve", *self.flags, "--port", str(self.port)]
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -241,12 +243,15 @@ class PenstockServer:
         assert self._process is not None
         assert self._process.poll() is not None, "still running"
         self.wait_for(lambda: not self.processes(), timeout_s, "without processes")
-        left = [name for _, name in _abstract_sockets() if name.startswith(tuple(self._mailboxes or {"\0"}))]
-        assert left == [], f"abstract sockets are left: {left}"
+        # A process whose first thread has ended counts as ended, though its others may still close what it had.
+        self.wait_for(lambda: not self._sockets_left(), timeout_s, "without abstract sockets")
         named = [name for name in os.listdir("/dev/shm") if "penstock" in name]
         assert named == [], f"named shared memory is left: {named}"
         with socket.create_server(("127.0.0.1", self.port)):
             pass
+
+    def _sockets_left(self) -> list[str]:
+        return [name for _, name in _abstract_sockets() if name.startswith(tuple(self._mailboxes or {"\0"}))]
 
     def assert_nothing_has_a_name(self) -> None:
         """While it runs: no process maps a file of /dev/shm, which would outlive a SIGKILL."""
@@ -254,6 +259,29 @@ class PenstockServer:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
                 assert "/dev/shm/" not in maps, f"process {pid} has named shared memory:\n{maps}"
+
+
+class PenstockWorker(PenstockServer):
+    """A ``penstock worker``, as on another host: ready when it says how it is joined; it can be asked nothing."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def _words(self) -> list[str]:
+        return ["worker", "--listen", self.endpoint, *self.flags]
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        def ready() -> bool:
+            assert self.running, f"ended with {self.process.returncode} before it was ready:\n{self.read_log()}"
+            return "join it: " in self.read_log()
+
+        self.wait_for(ready, timeout_s, "ready")
+
+    def worker_pid(self) -> int:
+        """Of the worker, not its supervisor."""
+        (pid,) = self.processes() - {self.pid}
+        return pid
 
 
 def _pids() -> list[int]:

@@ -87,8 +87,8 @@ async def stream_completion(
     """Stream one ``/v1/completions`` answer to its end.
 
     ``on_chunk`` is called after each event.  With ``hang_up_after`` the connection is closed after so many events, and
-    the answer's ``done`` stays False.  Raises BrokenAnswerError for any status but 200, an error event, or a stream that
-    ends without ``[DONE]``.
+    the answer's ``done`` stays False.  Raises BrokenAnswerError for any status but 200, an error event, or a stream
+    that ends without ``[DONE]``.
     """
     answer = Answer()
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}

@@ -194,6 +194,13 @@ def test_a_model_that_cannot_be_served_is_refused_before_a_process_starts(tmp_pa
     refused("MambaForCausalLM", str(tmp_path))
 
 
+def test_a_hub_name_without_network() -> None:
+    told = penstock("serve", "org/no-such-model", HF_HUB_OFFLINE="1")
+    assert told.returncode == 2
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("penstock: error: org/no-such-model: the Hub cannot be reached")
+
+
 def test_settings_that_cannot_be() -> None:
     refused("needs a key", "--host", "0.0.0.0")
     refused("made for 2048 tokens", "--max-model-len", "4096")
@@ -369,9 +376,7 @@ def test_it_can_be_ended_while_it_starts() -> None:
 
 
 def test_it_can_be_started_many_times_on_one_port() -> None:
-    port = str(free_port())
+    port = free_port()
     for _ in range(3):
-        server = PenstockServer(["--port", port])
-        server.port, server.url = int(port), f"http://127.0.0.1:{port}"
-        with server:
+        with PenstockServer(port=port) as server:
             assert server.get("/ready").status_code == 200

@@ -162,7 +162,7 @@ class Receiving:
         self.took(self.receiver.expect(pull, self.clock.now()))
 
     def took(self, turn: ReceiverTurn) -> None:
-        self.news += post_pulls(turn, {self.source: self.link})
+        self.news += post_pulls(turn, lambda _, message: self.link.send(message))
 
     def until(self, true: Callable[[], bool], *, copying: bool = True) -> None:
         deadline = MonotonicClock().now() + 10

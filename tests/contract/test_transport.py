@@ -326,6 +326,36 @@ def test_a_queue_that_is_full_is_answered_not_waited_for(monkeypatch: pytest.Mon
         assert link.counters.unsent == 20
 
 
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
+def test_last_words_arrive_when_closing_waits_for_them(endpoint: str) -> None:
+    """A worker that ends gives its requests back; who reads late must hear it all the same."""
+    keys = Keys.ephemeral()
+    leaving, staying = ZmqTransport(keys), ZmqTransport(keys)
+    try:
+        name = f"ipc://@penstock-last-{os.getpid()}" if endpoint == "ipc" else "tcp://127.0.0.1:0"
+        listener = leaving.listen(name)
+        link = staying.connect(listener.endpoint)
+        link.send(note(0))
+        peer = Place(leaving, "").wait_for(listener).peer
+        for number in range(500):
+            assert listener.send(peer, note(number))
+        leaving.close(linger_s=5.0)
+        heard = [Place(staying, "").wait_for(link).message for _ in range(500)]
+        assert heard == [note(number) for number in range(500)]
+    finally:
+        leaving.close()
+        staying.close()
+
+
+def test_closing_does_not_wait_longer_than_it_was_told() -> None:
+    """Nobody listens: what was said there never leaves."""
+    transport = ZmqTransport(Keys.ephemeral())
+    assert transport.connect(f"ipc://@penstock-nobody-{os.getpid()}").send(note(1))
+    began = time.monotonic()
+    transport.close(linger_s=0.05)
+    assert time.monotonic() - began < 30  # else it would be forever
+
+
 def test_an_async_link_works_on_uvloop() -> None:
     import uvloop
 

@@ -121,7 +121,7 @@ class Rig:
             (self.granted if isinstance(effect, Granted) else self.released).append(effect)
 
     def took(self, turn: ReceiverTurn) -> None:
-        for effect in post_pulls(turn, self.links):
+        for effect in post_pulls(turn, lambda source, message: self.links[source].send(message)):
             match effect:
                 case PagesAdvanced():
                     self.advanced.append(effect)

@@ -6,21 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.runner.null import null_token
-from penstock.types import FinishReason, Leg, Role, SamplingParams
+from penstock.types import FinishReason, Leg, Role
 from penstock.wire.messages import Cancel, Hello
 
-from .worker_stage import VOCAB, Stage, StageWorker
-
-
-def expected(prompt_len: int, *, seed: int = 7, tokens: int = 8) -> list[int]:
-    sampling = SamplingParams(seed=seed, max_tokens=tokens)
-    return [null_token(sampling, prompt_len + i, vocab=VOCAB) for i in range(tokens)]
-
-
-def split(**scheduler: int) -> tuple[Stage, StageWorker, StageWorker]:
-    stage = Stage()
-    return stage, stage.worker("p", Role.PREFILL, **scheduler), stage.worker("d", Role.DECODE, **scheduler)
+from .worker_stage import Stage, expected, merged, split
 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 64, 100, 240])
@@ -187,17 +176,6 @@ def test_preempted_answers_are_returned_and_resubmitted_to_the_same_tokens():
     for name, prompt in prompts.items():
         assert merged(stage, name) == expected(len(prompt), tokens=60)
     stage.assert_idle()
-
-
-def merged(stage: Stage, request: str) -> list[int]:
-    """The answer over all epochs."""
-    by_index: dict[int, int] = {}
-    for _, item in stage.tokens:
-        if item.request == request:
-            for offset, token in enumerate(item.tokens):
-                assert by_index.setdefault(item.index + offset, token) == token
-    assert sorted(by_index) == list(range(len(by_index)))
-    return [by_index[index] for index in sorted(by_index)]
 
 
 def test_a_stop_at_the_first_token_ends_both_legs():

@@ -14,7 +14,7 @@ from penstock.config.schema import HandOverConfig, SchedulerConfig, WorkerConfig
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
-from penstock.engine.runner.null import NullRunner
+from penstock.engine.runner.null import NullRunner, null_token
 from penstock.engine.service.mailbox import HandOver, WorkerMailbox
 from penstock.hashing import chain_root
 from penstock.kv.layout import KvLayout
@@ -86,8 +86,16 @@ class StageWorker:
         )
         self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory), stage.clock)
         self.loop.on_plan = self.mailbox.planned
+        self._hub = stage.hub
         self.link = stage.hub.connect(self.endpoint)
         self.stopped = False
+
+    def reconnect(self, *, greet: bool = True) -> None:
+        """The gateway's connection is made anew, and what waited on the old one is lost."""
+        self.link.close()
+        self.link = self._hub.connect(self.endpoint)
+        if greet:
+            self.link.send(Hello(gateway="g", incarnation=1))
 
     @property
     def source(self) -> PageSource:
@@ -198,3 +206,32 @@ class Stage:
             assert not worker.receiver.open_pulls
             assert len(worker.mailbox._asks) == 0
             assert self.reports[worker.name].kv_pages_leaked == 0
+
+
+def expected(prompt_len: int, *, seed: int = 7, tokens: int = 8) -> list[int]:
+    sampling = SamplingParams(seed=seed, max_tokens=tokens)
+    return [null_token(sampling, prompt_len + i, vocab=VOCAB) for i in range(tokens)]
+
+
+def split(**scheduler: int) -> tuple[Stage, StageWorker, StageWorker]:
+    stage = Stage()
+    return stage, stage.worker("p", Role.PREFILL, **scheduler), stage.worker("d", Role.DECODE, **scheduler)
+
+
+def merged(stage: Stage, request: str) -> list[int]:
+    """The answer over all epochs."""
+    by_index: dict[int, int] = {}
+    for _, item in stage.tokens:
+        if item.request == request:
+            for offset, token in enumerate(item.tokens):
+                assert by_index.setdefault(item.index + offset, token) == token
+    assert sorted(by_index) == list(range(len(by_index)))
+    return [by_index[index] for index in sorted(by_index)]
+
+
+def reasons(stage: Stage) -> dict[str, list[str]]:
+    """Why which worker gave something back."""
+    by_worker: dict[str, list[str]] = {}
+    for name, returned in stage.returned:
+        by_worker.setdefault(name, []).append(returned.reason)
+    return by_worker

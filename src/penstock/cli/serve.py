@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from penstock.cli.worker import add_engine_flags
 from penstock.config.load import load_serve
 
 EPILOG = """\
@@ -35,7 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--config", metavar="FILE", help="settings as TOML")
     _add_http_flags(parser.add_argument_group("HTTP"))
     _add_fleet_flags(parser.add_argument_group("workers"))
-    _add_engine_flags(parser.add_argument_group("engine"))
+    add_engine_flags(parser.add_argument_group("engine"))
+    _add_join_flags(parser.add_argument_group("workers on other hosts"))
 
 
 def _add_http_flags(group: argparse._ArgumentGroup) -> None:
@@ -53,17 +55,13 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--transfer", metavar="auto|shm|tcp", help="how KV pages travel (default: auto, shm on one host)"
     )
-    group.add_argument("--threads", metavar="N", help="kernel threads of each worker (default: cores / workers)")
-    group.add_argument("--device", metavar="cpu|cuda", help="default: cpu")
 
 
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-model-len", metavar="T", help="longest prompt and answer together (default: the model's)")
-    group.add_argument("--kv-memory", metavar="SIZE", help="KV pages of each worker, as 512MiB or 2GB")
-    group.add_argument("--dtype", metavar="auto|bf16|fp32", help="type of matrix products (default: auto, as stored)")
-    group.add_argument("--kernels", metavar="FAMILY", help="avx512_bf16, avx512, avx2, portable or reference")
-    group.add_argument("--max-chunk-tokens", metavar="T", help="prompt tokens of one request in one step")
-    group.add_argument("--max-running", metavar="N", help="requests in one step (default: 256)")
+def _add_join_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--join", metavar="tcp://HOST:PORT", action="append", help="use this `penstock worker` (repeat for more)"
+    )
+    group.add_argument("--keys", metavar="DIR", help="the keys that the workers were started with")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Reads the settings of ``penstock serve``: flags over environment over file over defaults.
+"""Reads the settings of ``penstock serve`` and ``penstock worker``: flags over environment over file over defaults.
 
 The only reader of configuration files and of ``PENSTOCK_*`` variables.  Every key is known or an error, every value is
 checked here, and each complaint names where the value came from.  Decides nothing: "auto" leaves here as it came in
@@ -15,11 +15,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.config.schema import ServeConfig
+from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 
 ENV_PREFIX = "PENSTOCK_"
@@ -30,6 +30,8 @@ OTHER_VARIABLES = frozenset(
     {"PENSTOCK_CONFIG", "PENSTOCK_URL", "PENSTOCK_VENV", "PENSTOCK_TEST_VENV", "PENSTOCK_SETUP_ONLY"}
 )
 """Variables of ours that are no settings of ``serve``: of other commands and of the scripts in the repository."""
+
+_Kind = TypeVar("_Kind", bound=EngineSettings)
 
 _TABLES = ("limits", "failover", "hand_over", "supervise")  # in a file only: too many for flags
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
@@ -66,20 +68,26 @@ def load_serve(
     environ: Mapping[str, str] | None = None,
     config_file: str | Path | None = None,
 ) -> ServeConfig:
-    """The settings that follow from ``flags`` (given ones only, by field name), environment and file.
+    """The settings of ``penstock serve`` that follow from ``flags`` (given ones only, by field name), environment and
+    file.
 
     ``environ`` is this process's unless given.  ``PENSTOCK_CONFIG`` names the file when ``config_file`` does not.
     Raises ConfigError in one line.
     """
-    environ = os.environ if environ is None else environ
-    path = config_file or environ.get("PENSTOCK_CONFIG") or None
-    given: dict[str, _Given] = {}
-    if path is not None:
-        given |= _from_file(Path(path))
-    given |= _from_environment(environ)
-    given |= {key: _Given(value, "--" + key.replace("_", "-")) for key, value in flags.items()}
-    config = ServeConfig(**{key: _parse(key, item) for key, item in given.items()})
-    _check(config)
+    config = _load(ServeConfig, flags, environ, config_file)
+    _check_serve(config)
+    return config
+
+
+def load_worker(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> WorkerServeConfig:
+    """The settings of ``penstock worker``; as ``load_serve``."""
+    config = _load(WorkerServeConfig, flags, environ, config_file)
+    if config.keys is None:
+        raise ConfigError("a worker that other hosts join needs --keys DIR (made by `penstock keys DIR`)")
     return config
 
 
@@ -101,45 +109,61 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _from_file(path: Path) -> dict[str, _Given]:
+def _load(
+    kind: type[_Kind], flags: Mapping[str, object], environ: Mapping[str, str] | None, config_file: str | Path | None
+) -> _Kind:
+    environ = os.environ if environ is None else environ
+    path = config_file or environ.get("PENSTOCK_CONFIG") or None
+    types = _types(kind)
+    given = _from_file(Path(path), types) if path is not None else {}
+    given |= {key: item for key, item in _from_environment(environ).items() if key in types}
+    given |= {key: _Given(value, "--" + key.replace("_", "-")) for key, value in flags.items()}
+    return kind(**{key: _parse(key, types[key], item) for key, item in given.items()})
+
+
+def _from_file(path: Path, known: Mapping[str, object]) -> dict[str, _Given]:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return {_known(key.replace("-", "_"), f"{key} in {path}"): _Given(raw[key], f"{key} in {path}") for key in raw}
+    return {
+        _known(key.replace("-", "_"), f"{key} in {path}", known): _Given(raw[key], f"{key} in {path}") for key in raw
+    }
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    """All settings of either command: both may be started from one environment."""
     given = {}
     for name, value in environ.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
             continue
         if name == "PENSTOCK_PORT" and value.startswith("tcp://"):
             continue  # another of Kubernetes's
-        key = _known(name.removeprefix(ENV_PREFIX).lower(), name)
+        key = _known(name.removeprefix(ENV_PREFIX).lower(), name, _types(ServeConfig) | _types(WorkerServeConfig))
         if key in _TABLES:
             raise ConfigError(f"{name}: [{key}] can be set in a configuration file only")
         given[key] = _Given(value, name)
     return given
 
 
-def _known(key: str, source: str) -> str:
-    names = ServeConfig.__struct_fields__
+def _known(key: str, source: str, names: Mapping[str, object]) -> str:
     if key in names:
         return key
     near = difflib.get_close_matches(key, names, n=1)
     raise ConfigError(f"{source}: no such setting" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _parse(key: str, given: _Given) -> Any:
+def _parse(key: str, kind: Any, given: _Given) -> Any:
     value = given.value
     try:
         if key == "kv_memory" and isinstance(value, str):
             value = parse_size(value)
+        if key == "join" and isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
-        return msgspec.convert(value, _TYPES[key], strict=not isinstance(value, str))
+        return msgspec.convert(value, kind, strict=not isinstance(value, str))
     except ConfigError as error:
         raise ConfigError(f"{given.source}: {error}") from None
     except msgspec.ValidationError as error:
@@ -147,7 +171,8 @@ def _parse(key: str, given: _Given) -> Any:
         raise ConfigError(f"{given.source}: {_plain(error)}{shown}") from None
 
 
-_TYPES = {item.name: item.type for item in msgspec.structs.fields(ServeConfig)}
+def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {item.name: item.type for item in msgspec.structs.fields(kind)}
 
 
 def _plain(error: msgspec.ValidationError) -> str:
@@ -155,7 +180,10 @@ def _plain(error: msgspec.ValidationError) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _check(config: ServeConfig) -> None:
+_HERE_ONLY = ("prefill", "decode", "kv_memory", "threads", "max_chunk_tokens")
+
+
+def _check_serve(config: ServeConfig) -> None:
     """What no single field can tell."""
     if config.aggregated and (config.prefill is not None or config.decode is not None):
         raise ConfigError("--aggregated is one worker for both phases: leave out --prefill and --decode")
@@ -166,3 +194,13 @@ def _check(config: ServeConfig) -> None:
             f"--host {config.host} can be reached from other machines, so it needs a key: "
             "add --api-key KEY (or set PENSTOCK_API_KEY), or stay on --host 127.0.0.1"
         )
+    if config.join and config.keys is None:
+        raise ConfigError("--join needs --keys DIR: the folder that the workers were started with")
+    if config.keys is not None and not config.join:
+        raise ConfigError("--keys is for --join: on one host, keys are made at every start")
+    if config.join:
+        here = [name for name in _HERE_ONLY if getattr(config, name) is not None]
+        here += ["aggregated"] if config.aggregated else []
+        if here:
+            flag = here[0].replace("_", "-")
+            raise ConfigError(f"--join starts no workers here: --{flag} belongs to them (`penstock worker --help`)")

@@ -1,4 +1,4 @@
-"""Decides every "auto" of ``penstock serve`` once, from given facts; nothing below decides again.
+"""Decides every "auto" of ``penstock serve`` and ``penstock worker`` once, from given facts; nothing below does again.
 
 Pure: the facts about machine and model are handed in, so each decision can be tested for machines that nobody has.
 Knows no processes, weights or kernels; what it leaves out (a shorter context, a smaller memory) it says in ``notes``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config.schema import Config, SchedulerConfig, ServeConfig
+from penstock.config.schema import Config, EngineSettings, SchedulerConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
@@ -69,9 +69,39 @@ class ServePlan(Config, frozen=True, kw_only=True):
         return all(w.role is not Role.BOTH for w in self.workers)
 
 
+Places = tuple[tuple[WorkerId, Role], ...]
+
+
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """All decisions.  Raises ConfigError with the numbers and the flag to change."""
-    places = _places(config)
+    if config.device != "cpu" and not config.aggregated:
+        raise ConfigError(
+            f"--device {config.device}: pages in its memory cannot be handed over; "
+            "add --aggregated to serve from one worker"
+        )
+    return _resolve(config, _places(config), "shm" if config.transfer == "auto" else config.transfer, machine, model)
+
+
+def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
+    """The same for one worker that is joined from other hosts, where memory cannot be shared."""
+    if config.device != "cpu" and config.role is not Role.BOTH:
+        raise ConfigError(f"--device {config.device}: pages in its memory cannot be handed over; use --role both")
+    return _resolve(config, ((worker, config.role),), "tcp", machine, model)
+
+
+def context_length(config: EngineSettings, model: ModelFacts) -> int:
+    """Tokens of prompt and answer together, where no memory here limits them.  Raises ConfigError."""
+    if config.max_model_len is not None and config.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: {model.name} was made for {model.max_positions} tokens; "
+            "ask for that or less"
+        )
+    return config.max_model_len or model.max_positions
+
+
+def _resolve(
+    config: EngineSettings, places: Places, carrier: str, machine: MachineFacts, model: ModelFacts
+) -> ServePlan:
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
     page_bytes = model.page_bytes_bf16 * (2 if dtype == "fp32" else 1)
     pages, max_model_len, note = _memory(config, machine, model, page_bytes, len(places))
@@ -84,7 +114,7 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
             WorkerPlan(worker=name, role=role, threads=threads, cpus=_cpus(machine, threads, i, len(places)))
             for i, (name, role) in enumerate(places)
         ),
-        carrier="shm" if config.transfer == "auto" else config.transfer,
+        carrier=carrier,
         family=_family(config, machine),
         dtype=dtype,
         page_bytes=page_bytes,
@@ -93,19 +123,14 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
     )
 
 
-def _places(config: ServeConfig) -> list[tuple[WorkerId, Role]]:
+def _places(config: ServeConfig) -> Places:
     if config.aggregated:
-        return [(WorkerId("both-0"), Role.BOTH)]
+        return ((WorkerId("both-0"), Role.BOTH),)
     counts = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
-    return [(WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count)]
+    return tuple((WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count))
 
 
-def _family(config: ServeConfig, machine: MachineFacts) -> str:
-    if config.device != "cpu" and not config.aggregated:
-        raise ConfigError(
-            f"--device {config.device}: pages in its memory cannot be handed over; "
-            "add --aggregated to serve from one worker"
-        )
+def _family(config: EngineSettings, machine: MachineFacts) -> str:
     if config.kernels == "auto":
         if not machine.kernel_families:
             raise ConfigError("no kernel family runs on this machine; `penstock doctor` tells why")
@@ -124,15 +149,11 @@ def _cpus(machine: MachineFacts, threads: int, place: int, places: int) -> tuple
 
 
 def _memory(
-    config: ServeConfig, machine: MachineFacts, model: ModelFacts, page_bytes: int, workers: int
+    config: EngineSettings, machine: MachineFacts, model: ModelFacts, page_bytes: int, workers: int
 ) -> tuple[int, int, str | None]:
     """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
     asked = config.max_model_len
-    if asked is not None and asked > model.max_positions:
-        raise ConfigError(
-            f"--max-model-len {asked}: {model.name} was made for {model.max_positions} tokens; ask for that or less"
-        )
-    longest = asked or model.max_positions
+    longest = context_length(config, model)
     needed = pages_of(longest) * page_bytes
     room = _room(machine, model, 4 if page_bytes > model.page_bytes_bf16 else 2)
     budget, source = _budget(config, room, needed, workers)
@@ -160,7 +181,7 @@ def _room(machine: MachineFacts, model: ModelFacts, weight_item_bytes: int) -> i
     return machine.memory_bytes - weights
 
 
-def _budget(config: ServeConfig, room: int, needed: int, workers: int) -> tuple[int, str]:
+def _budget(config: EngineSettings, room: int, needed: int, workers: int) -> tuple[int, str]:
     """(bytes of KV pages in each worker, where that comes from).  ``needed`` holds one full context."""
     half = room // (2 * workers)
     if config.kv_memory is None:

@@ -104,6 +104,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     api_key: str | None = None
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
+    join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
 
 
 class SuperviseConfig(Config, frozen=True, kw_only=True):
@@ -124,10 +125,27 @@ class SuperviseConfig(Config, frozen=True, kw_only=True):
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class ServeConfig(Config, frozen=True, kw_only=True):
-    """``penstock serve`` as it was asked for, from flags, environment and file.  None means: decide for me."""
+class EngineSettings(Config, frozen=True, kw_only=True):
+    """What both commands that start workers are asked.  None means: decide for me."""
 
     model: str | None = None  # None: the bundled storyteller; a folder; or a Hub name as "org/name"
+    max_model_len: Positive | None = None  # tokens of prompt and answer together
+    kv_memory: Positive | None = None  # bytes of KV pages in each worker
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    threads: Positive | None = None  # kernel threads of each worker
+    max_chunk_tokens: Positive | None = None
+    max_running: Positive = 256
+    kernels: str = "auto"  # a kernel family, or "reference"
+    device: Literal["cpu", "cuda"] = "cpu"
+    log_json: bool = False
+    keys: str | None = None  # folder of the keys that hosts share
+    hand_over: HandOverConfig = HandOverConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
+
+
+class ServeConfig(EngineSettings, frozen=True, kw_only=True):
+    """``penstock serve`` as it was asked for, from flags, environment and file."""
+
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000  # 0: any free port
     prefill: Positive | None = None
@@ -135,17 +153,15 @@ class ServeConfig(Config, frozen=True, kw_only=True):
     aggregated: bool = False
     transfer: Literal["auto", "shm", "tcp"] = "auto"
     api_key: str | None = None
-    max_model_len: Positive | None = None  # tokens of prompt and answer together
-    kv_memory: Positive | None = None  # bytes of KV pages in each worker
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    threads: Positive | None = None  # kernel threads of each worker
-    max_chunk_tokens: Positive | None = None
-    max_running: Positive = 256
     served_model_name: str | None = None
-    log_json: bool = False
-    kernels: str = "auto"  # a kernel family, or "reference"
-    device: Literal["cpu", "cuda"] = "cpu"
+    join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
-    hand_over: HandOverConfig = HandOverConfig()
-    supervise: SuperviseConfig = SuperviseConfig()
+
+
+class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
+    """``penstock worker`` as it was asked for: one worker that gateways on other hosts join."""
+
+    role: Role = Role.BOTH
+    listen: str = "tcp://127.0.0.1:9000"
+    name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9.-]{0,63}$")] | None = None

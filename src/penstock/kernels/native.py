@@ -237,7 +237,7 @@ class NativeOps:
         self._kernels.read_cells(memory)
         return memory.nbytes / (time.perf_counter() - start)
 
-    def peak_flops(self, repeats: int = 20_000) -> float:
+    def peak_flops(self, repeats: int = 1_000) -> float:
         """Floating-point operations a second of all threads together, multiplying out of the first-level cache."""
         start = time.perf_counter()
         operations = self._kernels.multiply(repeats)

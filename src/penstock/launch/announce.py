@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock.config.resolve import ServePlan, show_bytes
 from penstock.launch.locate import Located
@@ -15,18 +15,20 @@ ONLY_STORIES = (
 )
 
 
-def model_lines(located: Located, name: str, spec: ModelSpec, plan: ServePlan) -> Iterator[str]:
+def model_lines(
+    located: Located, name: str, spec: ModelSpec, max_model_len: int, notes: Iterable[str]
+) -> Iterator[str]:
     """What will be served, before anything is loaded."""
     yield (
         f"model {name}: {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters, "
-        f"context {plan.scheduler.max_model_len} tokens, from {located.path}"
+        f"context {max_model_len} tokens, from {located.path}"
     )
     if located.bundled:
         yield ONLY_STORIES
-    yield from plan.notes
+    yield from notes
 
 
-def fleet_lines(plan: ServePlan, pids: Mapping[str, int | None]) -> Iterator[str]:
+def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[str]:
     """One line a worker, and one for what they share."""
     threads = plan.workers[0].threads
     yield (
@@ -36,7 +38,18 @@ def fleet_lines(plan: ServePlan, pids: Mapping[str, int | None]) -> Iterator[str
     )
     for worker in plan.workers:
         cpus = f", processors {_ranges(worker.cpus)}" if worker.cpus else ""
-        yield f"{worker.worker}: pid {pids.get(worker.worker)}{cpus}"
+        yield f"{worker.worker}: pid {pid(worker.worker)}{cpus}"
+
+
+def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
+    """Whose workers are used."""
+    yield f"no workers here; asked to join: {', '.join(endpoints)}"
+
+
+def worker_lines(endpoint: str, keys: str, *, seconds: float) -> Iterator[str]:
+    """Ready, and how a gateway joins it."""
+    yield f"ready after {seconds:.1f} s at {endpoint}"
+    yield f"join it: penstock serve MODEL --keys {keys} --join {endpoint}"
 
 
 def talk_lines(url: str, *, needs_key: bool, seconds: float) -> Iterator[str]:

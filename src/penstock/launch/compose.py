@@ -1,12 +1,14 @@
-"""The one composition root: from settings to running processes.
+"""The composition root: from settings to running processes.
 
 ::
 
-    this process (supervisor, zygote)      binds the port, makes keys, KV memory and the board, loads the weights
-      |-- gateway-0                        forked first: it starts while the weights load
-      |-- prefill-0, decode-0, ...         forked when the weights are there, and again whenever one ends
+    penstock serve                         penstock serve --join ...        penstock worker
+    this process: supervisor, zygote       the same, without weights        the same, without a port
+      |-- gateway-0                          |-- gateway-0                    |-- one worker, TCP mailbox
+      |-- prefill-0, decode-0, ...                 asks the mailboxes
 
-What is made here is handed down over fork and has no name outside: descriptors, anonymous memory, keys.
+The supervisor binds the port, makes keys, KV memory and the board, and loads the weights; the gateway is forked first,
+so that it starts meanwhile, the workers when the weights are there, and each again whenever it ends.
 """
 
 from __future__ import annotations
@@ -17,48 +19,37 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from penstock.clock import MonotonicClock
-from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, WorkerPlan, resolve
-from penstock.config.schema import GatewayConfig, ServeConfig, WorkerConfig
-from penstock.edge.app import Behind, make_app
-from penstock.edge.auth import KeyRing
-from penstock.engine.models.port import Model
-from penstock.engine.models.registry import build_model
+from penstock.config.resolve import (
+    MachineFacts,
+    ModelFacts,
+    ServePlan,
+    context_length,
+    resolve,
+    resolve_worker,
+)
+from penstock.config.schema import EngineSettings, GatewayConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
-from penstock.intake.service import ModelIntake
-from penstock.kernels.ops import Ops
-from penstock.kernels.select import REFERENCE, available_families, make_ops
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvFile
-from penstock.launch.announce import fleet_lines, model_lines, talk_lines
+from penstock.kernels.select import REFERENCE, available_families
+from penstock.launch.announce import fleet_lines, join_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.board import Board, Slot
-from penstock.launch.channel import Channel
 from penstock.launch.facts import machine_facts
-from penstock.launch.gateway import BACKLOG, App, GatewayInheritance, run_gateway
+from penstock.launch.gateway import BACKLOG
+from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
-from penstock.launch.supervise import Job, Stopped, Supervisor
-from penstock.launch.worker import Inheritance, run_worker
-from penstock.launch.zygote import prefer_for_oom_kill
-from penstock.router.service import RouterService
+from penstock.launch.supervise import Stopped, Supervisor
 from penstock.telemetry.log import configure
-from penstock.telemetry.registry import Metrics
-from penstock.types import ModelIdentity, WorkerId
+from penstock.types import WorkerId
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
-from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.spec import ModelSpec
 from penstock.wire.keys import Keys
+from penstock.wire.zeromq import check_endpoint
 
 log = logging.getLogger(__name__)
-
-PROGRESS_EVERY_S = 2.0
-"""Loading tells how far it is so often."""
 
 
 def serve(config: ServeConfig) -> int:
@@ -66,47 +57,69 @@ def serve(config: ServeConfig) -> int:
 
     Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
     """
-    configure("supervisor", as_json=config.log_json)
-    started = time.monotonic()
+    started = _begin(config)
     located = locate(config.model)
     spec = inspect_model(located.path)
     name = config.served_model_name or located.name
-    plan = decide(config, name, spec)
-    _raise_descriptor_limit()
+    plan = None if config.join else decide(config, name, spec)
+    keys = _shared_keys(config) if config.join else Keys.ephemeral()
+    for endpoint in config.join:
+        _check_tcp(endpoint, "--join")
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.host, config.port))
-        service = _Service(config, plan, located, spec, listener)
-        stack.callback(service.close)
-        _say(model_lines(located, name, spec, plan))
-        with Supervisor(config.supervise, service, service.slots) as supervisor:
-            supervisor.when_stopping(listener.close)
-            return _watch(service, supervisor, started)
-
-
-def _watch(service: _Service, supervisor: Supervisor, started: float) -> int:
-    try:
-        supervisor.start()
-        service.load(supervisor.keep_watch)
+        port = listener.getsockname()[1]
+        slots = _slots((GATEWAY, *_names(plan)))
+        length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
+        front = Front(
+            config=_gateway_config(config, located, name, length, port),
+            listener=listener,
+            keys=keys,
+            slot=slots[GATEWAY],
+            log_json=config.log_json,
+            created=int(time.time()),
+        )
+        workers = None
+        if plan is not None:
+            run = secrets.token_hex(6)  # in mailbox names: no two runs on one host meet
+            mailboxes = Mailboxes(keys, lambda worker, incarnation: f"ipc://@penstock-{run}-{worker}-{incarnation}")
+            workers = Workers(config, plan, (located.path, spec), mailboxes, slots)
+            stack.callback(workers.close)
+        _say(model_lines(located, name, spec, length, plan.notes if plan else ()))
+        supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(front, workers), slots))
+        supervisor.when_stopping(listener.close)
 
         def ready() -> None:
-            plan = service.plan
-            _say(fleet_lines(plan, {w.worker: supervisor.pid(w.worker) for w in plan.workers}))
-            seconds = time.monotonic() - started
-            _say(talk_lines(service.url, needs_key=service.config.api_key is not None, seconds=seconds))
+            _say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
+            url = f"http://{_reachable(config.host)}:{port}"
+            _say(talk_lines(url, needs_key=config.api_key is not None, seconds=time.monotonic() - started))
 
-        code = supervisor.run({worker.worker: worker.role for worker in service.plan.workers}, ready)
-    except Stopped:
-        code = 0
-    log.info("stopped")
-    return code
+        return _watch(supervisor, workers, plan, ready)
 
 
-def _say(lines: Iterator[str]) -> None:
-    for line in lines:
-        log.info("%s", line)
+def serve_worker(config: WorkerServeConfig) -> int:
+    """``penstock worker`` from start to end; returns the exit code.  Raises as ``serve``."""
+    started = _begin(config)
+    located = locate(config.model)
+    spec = inspect_model(located.path)
+    _check_tcp(config.listen, "--listen")
+    keys = _shared_keys(config)
+    worker = WorkerId(config.name or _worker_name(config))
+    plan = resolve_worker(config, worker, _machine(config), _model_facts(located.name, spec))
+    _check_free(config.listen)
+    with ExitStack() as stack:
+        slots = _slots((worker,))
+        # A later run must look later to gateways that know this one; a restart within it counts on from there.
+        mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, int(time.time()) << 16)
+        workers = Workers(config, plan, (located.path, spec), mailboxes, slots)
+        stack.callback(workers.close)
+        _say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
+        supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(None, workers), slots))
 
+        def ready() -> None:
+            _say(fleet_lines(plan, supervisor.pid))
+            _say(worker_lines(config.listen, str(config.keys), seconds=time.monotonic() - started))
 
-# --- what is decided before anything starts --------------------------------------------------------------------------
+        return _watch(supervisor, workers, plan, ready)
 
 
 def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
@@ -114,7 +127,61 @@ def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
     return resolve(config, _machine(config), _model_facts(name, spec))
 
 
-def _machine(config: ServeConfig) -> MachineFacts:
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def _begin(config: EngineSettings) -> float:
+    configure("supervisor", as_json=config.log_json)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
+    return time.monotonic()
+
+
+def _watch(supervisor: Supervisor, workers: Workers | None, plan: ServePlan | None, ready: Callable[[], None]) -> int:
+    try:
+        supervisor.start()
+        if workers is not None:
+            workers.load(supervisor.keep_watch)
+        code = supervisor.run({w.worker: w.role for w in plan.workers} if plan else {}, ready)
+    except Stopped:
+        code = 0
+    log.info("stopped")
+    return code
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        log.info("%s", line)
+
+
+def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
+    return tuple(worker.worker for worker in plan.workers) if plan else ()
+
+
+def _slots(names: tuple[str, ...]) -> dict[str, Slot]:
+    return dict(zip(names, Board(len(names)).slots, strict=True))
+
+
+def _gateway_config(config: ServeConfig, located: Located, name: str, length: int, port: int) -> GatewayConfig:
+    return GatewayConfig(
+        name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
+        host=config.host,
+        port=port,
+        model_path=str(located.path),
+        model_name=name,
+        max_model_len=length,
+        split=not config.aggregated,
+        api_key=config.api_key,
+        limits=config.limits,
+        failover=config.failover,
+        join=config.join,
+    )
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def _machine(config: EngineSettings) -> MachineFacts:
     return machine_facts(available_families() if config.device == "cpu" else (REFERENCE,))
 
 
@@ -124,202 +191,60 @@ def _model_facts(name: str, spec: ModelSpec) -> ModelFacts:
         max_positions=spec.max_positions,
         parameters=spec.parameters,
         auto_dtype=compute_dtype_for(spec, "auto"),
-        page_bytes_bf16=_layout(spec, "bf16").page_bytes,
+        page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
     )
 
 
-def _layout(spec: ModelSpec, dtype: str) -> KvLayout:
-    return KvLayout.full(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, dtype=dtype)
-
-
-def _raise_descriptor_limit() -> None:
-    """As many connections as the system allows this process."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+# --- addresses and keys ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int, *, flag: str = "--port") -> Iterator[socket.socket]:
     """A bound, listening socket.  Raises ConfigError when the port is taken or the address is not ours."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from None
+        raise ConfigError(f"{host}: {error.strerror}") from None
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
+            listener.listen(BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
-                    f"port {port} on {host} is taken: stop what listens there, or try --port {port + 1}"
+                    f"port {port} on {host} is taken: stop what listens there, or choose another with {flag}"
                 ) from None
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-        listener.listen(BACKLOG)
         yield listener
 
 
-def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics, *, created: int) -> App:
-    """Everything in front of the router; made in the gateway's process.  Raises ModelError."""
-    intake = ModelIntake(
-        Path(config.model_path),
-        name=config.model_name,
-        max_model_len=config.max_model_len,
-        limits=config.limits,
-        created=created,
-    )
-    return make_app(
-        Behind(
-            streams=router,
-            intake=intake,
-            limits=config.limits,
-            clock=MonotonicClock(),
-            metrics=metrics.exposition,
-            keys=KeyRing.of([config.api_key] if config.api_key else []),
-        )
-    )
+def _check_free(endpoint: str) -> None:
+    """Said here in one line, or the worker would say it again and again."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with listening(host.strip("[]"), int(port), flag="--listen"):
+        return
+
+
+def _check_tcp(endpoint: str, flag: str) -> None:
+    check_endpoint(endpoint)
+    if not endpoint.startswith("tcp://"):
+        raise ConfigError(f"{flag} {endpoint}: expected tcp://HOST:PORT")
+
+
+def _shared_keys(config: EngineSettings) -> Keys:
+    if config.keys is None:
+        raise ConfigError("--keys DIR is missing")
+    return Keys.load(Path(config.keys).expanduser())
+
+
+def _worker_name(config: WorkerServeConfig) -> str:
+    """A name that no other worker of the deployment is likely to have: role, host and port."""
+    host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().split(".")[0].lower())
+    return f"{config.role.value}-{host}-{config.listen.rpartition(':')[2]}"
 
 
 def _reachable(host: str) -> str:
     """The host as it stands in a URL; a wildcard address is reached over the loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - nothing is bound here
     return f"[{host}]" if ":" in host else host
-
-
-# --- what the children do --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    model: Model
-    identity: ModelIdentity
-
-
-class _Service:
-    """Everything that children inherit, and how each of them begins (``supervise.Jobs``)."""
-
-    def __init__(
-        self, config: ServeConfig, plan: ServePlan, located: Located, spec: ModelSpec, listener: socket.socket
-    ) -> None:
-        self.config = config
-        self.plan = plan
-        self._located = located
-        self._spec = spec
-        self._listener = listener
-        self._created = int(time.time())
-        self._run = secrets.token_hex(6)  # in mailbox names: no two runs on one host meet
-        self._keys = Keys.ephemeral()
-        self._layout = _layout(spec, plan.dtype)
-        self._places = {worker.worker: worker for worker in plan.workers}
-        self._kv = {worker: KvFile.create(self._layout, plan.scheduler.pages, label=worker) for worker in self._places}
-        names = (GATEWAY, *self._places)
-        self.slots: dict[str, Slot] = dict(zip(names, Board(len(names)).slots, strict=True))
-        self._loaded: _Loaded | None = None
-        self.url = f"http://{_reachable(config.host)}:{listener.getsockname()[1]}"
-
-    def close(self) -> None:
-        """Give the KV memory back."""
-        for file in self._kv.values():
-            file.close()
-
-    def load(self, keep_watch: Callable[[], None]) -> None:
-        """Load the weights that all workers share; ``keep_watch`` is called after each weight.
-
-        Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
-        """
-        if self.config.device == "cpu":
-            ops = self._ops(threads=1)
-            self._loaded = self._load(ops, _LoadLog(keep_watch))
-
-    def _load(self, ops: Ops, progress: Callable[[int, int], None]) -> _Loaded:
-        begun = time.monotonic()
-        loaded: LoadedModel = load_model(self._located.path, self._spec, ops, progress)
-        model = build_model(loaded, ops, self.plan.scheduler.max_model_len)
-        log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
-        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics))
-
-    def _ops(self, threads: int) -> Ops:
-        family = self.plan.family if self.config.device == "cpu" else None
-        return make_ops(family=family, compute_dtype=self.plan.dtype, device=self.config.device, threads=threads)
-
-    def gateway(self, incarnation: int, channel: Channel) -> Job:
-        config = GatewayConfig(
-            name=GATEWAY,
-            incarnation=incarnation,
-            host=self.config.host,
-            port=self._listener.getsockname()[1],
-            model_path=str(self._located.path),
-            model_name=self.config.served_model_name or self._located.name,
-            max_model_len=self.plan.scheduler.max_model_len,
-            split=self.plan.split,
-            api_key=self.config.api_key,
-            limits=self.config.limits,
-            failover=self.config.failover,
-        )
-        inherited = GatewayInheritance(
-            listener=self._listener,
-            channel=channel,
-            keys=self._keys,
-            slot=self.slots[GATEWAY],
-            make_app=partial(make_http_app, created=self._created),
-        )
-
-        def body() -> int:
-            self._become(GATEWAY)
-            return run_gateway(config, inherited)
-
-        return Job(body=body, keep=(self._listener.fileno(), channel.fileno()))
-
-    def worker(self, worker: WorkerId, incarnation: int) -> Job:
-        place = self._places[worker]
-        config = WorkerConfig(
-            worker=worker,
-            incarnation=incarnation,
-            role=place.role,
-            endpoint=f"ipc://@penstock-{self._run}-{worker}-{incarnation}",
-            carrier=self.plan.carrier,
-            scheduler=self.plan.scheduler,
-            hand_over=self.config.hand_over,
-            threads=place.threads,
-            cpus=place.cpus,
-        )
-        return Job(
-            body=lambda: self._run_worker(config, place),
-            keep=tuple(file.descriptor for file in self._kv.values()),
-            endpoint=config.endpoint,
-        )
-
-    def _run_worker(self, config: WorkerConfig, place: WorkerPlan) -> int:
-        self._become(config.worker)
-        prefer_for_oom_kill()
-        ops = self._ops(place.threads)
-        loaded = self._loaded or self._load(ops, lambda done, total: None)
-        inherited = Inheritance(
-            model=loaded.model,
-            ops=ops,
-            identity=loaded.identity,
-            parameters=self._spec.parameters,
-            kv=self._kv[config.worker],
-            peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
-            keys=self._keys,
-            slot=self.slots[config.worker],
-            pages_on_device=self.config.device != "cpu",
-        )
-        return run_worker(config, inherited)
-
-    def _become(self, name: str) -> None:
-        configure(name, as_json=self.config.log_json)
-
-
-class _LoadLog:
-    """Called after each weight: lets the supervisor look around, and tells how far a long loading is."""
-
-    def __init__(self, keep_watch: Callable[[], None]) -> None:
-        self._keep_watch = keep_watch
-        self._next = time.monotonic() + PROGRESS_EVERY_S
-
-    def __call__(self, done: int, total: int) -> None:
-        self._keep_watch()
-        if time.monotonic() >= self._next and done < total:
-            self._next += PROGRESS_EVERY_S
-            log.info("loading weights: %d %%", 100 * done // total)

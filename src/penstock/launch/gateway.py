@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from penstock.errors import ProtocolError
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.connections import guarded_protocol
+from penstock.launch.joined import JoinedWorkers
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.log import ROOT
 from penstock.telemetry.registry import Metrics
 from penstock.types import WorkerState
 from penstock.wire.keys import Keys
-from penstock.wire.messages import Draining
+from penstock.wire.messages import Draining, Hello
 from penstock.wire.zeromq import ZmqTransport
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,10 @@ KEEP_ALIVE_S = 65.0
 """Idle connections are kept for longer than clients and proxies usually keep theirs: they close first."""
 
 BACKLOG = 2048
+
+SWITCH_S = 0.0005
+"""How long a thread that tokenizes or parses may keep the interpreter from the event loop.  Python's own 5 ms showed
+in other people's streams."""
 
 App = Callable[..., Any]
 """An ASGI application."""
@@ -61,6 +67,7 @@ class GatewayInheritance:
 
 def run_gateway(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
+    sys.setswitchinterval(SWITCH_S)
     return uvloop.run(_Gateway(config, inherited).run())
 
 
@@ -91,6 +98,8 @@ class _Gateway:
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
         self._router.start()
+        joined = self._join(transport)
+        joined.start()
         side = [loop.create_task(work) for work in (self._beat(server), self._drain(server))]
         try:
             await server.serve([self._inherited.listener])
@@ -101,9 +110,18 @@ class _Gateway:
             for task in side:
                 task.cancel()
             await asyncio.gather(*side, return_exceptions=True)
+            await joined.close()
             await self._router.close()
             transport.close()
         return 0
+
+    def _join(self, transport: ZmqTransport) -> JoinedWorkers:
+        hello = Hello(gateway=f"{self._config.name}-join", incarnation=self._config.incarnation)
+        tell = self._router.on_supervisor
+        beat_s = self._config.failover.beat_s
+        return JoinedWorkers(
+            self._config.join, transport.connect_async, tell, hello, clock=MonotonicClock(), beat_s=beat_s
+        )
 
     def _http(self, app: App) -> uvicorn.Config:
         _adopt_logs()

@@ -114,9 +114,9 @@ class Restarts:
     _complaint: str | None = None
 
     @classmethod
-    def of(cls, config: SuperviseConfig) -> Restarts:
-        """A machine that has only the gateway, which does not run yet."""
-        return cls(config, {GATEWAY: _Child(GATEWAY)})
+    def of(cls, config: SuperviseConfig, *, gateway: bool = True) -> Restarts:
+        """A machine that has only the gateway, which does not run yet, or nobody."""
+        return cls(config, {GATEWAY: _Child(GATEWAY)} if gateway else {})
 
     def admit(self, workers: Iterable[str]) -> None:
         """From now on these workers are to run, too (their weights are loaded)."""
@@ -127,12 +127,11 @@ class Restarts:
     def stage(self) -> Stage:
         return self._stage
 
-    def incarnation(self, child: str) -> int:
-        """The running (or last) incarnation; 0 before the first."""
-        return self._children[child].incarnation
-
     def phase(self, child: str) -> Phase:
         return self._children[child].phase
+
+    def all_ready(self) -> bool:
+        return all(child.phase is Phase.READY for child in self._children.values())
 
     def wake_at(self, now: float) -> float:
         """When to call again with ``Tick`` (or ``Looked``) at the latest."""
@@ -263,7 +262,8 @@ class Restarts:
             effects.append(Note("asked again: stopping now"))
             self._end(now, effects)
         elif self._stage is Stage.RUNNING:
-            if self._children[GATEWAY].phase not in _RUNS:
+            gateway = self._children.get(GATEWAY)
+            if gateway is None or gateway.phase not in _RUNS:
                 self._end(now, effects)
                 return
             self._stage = Stage.DRAINING

@@ -17,7 +17,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, assert_never
@@ -84,13 +84,16 @@ class _Running:
 
 
 class Supervisor:
-    """Use as a context manager: ``start`` the gateway, ``keep_watch`` while loading weights, then ``run``."""
+    """``slots`` name all children; without ``GATEWAY`` among them there are workers only.
+
+    Use as a context manager: ``start`` the gateway, ``keep_watch`` while loading weights, then ``run``.
+    """
 
     def __init__(self, config: SuperviseConfig, jobs: Jobs, slots: Mapping[str, Slot]) -> None:
         self._config = config
         self._jobs = jobs
         self._slots = slots
-        self._machine = Restarts.of(config)
+        self._machine = Restarts.of(config, gateway=GATEWAY in slots)
         self._roles: dict[WorkerId, Role] = {}
         self._running: dict[str, _Running] = {}
         self._channel: Channel | None = None
@@ -132,7 +135,7 @@ class Supervisor:
         self._stoppers.append(action)
 
     def start(self) -> None:
-        """Fork the gateway."""
+        """Fork the gateway, where there is one."""
         self._look()
 
     def keep_watch(self) -> None:
@@ -159,7 +162,7 @@ class Supervisor:
         announced = False
         while self._done is None:
             self._turn(None)
-            if not announced and self._all_ready():
+            if not announced and self._machine.all_ready():
                 announced = True
                 ready()
         self._raise_complaint()
@@ -169,9 +172,6 @@ class Supervisor:
         """Of the running incarnation."""
         running = self._running.get(child)
         return running.process.pid if running else None
-
-    def _all_ready(self) -> bool:
-        return all(self._machine.phase(child) is Phase.READY for child in (GATEWAY, *self._roles))
 
     def _raise_complaint(self) -> None:
         if self._done is not None and self._done.complaint is not None:
@@ -315,8 +315,3 @@ class Supervisor:
                 endpoint=running.endpoint,
             )
         )
-
-
-def slots_of(board: Iterable[Slot], names: Iterable[str]) -> dict[str, Slot]:
-    """Give each child its slot."""
-    return dict(zip(names, board, strict=True))

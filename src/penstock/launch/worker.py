@@ -37,6 +37,9 @@ from penstock.wire.zeromq import ZmqTransport
 BEATS_PER_S = 4
 """How often an idle worker turns its loop at least."""
 
+LAST_WORDS_S = 0.25
+"""How long what a worker says in going may take to leave it.  Who stopped listening is not waited for any longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
@@ -83,7 +86,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
             transport.wait(1 / BEATS_PER_S, mailbox.sources)
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
-    transport.close()
+    transport.close(linger_s=LAST_WORDS_S)
     return 0
 
 

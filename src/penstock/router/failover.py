@@ -274,10 +274,14 @@ class Flight:
         return effects
 
     def _own_token(self, item: TokenItem, leg: LegRun) -> Effects:
-        """A decode leg that wrote a token of its own has all its pages: the prefill leg is over, its death harmless."""
+        """A decode leg that wrote a token of its own has all its pages: the prefill leg is over, its death harmless.
+
+        It is cancelled all the same: should the decode worker die before its thanks have left, nobody else would tell
+        the prefill worker, and the pages would stay held until their lease ends.
+        """
         if leg.leg is not Leg.DECODE or item.index + len(item.tokens) <= self._base + 1:
             return ()
-        return tuple(self._end(other) for other in self._legs if other.leg is Leg.PREFILL and not other.ended)
+        return tuple(self._cancel(other) for other in self._legs if other.leg is Leg.PREFILL and not other.ended)
 
     def _finish(self, writer: LegRun) -> Effects:
         """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
@@ -385,9 +389,11 @@ class Flight:
         leg.ended = True
         return LegEnded(leg.worker, leg.incarnation, self.request.id, self.epoch)
 
+    def _cancel(self, leg: LegRun) -> CancelLeg:
+        leg.ended = True
+        return CancelLeg(leg.worker, leg.incarnation, self.request.id, self.epoch)
+
     def _cancel_legs(self) -> Effects:
-        cancels = tuple(
-            CancelLeg(leg.worker, leg.incarnation, self.request.id, self.epoch) for leg in self._legs if not leg.ended
-        )
+        cancels = tuple(self._cancel(leg) for leg in self._legs if not leg.ended)
         self._legs = []
         return cancels

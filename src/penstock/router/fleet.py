@@ -53,15 +53,17 @@ class Fleet:
     # --- what the supervisor says -----------------------------------------------------------------------------------
 
     def up(self, message: WorkerUp, now: float) -> bool:
-        """A process was started.  False: it is not newer than the one that is known.
+        """A process was started, or one that was given up has spoken again.  False: nothing new.
 
         Callers take the work of an earlier incarnation away first (``work``), since it is forgotten here.
         """
         slot = self._slots.get(message.worker)
         if slot is None:
             slot = self._add(message.worker)
-        elif message.incarnation <= self.incarnations[slot]:
-            return False
+        else:
+            newer = message.incarnation - self.incarnations[slot]
+            if newer < 0 or (newer == 0 and not self._ended[slot]):
+                return False
         self._clear(slot)
         self.incarnations[slot] = message.incarnation
         self.roles[slot] = message.role

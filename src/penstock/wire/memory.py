@@ -74,7 +74,8 @@ class MemoryHub:
         del timeout_s, descriptors
         return any(isinstance(s, _MemoryListener | _MemoryLink) and s.box.parcels for s in sources)
 
-    def close(self) -> None:
+    def close(self, *, linger_s: float = 0.0) -> None:
+        del linger_s  # whatever was sent has arrived
         self._mailboxes.clear()
         self._listening.clear()
         self._links.clear()

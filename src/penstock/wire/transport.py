@@ -135,6 +135,9 @@ class Transport(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Close everything that is still open.  May be called twice, and in a forked child, where it does nothing."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close everything that is still open.  May be called twice, and in a forked child, where it does nothing.
+
+        What was not sent yet has ``linger_s`` to leave, and is dropped then; the call takes so long at most.
+        """
         ...

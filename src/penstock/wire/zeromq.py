@@ -104,11 +104,14 @@ class ZmqTransport:
             if len(ready) > 1:
                 return True
 
-    def close(self) -> None:
+    def close(self, *, linger_s: float = 0.0) -> None:
         if os.getpid() != self._pid or self._context.closed:
             return
         for source in self._open:
-            source.close()
+            if isinstance(source, _ZmqAsyncLink):
+                source.close()
+            else:
+                source.socket.close(linger=round(linger_s * 1000))
         self._open.clear()
         if self._gate is not None:
             self._gate.socket.close(linger=0)

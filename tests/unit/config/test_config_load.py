@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import is_loopback, load_serve, parse_size
+from penstock.config.load import is_loopback, load_serve, load_worker, parse_size
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
+from penstock.types import Role
 
 
 def refused(because: str, *, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> None:
@@ -149,3 +150,32 @@ def test_aggregated_excludes_counts() -> None:
 )
 def test_loopback(host: str, local: bool) -> None:
     assert is_loopback(host) is local
+
+
+# --- several hosts ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_has_settings_of_its_own(tmp_path: Path) -> None:
+    flags = {"role": "prefill", "listen": "tcp://10.0.0.1:9000", "keys": "/k", "kv_memory": "1GiB", "name": "p-1"}
+    config = load_worker(flags, {"PENSTOCK_THREADS": "3", "PENSTOCK_PORT": "80"})
+    assert (config.role, config.threads, config.kv_memory, config.name) == (Role.PREFILL, 3, 1 << 30, "p-1")
+    path = tmp_path / "worker.toml"
+    path.write_text("port = 80", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no such setting"):
+        load_worker(flags, {}, path)
+    for name in ("", "a b", "x" * 65, "Ä", "-x"):
+        with pytest.raises(ConfigError, match="--name"):
+            load_worker(flags | {"name": name}, {})
+    with pytest.raises(ConfigError, match="needs --keys DIR"):
+        load_worker({"role": "both"}, {})
+
+
+def test_joining_starts_nothing_here() -> None:
+    ends = ("tcp://a:1", "tcp://b:2")
+    assert load_serve({"join": list(ends), "keys": "/k"}, {}).join == ends
+    assert load_serve({}, {"PENSTOCK_JOIN": "tcp://a:1, tcp://b:2", "PENSTOCK_KEYS": "/k"}).join == ends
+    refused("--join needs --keys", flags={"join": ["tcp://a:1"]})
+    refused("--keys is for --join", flags={"keys": "/k"})
+    for flag in ("prefill", "decode", "kv_memory", "threads", "max_chunk_tokens"):
+        refused(f"--{flag.replace('_', '-')} belongs to them", flags={"join": ["tcp://a:1"], "keys": "/k", flag: 64})
+    refused("--aggregated belongs to them", flags={"join": ["tcp://a:1"], "keys": "/k", "aggregated": True})

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import parse_size
-from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, show_bytes
-from penstock.config.schema import ServeConfig
+from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, resolve_worker, show_bytes
+from penstock.config.schema import ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
-from penstock.types import PAGE_TOKENS, Role
+from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 GIB = 1 << 30
 LAPTOP = MachineFacts(cpus=(0, 1), cores=2, memory_bytes=16 * GIB, kernel_families=("avx512", "avx2", "portable"))
@@ -78,6 +78,14 @@ def test_a_gpu_serves_from_one_worker() -> None:
     refused("add --aggregated", device="cuda")
     machine = msgspec.structs.replace(LAPTOP, kernel_families=("reference",))
     assert plan(machine, device="cuda", aggregated=True).family == "reference"
+
+
+def test_a_joined_worker_has_the_machine_to_itself_and_speaks_tcp() -> None:
+    made = resolve_worker(WorkerServeConfig(role=Role.DECODE), WorkerId("d"), LAPTOP, STORY)
+    assert [(w.worker, w.role, w.threads) for w in made.workers] == [("d", Role.DECODE, 2)]
+    assert made.carrier == "tcp"
+    with pytest.raises(ConfigError, match="use --role both"):
+        resolve_worker(WorkerServeConfig(role=Role.DECODE, device="cuda"), WorkerId("d"), LAPTOP, STORY)
 
 
 def test_a_long_context_is_cut_to_the_memory_and_told() -> None:

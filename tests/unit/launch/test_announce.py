@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 
-import msgspec
-
 from penstock.bundled import storyteller
 from penstock.config.resolve import MachineFacts, ModelFacts, resolve
 from penstock.config.schema import ServeConfig
@@ -19,23 +17,24 @@ MODEL = ModelFacts(name="m", max_positions=2048, parameters=10**7, auto_dtype="b
 
 
 def test_the_bundled_model_is_introduced_with_its_limits() -> None:
-    plan = msgspec.structs.replace(resolve(ServeConfig(), MACHINE, MODEL), notes=("context cut",))
     spec = inspect_model(storyteller())
-    lines = list(model_lines(Located(storyteller(), "storyteller", bundled=True), "storyteller", spec, plan))
+    lines = list(
+        model_lines(Located(storyteller(), "storyteller", bundled=True), "storyteller", spec, 2048, ["context cut"])
+    )
     assert "10.2 M parameters" in lines[0]
     assert "only tells short stories" in lines[1]
     assert lines[2] == "context cut"
-    lines = list(model_lines(Located(storyteller(), "mine"), "mine", spec, plan))
+    lines = list(model_lines(Located(storyteller(), "mine"), "mine", spec, 2048, []))
     assert "stories" not in "".join(lines[1:])
 
 
 def test_every_worker_has_a_line() -> None:
     plan = resolve(ServeConfig(prefill=2, decode=2), MACHINE, MODEL)
-    shared, *workers = fleet_lines(plan, {w.worker: 100 + i for i, w in enumerate(plan.workers)})
+    shared, *workers = fleet_lines(plan, {w.worker: 100 + i for i, w in enumerate(plan.workers)}.get)
     assert "kernels avx2, bf16, 4 threads a worker; KV pages 8192 a worker (256MiB), handed over by shm" in shared
     assert workers[0] == "prefill-0: pid 100, processors 0-3"
     assert workers[3] == "decode-1: pid 103, processors 12-15"
-    (shared, _) = fleet_lines(resolve(ServeConfig(aggregated=True, threads=1), MACHINE, MODEL), {})
+    (shared, _) = fleet_lines(resolve(ServeConfig(aggregated=True, threads=1), MACHINE, MODEL), {}.get)
     assert "1 thread a worker" in shared
     assert "one worker does both phases" in shared
 

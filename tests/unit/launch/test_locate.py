@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
+import huggingface_hub
 import pytest
+from huggingface_hub import errors
 
 from penstock.errors import ModelError
+from penstock.launch import locate as module
 from penstock.launch.locate import Located, locate
 
 
@@ -54,3 +61,72 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(ModelError, match="is a file; expected the folder"):
         locate(str(file), no_download)
+
+
+RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+
+
+@pytest.mark.parametrize(
+    ("error", "because"),
+    [
+        (errors.GatedRepoError("no", response=RESPONSE), "is gated: accept its terms at https://huggingface.co/org/m"),
+        (errors.RepositoryNotFoundError("no", response=RESPONSE), "the Hub has no such model, or it is private"),
+        (errors.LocalEntryNotFoundError("no"), "the Hub cannot be reached and the model is not in the local cache"),
+        (httpx.ConnectError("no route\nto host"), "cannot fetch it from the Hub: no route"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_goes_wrong_at_the_hub_is_one_line(
+    error: Exception, because: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    with pytest.raises(ModelError) as refusal:
+        module._download("org/m")
+    assert because in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("download", "outcome"),
+    [
+        ("lambda name: '/models/' + name", "/models/org/m"),
+        ("lambda name: fail('it is gated')", "ModelError: it is gated"),
+        ("lambda name: os._exit(9)", "ModelError: org/m: the download ended without a result"),
+    ],
+)
+def test_a_download_runs_in_a_child_and_leaves_no_thread_and_no_process(download: str, outcome: str) -> None:
+    script = f"""
+import os, threading
+from penstock.errors import ModelError
+from penstock.launch import locate
+from penstock.launch.zygote import thread_count
+def fail(text):
+    raise ModelError(text)
+def in_a_thread(name):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return ({download})(name)
+locate._download = in_a_thread
+before = os.listdir("/proc/self/fd")
+try:
+    print(locate.download_in_child("org/m"))
+except ModelError as error:
+    print("ModelError:", error)
+assert thread_count() == 1
+assert os.listdir("/proc/self/fd") == before
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    pass
+else:
+    raise AssertionError("a child is left")
+"""
+    environ = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == outcome + "\n"

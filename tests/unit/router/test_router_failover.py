@@ -57,7 +57,7 @@ def test_without_a_worker_it_waits_for_the_next():
 def test_the_first_token_counts_once():
     flight = started(flying())
     assert said(flight.tokens(item(0, 1), D0, 1, 1.0)) == []
-    assert said(flight.tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "end prefill-0 e1"]
+    assert said(flight.tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "cancel prefill-0 e1"]
     assert flight.emitted == [1, 2, 3]
 
 
@@ -72,7 +72,7 @@ def test_an_early_item_waits_for_the_gap_to_fill():
     flight = started(flying())
     assert said(flight.tokens(item(3, 4), D0, 1, 1.0)) == []
     assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
-    assert said(flight.tokens(item(1, 2), D0, 1, 1.0)) == ["deliver 2", "end prefill-0 e1", "deliver 3", "deliver 4"]
+    assert said(flight.tokens(item(1, 2), D0, 1, 1.0)) == ["deliver 2", "cancel prefill-0 e1", "deliver 3", "deliver 4"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_decode_leg_waits_for_the_word_of_the_prefill_leg():
     assert said(flight.tokens(item(0, 1, 2), D0, 1, 1.0)) == []
     assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
     effects = flight.tokens(item(0, 1, cached_tokens=16), P0, 1, 1.0)
-    assert said(effects) == ["deliver 1", "deliver 2", "end prefill-0 e1", "deliver 3"]
+    assert said(effects) == ["deliver 1", "deliver 2", "cancel prefill-0 e1", "deliver 3"]
     assert effects[0] == Deliver(TokenBatch(tokens=(1,), cached_tokens=16))
 
 
@@ -118,7 +118,7 @@ def test_but_not_for_long_and_not_for_the_dead():
     flight = flying()
     flight.tokens(item(0, 1, 2), D0, 1, 1.0)
     assert said(flight.tick(1.0 + HOLD_S / 2)) == []
-    assert said(flight.tick(1.0 + HOLD_S)) == ["deliver 1 2", "end prefill-0 e1"]
+    assert said(flight.tick(1.0 + HOLD_S)) == ["deliver 1 2", "cancel prefill-0 e1"]
 
     flight = flying()
     flight.tokens(item(0, 1, 2), D0, 1, 1.0)

@@ -1,7 +1,7 @@
 """Who asked for what: the gateways that speak to this worker, and the request that each of them has here.
 
-Knows when a gateway has fallen silent or come back as another incarnation, and then names the requests that nobody
-waits for any more.  It cancels nothing itself.
+Knows when a gateway has fallen silent, has a new connection or is another incarnation, and names the requests that
+this concerns.  It cancels nothing itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.types import Leg, RequestId
-from penstock.wire.messages import Hello, PageSource, Returned, Submit
+from penstock.wire.messages import Hello, PageSource, Returned, Submit, TokenItem
+
+REMEMBERED_S = 300.0
+"""A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
 
 
 @dataclass(slots=True)
@@ -23,6 +26,7 @@ class Ask:
     pages_from: PageSource | None
     arrived: float  # monotonic seconds, here
     started: float | None = None  # when its first token was computed here
+    first: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +37,17 @@ class Gateway:
     incarnation: int
     peer: bytes
     heard: float
+    away: bool = False  # silent for too long; not told anything until it speaks
     unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """What a Hello brought to light."""
+
+    gateway: Gateway
+    orphans: list[Ask]  # of an earlier incarnation: nobody waits for them
+    cut_off: list[Ask]  # asked over an earlier connection: what was said over it last may have been lost
 
 
 class Asks:
@@ -45,31 +59,36 @@ class Asks:
         self._gateways: dict[str, Gateway] = {}
         self._by_peer: dict[bytes, Gateway] = {}
 
-    def hello(self, peer: bytes, message: Hello, now: float) -> tuple[Gateway, list[Ask]]:
-        """A gateway is (still) there.  Returns it, and what its earlier incarnation left behind."""
+    def hello(self, peer: bytes, message: Hello, now: float) -> Greeted:
+        """A gateway is (still) there.  A process that was replaced meanwhile is answered, and has nothing here."""
         known = self._gateways.get(message.gateway)
         orphans: list[Ask] = []
+        cut_off: list[Ask] = []
+        if known is not None and known.incarnation > message.incarnation:
+            return Greeted(Gateway(message.gateway, message.incarnation, peer, now), [], [])
         if known is None or known.incarnation < message.incarnation:
             if known is not None:
                 orphans = self._of(known)
                 self._by_peer.pop(known.peer, None)
-            known = Gateway(message.gateway, message.incarnation, peer, now)
-            self._gateways[message.gateway] = known
-        elif known.incarnation > message.incarnation:
-            return Gateway(message.gateway, message.incarnation, peer, now), []
-        if known.peer != peer:
+            known = self._gateways[message.gateway] = Gateway(message.gateway, message.incarnation, peer, now)
+        elif known.peer != peer:
+            cut_off = self._of(known)
             self._by_peer.pop(known.peer, None)
             known.peer = peer
         self._by_peer[peer] = known
         known.heard = now
-        return known, orphans
+        known.away = False
+        return Greeted(known, orphans, cut_off)
+
+    def knows(self, peer: bytes) -> bool:
+        """Has whoever speaks over this connection said Hello?"""
+        return peer in self._by_peer
 
     def submit(self, peer: bytes, message: Submit, now: float) -> Ask | None:
-        """Take a request on.  None when the gateway has not said Hello, or the request is here in this epoch or a
-        later one."""
-        gateway = self._by_peer.get(peer)
+        """Take a request on.  None when it is here in this epoch or a later one.  KeyError for a peer not known."""
+        gateway = self._by_peer[peer]
         present = self._asks.get(message.request)
-        if gateway is None or (present is not None and present.epoch >= message.epoch):
+        if present is not None and present.epoch >= message.epoch:
             return None
         gateway.heard = now
         ask = Ask(message.request, message.epoch, message.leg, gateway, message.pages_from, now)
@@ -88,17 +107,21 @@ class Asks:
         return self._asks.pop(request)
 
     def silent(self, now: float) -> list[Ask]:
-        """Requests of gateways that have said nothing for too long; those gateways are forgotten."""
+        """Requests of gateways that have said nothing for too long.  Those that stay away are forgotten in the end."""
         orphans: list[Ask] = []
-        for gateway in [g for g in self._gateways.values() if now - g.heard > self._silence_s]:
-            orphans += self._of(gateway)
-            del self._gateways[gateway.name]
-            self._by_peer.pop(gateway.peer, None)
+        for gateway in list(self._gateways.values()):
+            quiet = now - gateway.heard
+            if quiet > self._silence_s and not gateway.away:
+                gateway.away = True
+                self._by_peer.pop(gateway.peer, None)
+                orphans += self._of(gateway)
+            if quiet > self._silence_s + REMEMBERED_S:
+                del self._gateways[gateway.name]
         return orphans
 
     def gateways(self) -> list[Gateway]:
         """Those that are there now."""
-        return list(self._gateways.values())
+        return [gateway for gateway in self._gateways.values() if not gateway.away]
 
     def all(self) -> list[Ask]:
         """Every request that somebody waits for."""

@@ -28,6 +28,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.asks import Ask, Asks, Gateway
 from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
+from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import (
     FirstToken,
     Granted,
@@ -48,6 +49,7 @@ from penstock.wire.messages import (
     HandOverFailed,
     Hello,
     PageReady,
+    PageSource,
     PagesReceived,
     PrefillDone,
     PullPages,
@@ -93,8 +95,8 @@ class WorkerMailbox:
         self._listener: Listener = transport.listen(config.endpoint)
         self._peers = Peers(transport)
         self._asks = Asks(config.gateway_silence_s)
-        self._firsts: dict[RequestId, TokenItem] = {}  # leg=decode: the prefill worker's token, with its facts
         self._events: list[Event] = []
+        self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
         self._next_tick = 0.0
         self._step_began = 0.0
         self.reporter = Reporter(config, hand_over.identity, scheduler, self._receiver)
@@ -125,9 +127,6 @@ class WorkerMailbox:
         """A plan was made: credits and returns go out before the step is computed."""
         now = self._clock.now()
         for returned in plan.returned:
-            # Its pages may be somebody else's already: stop writing before anything else happens.
-            self._receiving(self._receiver.cancel(returned.id, returned.epoch))
-            self._sending(self._sender.fail(returned.id, returned.epoch, returned.reason, now))
             self._return(returned.id, returned.epoch, returned.reason)
         for request in plan.reserved:
             ask = self._asks.get(request.id)
@@ -150,11 +149,9 @@ class WorkerMailbox:
                 if ask is not None and ask.started is None:
                     ask.started = now
         for request_id in plan.gone:
-            if self._scheduler.find(request_id) is None:
-                self._firsts.pop(request_id, None)
-                ask = self._asks.get(request_id)
-                if ask is not None:
-                    self._asks.drop(request_id, ask.epoch)
+            ask = self._asks.get(request_id)
+            if ask is not None and self._scheduler.find(request_id) is None:
+                self._asks.drop(request_id, ask.epoch)
 
     def publish(self, outcome: Outcome, plan: Plan) -> None:
         """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
@@ -186,7 +183,8 @@ class WorkerMailbox:
                 self._sending(self._sender.done(item, blocks, now))
         for gateway, batch in items.values():
             self._send_tokens(gateway, tuple(batch))
-        if (plan.rows and self.reporter.due(now)) or self.reporter.overdue(now):
+        if self._greeted or (plan.rows and self.reporter.due(now)) or self.reporter.overdue(now):
+            self._greeted = False
             self.report(now)
 
     def about_to_run(self, predicted_s: float) -> None:
@@ -202,13 +200,18 @@ class WorkerMailbox:
 
     @property
     def busy(self) -> bool:
-        """Are there pages to copy right now?"""
-        return self._receiver.has_work
+        """Are there pages to copy, or words that the scheduler has not heard?  Then there is no time to sleep."""
+        return self._receiver.has_work or bool(self._events)
 
     def report(self, now: float) -> None:
         """Tell every gateway how this worker is."""
         counters = self._listener.counters
-        report = self.reporter.report(now, asked=len(self._asks), dropped_frames=counters.malformed + counters.unsent)
+        report = self.reporter.report(
+            now,
+            asked=len(self._asks),
+            settled=not self._events,
+            dropped_frames=counters.malformed + counters.unsent,
+        )
         for gateway in self._asks.gateways():
             self._listener.send(gateway.peer, report)
 
@@ -238,22 +241,33 @@ class WorkerMailbox:
                 pass  # well-formed, but nothing that a worker is told; the transport has counted it
 
     def _hello(self, peer: bytes, message: Hello, now: float) -> None:
-        gateway, orphans = self._asks.hello(peer, message, now)
-        for ask in orphans:
+        greeted = self._asks.hello(peer, message, now)
+        for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
-        while gateway.unsent and self._listener.send(gateway.peer, gateway.unsent[-1]):
-            gateway.unsent.pop()
-        self.report(now)
+        for ask in greeted.cut_off:
+            self._return(ask.request, ask.epoch, "connection lost")
+        unsent = greeted.gateway.unsent
+        while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
+            del unsent[0]
+        self._greeted = True
 
     def _submit(self, peer: bytes, message: Submit, now: float) -> None:
+        if not self._asks.knows(peer):
+            # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="no Hello"))
+            return
         earlier = self._asks.get(message.request)
         ask = self._asks.submit(peer, message, now)
         if ask is None:
             return
         if earlier is not None:
             self._receiving(self._receiver.cancel(message.request, earlier.epoch))
+            self._sending(self._sender.cancel(message.request, earlier.epoch, now))
         if message.leg is Leg.DECODE and message.pages_from is None:
             self._return(message.request, message.epoch, "no source of pages was named")
+            return
+        if message.pages_from is not None and not self._reach(message.pages_from):
+            self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
         self._events.append(
             Arrive(
@@ -272,6 +286,11 @@ class WorkerMailbox:
         if message.leg is Leg.PREFILL:
             self._sending(self._sender.open(message.request, message.epoch, now))
 
+    def _reach(self, source: PageSource) -> bool:
+        """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
+        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation - 1))
+        return self._peers.reach(source)
+
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
         if self._asks.drop(request, epoch) is not None:
@@ -283,16 +302,14 @@ class WorkerMailbox:
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
         for ask in self._asks.silent(now):
-            self._cancel(ask.request, ask.epoch, now)
+            self._return(ask.request, ask.epoch, "the gateway was silent")
         self._receiving(self._receiver.tick(now))
         self._sending(self._sender.tick(now))
 
     # --- what the ends of hand-overs say ------------------------------------------------------------------------------
 
     def _receiving(self, turn: ReceiverTurn) -> None:
-        for send in turn.sends:
-            self._peers.send(send.source, send.message)
-        for effect in turn.effects:
+        for effect in post_pulls(turn, self._peers.send):
             match effect:
                 case PagesAdvanced():
                     self._events.append(PagesCame(id=effect.request, epoch=effect.epoch, computed=effect.computed))
@@ -300,7 +317,6 @@ class WorkerMailbox:
                     self._first_token(effect)
                 case PullFailed():
                     self.reporter.count("hand_overs_failed")
-                    self._events.append(Cancelled(id=effect.request, epoch=effect.epoch))
                     self._return(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
 
     def _first_token(self, effect: FirstToken) -> None:
@@ -308,21 +324,17 @@ class WorkerMailbox:
         first = effect.first
         self.reporter.count("hand_overs")
         ask = self._asks.get(effect.request)
-        if first.finish is None:
-            self._firsts[effect.request] = first
-        elif ask is not None and ask.epoch == effect.epoch:
-            # The whole answer is this token.  The prefill worker has told the gateway; if it died on the way, we do.
-            self._send_tokens(ask.gateway, (first,))
+        if ask is not None and ask.epoch == effect.epoch:
+            ask.first = first
+            if first.finish is not None:
+                # The whole answer is this token.  The prefill worker has told the gateway; if it died first, we do.
+                self._send_tokens(ask.gateway, (first,))
         self._events.append(
             FirstTokenCame(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
         )
 
     def _sending(self, turn: SenderTurn) -> None:
-        now = self._clock.now()
-        for send in turn.sends:
-            if not self._listener.send(send.peer, send.message, send.payload):
-                self._sender.unsent(send.peer, now)
-        for effect in turn.effects:
+        for effect in post(turn, self._listener, self._sender, self._clock.now()):
             match effect:
                 case Granted():
                     self._events.append(CreditCame(id=effect.request, epoch=effect.epoch))
@@ -343,9 +355,8 @@ class WorkerMailbox:
 
     def _item(self, progress: Progress, ask: Ask, now: float) -> TokenItem:
         request = progress.request
-        first = self._firsts.get(request.id)
-        if first is not None and first.index == progress.index and first.epoch == request.epoch:
-            return first
+        if ask.first is not None and ask.first.index == progress.index:
+            return ask.first
         is_first = progress.index == request.emitted
         return TokenItem(
             request=request.id,
@@ -367,12 +378,18 @@ class WorkerMailbox:
             self._return(item.request, item.epoch, "unsent")
 
     def _return(self, request: RequestId, epoch: int, reason: str) -> None:
-        """Give a request back to its gateway and forget it here."""
+        """Give a request back to its gateway and forget it here, with both ends of its hand-over.
+
+        Those end before anything else happens: its pages may soon be, or be already, somebody else's.
+        """
         ask = self._asks.drop(request, epoch)
+        self._receiving(self._receiver.cancel(request, epoch))
+        self._sending(self._sender.fail(request, epoch, reason, self._clock.now()))
+        self._events.append(Cancelled(id=request, epoch=epoch))
         if ask is None:
             return
         self.reporter.count("requests_returned")
-        self._events.append(Cancelled(id=request, epoch=epoch))
         message = Returned(request=request, epoch=epoch, reason=reason)
-        if not self._listener.send(ask.gateway.peer, message):
-            ask.gateway.unsent.append(message)
+        gateway = ask.gateway
+        if gateway.away or not self._listener.send(gateway.peer, message):
+            gateway.unsent.append(message)

@@ -1,9 +1,10 @@
-"""Links from this worker to the workers that send it pages: one for each, made when first needed."""
+"""Links from this worker to the workers that send it pages: one for each, made when a request first names it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.errors import ConfigError
 from penstock.wire.messages import PageSource, PagesReceived, PullPages
 from penstock.wire.transport import Link, Received, Transport
 
@@ -18,13 +19,29 @@ class Peers:
         self._transport = transport
         self._links: dict[PageSource, Link] = {}
 
+    def reach(self, source: PageSource) -> bool:
+        """Have a link to this source.  Done early: whoever listens lets new connections in between two steps only.
+
+        False when there is none to be had: a later incarnation is known, or the endpoint is none.
+        """
+        if source in self._links:
+            return True
+        incarnations = [known.incarnation for known in self._links if known.worker == source.worker]
+        if any(incarnation > source.incarnation for incarnation in incarnations):
+            return False
+        try:
+            link = self._transport.connect(source.endpoint)
+        except ConfigError:
+            return False
+        self._close_older(source)
+        self._links[source] = link
+        return True
+
     def send(self, source: PageSource, message: PullPages | PagesReceived) -> None:
         """Say something to a source.  What is lost is said again by the hand-over's own timers."""
         link = self._links.get(source)
-        if link is None:
-            self._close_older(source)
-            link = self._links[source] = self._transport.connect(source.endpoint)
-        link.send(message)
+        if link is not None:
+            link.send(message)
 
     def received(self) -> Iterator[tuple[PageSource, Received]]:
         """Everything that has come over any link, up to a limit a link."""

@@ -59,8 +59,9 @@ class Reporter:
         """Must a report go out even if nothing happened?"""
         return now - self._told_at >= self._config.report_max_s
 
-    def report(self, now: float, *, asked: int, dropped_frames: int) -> Report:
-        """The worker as it is now.  ``asked``: requests that some gateway still waits for."""
+    def report(self, now: float, *, asked: int, settled: bool, dropped_frames: int) -> Report:
+        """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
+        knows of all that are not asked for any more, so whatever is still owned then is lost."""
         self._told_at = now
         scheduler, counts, transfer = self._scheduler, self._counts, self._receiver.counters
         load, memory = scheduler.load(), scheduler.memory
@@ -71,7 +72,7 @@ class Reporter:
         counts["bytes_received"] = transfer.bytes
         counts["pages_corrupt"] = transfer.corrupt
         counts["dropped_frames"] = dropped_frames
-        if not load.running:
+        if settled and not load.running:
             # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
             self._leaked = scheduler.check().total + (0 if asked else load.pages_used)
         return Report(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from penstock.kv.transfer.effects import (
     FirstToken,
@@ -14,8 +14,8 @@ from penstock.kv.transfer.effects import (
     SenderTurn,
 )
 from penstock.kv.transfer.sender import HandOverSender
-from penstock.wire.messages import PageSource
-from penstock.wire.transport import Link, Listener
+from penstock.wire.messages import PageSource, PagesReceived, PullPages
+from penstock.wire.transport import Listener
 
 
 def post(turn: SenderTurn, listener: Listener, sender: HandOverSender, now: float) -> list[Granted | Released]:
@@ -26,10 +26,10 @@ def post(turn: SenderTurn, listener: Listener, sender: HandOverSender, now: floa
     return turn.effects
 
 
-def post_pulls(turn: ReceiverTurn, links: Mapping[PageSource, Link]) -> list[PagesAdvanced | FirstToken | PullFailed]:
-    """Send what the receiving end asks for; what is left is for the scheduler.  A source without a link is skipped."""
+def post_pulls(
+    turn: ReceiverTurn, say: Callable[[PageSource, PullPages | PagesReceived], object]
+) -> list[PagesAdvanced | FirstToken | PullFailed]:
+    """Send what the receiving end asks for with ``say``; what is left is for the scheduler."""
     for send in turn.sends:
-        link = links.get(send.source)
-        if link is not None:
-            link.send(send.message)
+        say(send.source, send.message)
     return turn.effects

@@ -262,10 +262,14 @@ class HandOverReceiver:
     def _finish(self, pulling: _Pulling, done: PrefillDone, now: float, turn: ReceiverTurn) -> None:
         pull = pulling.pull
         pulling.moved = now
-        if done.blocks != len(pull.pages) or (done.first.request, done.first.epoch) != (pull.request, pull.epoch):
+        first = done.first
+        if done.blocks != len(pull.pages) or (first.request, first.epoch) != (pull.request, pull.epoch):
             self._fail(pulling, f"protocol: {done.blocks} blocks for {pull.tokens} tokens", turn)
             return
-        pulling.first = done.first
+        if len(first.tokens) != 1:
+            self._fail(pulling, f"protocol: {len(first.tokens)} first tokens", turn)
+            return
+        pulling.first = first
         self._complete(pulling, turn)
 
     def _complete(self, pulling: _Pulling, turn: ReceiverTurn) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.kernels.select import make_ops
 
 from penstock.engine.models.registry import BUILT_IN, build_model
 from penstock.errors import ModelError
+from penstock.kernels.select import make_ops
 from penstock.weights import family
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.load import load_model

@@ -1,0 +1,60 @@
+"""``penstock worker``: one worker for gateways on other hosts; declares its flags and hands them to the launcher."""
+
+from __future__ import annotations
+
+import argparse
+
+from penstock.config.load import load_worker
+
+EPILOG = """\
+example:
+  penstock worker MODEL --role prefill --listen tcp://10.0.0.1:9000 --keys ~/penstock-keys      on one host
+  penstock worker MODEL --role decode --listen tcp://10.0.0.2:9000 --keys ~/penstock-keys       on another
+  penstock serve MODEL --join tcp://10.0.0.1:9000 --join tcp://10.0.0.2:9000 --keys ~/penstock-keys
+
+Every host needs the same keys (`penstock keys DIR`, copied) and the same model.  Everything between hosts is encrypted
+and authenticated with them; a worker without keys does not start.  KV pages travel from prefill to decode directly, so
+the decode worker must reach the prefill worker at the address that was joined.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "worker",
+        help="run one worker for a gateway on another host",
+        description="Run one worker for gateways on other hosts (penstock serve --join).",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder or org/name; none: the bundled storyteller")
+    parser.add_argument("--role", metavar="prefill|decode|both", help="what gateways send to it (default: both)")
+    parser.add_argument("--listen", metavar="tcp://HOST:PORT", help="default: tcp://127.0.0.1:9000")
+    parser.add_argument("--keys", metavar="DIR", help="the deployment's keys (`penstock keys DIR`); needed")
+    parser.add_argument("--name", metavar="ID", help="its id in the fleet (default: role, host and port)")
+    parser.add_argument("--config", metavar="FILE", help="settings as TOML")
+    parser.add_argument("--log-json", action="store_true", help="log one JSON object a line")
+    add_engine_flags(parser.add_argument_group("engine"))
+
+
+def add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    """Flags that ``serve`` has, too."""
+    group.add_argument("--threads", metavar="N", help="kernel threads of each worker (default: cores / workers)")
+    group.add_argument("--device", metavar="cpu|cuda", help="default: cpu")
+    group.add_argument("--max-model-len", metavar="T", help="longest prompt and answer together (default: the model's)")
+    group.add_argument("--kv-memory", metavar="SIZE", help="KV pages of each worker, as 512MiB or 2GB")
+    group.add_argument("--dtype", metavar="auto|bf16|fp32", help="type of matrix products (default: auto, as stored)")
+    group.add_argument("--kernels", metavar="FAMILY", help="avx512_bf16, avx512, avx2, portable or reference")
+    group.add_argument("--max-chunk-tokens", metavar="T", help="prompt tokens of one request in one step")
+    group.add_argument("--max-running", metavar="N", help="requests in one step (default: 256)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Work until told to stop.  0 after an orderly end; raises ConfigError, ModelError, KernelError, GaveUp."""
+    flags = {key: value for key, value in vars(args).items() if key not in ("run", "command", "config")}
+    config = load_worker(flags, config_file=getattr(args, "config", None))
+    from penstock.launch.compose import serve_worker
+
+    return serve_worker(config)

@@ -1,0 +1,170 @@
+// What Python hands to the kernels, checked once: weights, KV memory, the step's tokens, how to draw.
+//
+// These objects keep the arrays alive that they point into.  Included by the binding only.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "packing.hpp"
+#include "sampler.hpp"
+
+namespace penstock {
+
+namespace nb = nanobind;
+
+template <class T, int N>
+using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T, int N>
+using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using AnyOut = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+template <class Array>
+long dim(const Array& array, size_t axis) {
+  return static_cast<long>(array.shape(axis));
+}
+
+inline Ids ids_of(const In<int32_t, 1>& array) { return {array.data(), dim(array, 0)}; }
+
+inline void require_ids(const Ids& ids, long limit, const char* what) {
+  for (long i = 0; i < ids.size; ++i) require(ids.data[i] >= 0 && ids.data[i] < limit, what);
+}
+
+// A packed weight over memory that Python owns (and this object keeps alive).
+struct Weights {
+  Out<uint32_t, 1> memory;
+  PackedView view;
+
+  Weights(Out<uint32_t, 1> cells, long n, long k, const std::vector<long>& ends, int per_cell)
+      : memory(std::move(cells)), view(packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell)) {
+    require(dim(memory, 0) == view.panels() * view.steps() * 16, "memory does not fit the weight");
+    view.cells = memory.data();
+  }
+
+  static long cells_needed(long n, long k, const std::vector<long>& ends, int per_cell) {
+    const PackedView view = packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell);
+    return view.panels() * view.steps() * 16;
+  }
+
+  void fill(const AnyIn& weight, const std::string& source) {
+    require(weight.ndim() == 2 && dim(weight, 0) == view.n && dim(weight, 1) == view.k, "weight has another shape");
+    const bool wide = source == "fp32";
+    require(wide || source == "fp16" || source == "bf16", "source must be bf16, fp16 or fp32");
+    require(weight.itemsize() == (wide ? 4u : 2u), "elements have another size");
+    pack(weight.data(), wide ? Source::kFp32 : source == "fp16" ? Source::kFp16 : Source::kBf16, view, memory.data());
+  }
+};
+
+// KV memory over a buffer that Python owns.
+struct KvMemory {
+  Out<uint32_t, 1> memory;
+  KvView view;
+
+  KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int head_dim, int per_cell)
+      : memory(std::move(cells)), view{memory.data(), pages, layers, kv_heads, head_dim, per_cell} {
+    require(pages > 0 && layers > 0 && kv_heads > 0, "KV memory needs pages, layers and heads");
+    require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "head size must be even and at most 512");
+    require(memory.size() == static_cast<size_t>(pages) * view.page_cells(), "memory does not fit the pages");
+  }
+};
+
+// The step's tokens, checked: positions in order, table entries inside the memory.
+struct Batch {
+  In<int32_t, 1> positions, starts;
+  In<int32_t, 2> table;
+  BatchView view;
+  std::vector<int32_t> sequence_of;
+  long last_position = -1;
+
+  Batch(In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP)
+      : positions(std::move(positions_T)), starts(std::move(starts_S1)), table(std::move(table_SP)) {
+    view = {positions.data(), starts.data(),     table.data(),
+            dim(positions, 0), dim(starts, 0) - 1, dim(table, 1)};
+    require(view.sequences >= 0 && dim(table, 0) >= view.sequences, "a table row for every sequence");
+    require(view.starts[0] == 0 && view.starts[view.sequences] == view.tokens, "starts must span all tokens");
+    sequence_of.resize(static_cast<size_t>(view.tokens));
+    for (long s = 0; s < view.sequences; ++s) check_sequence(s);
+  }
+
+  void check_sequence(long s) {
+    require(view.starts[s] <= view.starts[s + 1], "starts must ascend");
+    for (long t = view.starts[s]; t < view.starts[s + 1]; ++t) {
+      require(view.positions[t] >= 0, "positions start at 0");
+      require(t == view.starts[s] || view.positions[t] == view.positions[t - 1] + 1, "positions must be consecutive");
+      sequence_of[static_cast<size_t>(t)] = static_cast<int32_t>(s);
+    }
+    if (view.starts[s] == view.starts[s + 1]) return;
+    const long last = view.positions[view.starts[s + 1] - 1];
+    require(last / kPageTokens < view.table_width, "the table is too short for the last position");
+    last_position = std::max(last_position, last);
+  }
+
+  void check_pages(long pages) const {
+    for (long s = 0; s < view.sequences; ++s) {
+      if (view.starts[s] == view.starts[s + 1]) continue;
+      const long last = view.positions[view.starts[s + 1] - 1];
+      require_ids({view.table + s * view.table_width, last / kPageTokens + 1}, pages, "page outside the memory");
+    }
+  }
+};
+
+struct DrawRow {
+  Draw how;
+  std::vector<In<int32_t, 1>> ids;
+  In<float, 1> bias;
+
+  DrawRow(uint64_t seed, uint32_t position, uint32_t choice, float temperature, std::optional<long> top_k, float top_p,
+          float min_p, std::optional<int> logprobs) {
+    how.seed = seed;
+    how.position = position;
+    how.choice = choice;
+    how.temperature = temperature;
+    how.top_k = top_k.value_or(0);
+    how.top_p = top_p;
+    how.min_p = min_p;
+    how.logprobs = logprobs.value_or(-1);
+  }
+
+  void penalise(float presence, float frequency, float repetition, In<int32_t, 1> output, In<int32_t, 1> counts,
+                In<int32_t, 1> prompt) {
+    require(dim(output, 0) == dim(counts, 0), "a count for every output id");
+    how.presence = presence;
+    how.frequency = frequency;
+    how.repetition = repetition;
+    how.output = ids_of(output);
+    how.output_counts = ids_of(counts);
+    how.prompt = ids_of(prompt);
+    ids.insert(ids.end(), {output, counts, prompt});
+  }
+
+  void set_bias(In<int32_t, 1> bias_ids, In<float, 1> values) {
+    require(dim(bias_ids, 0) == dim(values, 0), "a value for every biased id");
+    how.bias = ids_of(bias_ids);
+    how.bias_values = values.data();
+    ids.push_back(bias_ids);
+    bias = values;
+  }
+
+  void ban(In<int32_t, 1> banned) {
+    how.banned = ids_of(banned);
+    ids.push_back(banned);
+  }
+
+  void check(long vocabulary) const {
+    for (const Ids& own : {how.output, how.prompt, how.bias, how.banned})
+      require_ids(own, vocabulary, "token id outside the vocabulary");
+  }
+};
+
+}  // namespace penstock

@@ -1,0 +1,236 @@
+"""What the children of one host do: the gateway in front, the workers and everything that they share behind.
+
+What is made here is handed down over fork and has no name outside: descriptors, anonymous memory, keys.  Knows how each
+child begins, not when (``supervise`` does).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msgspec import structs
+
+from penstock.clock import MonotonicClock
+from penstock.config.resolve import ServePlan, WorkerPlan
+from penstock.config.schema import EngineSettings, GatewayConfig, WorkerConfig
+from penstock.edge.app import Behind, make_app
+from penstock.edge.auth import KeyRing
+from penstock.engine.models.port import Model
+from penstock.engine.models.registry import build_model
+from penstock.intake.service import ModelIntake
+from penstock.kernels.ops import Ops
+from penstock.kernels.select import make_ops
+from penstock.kv.layout import KvLayout
+from penstock.kv.memory import KvFile
+from penstock.launch.board import Slot
+from penstock.launch.channel import Channel
+from penstock.launch.gateway import App, GatewayInheritance, run_gateway
+from penstock.launch.restart import GATEWAY
+from penstock.launch.supervise import Job
+from penstock.launch.worker import Inheritance, run_worker
+from penstock.launch.zygote import prefer_for_oom_kill
+from penstock.router.service import RouterService
+from penstock.telemetry.log import configure
+from penstock.telemetry.registry import Metrics
+from penstock.types import ModelIdentity, WorkerId
+from penstock.weights.load import load_model
+from penstock.weights.spec import ModelSpec
+from penstock.wire.keys import Keys
+
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+"""Loading tells how far it is so often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mailboxes:
+    """How the workers of this host are addressed, and with which keys."""
+
+    keys: Keys
+    endpoint: Callable[[WorkerId, int], str]  # worker, incarnation on the wire
+    incarnations_before: int = 0  # added to the supervisor's count, so that a later run's are higher
+
+
+class Workers:
+    """The workers of this host: shared weights, one KV memory each, and how each begins."""
+
+    def __init__(
+        self,
+        config: EngineSettings,
+        plan: ServePlan,
+        model: tuple[Path, ModelSpec],
+        mailboxes: Mailboxes,
+        slots: Mapping[str, Slot],
+    ) -> None:
+        """Raises ConfigError when the system gives no memory."""
+        self._config = config
+        self._plan = plan
+        self._path, self._spec = model
+        self._mailboxes = mailboxes
+        self._slots = slots
+        self._places = {worker.worker: worker for worker in plan.workers}
+        layout = layout_of(self._spec, plan.dtype)
+        self._kv = {worker: KvFile.create(layout, plan.scheduler.pages, label=worker) for worker in self._places}
+        self._loaded: _Loaded | None = None
+
+    def close(self) -> None:
+        """Give the KV memory back."""
+        for file in self._kv.values():
+            file.close()
+
+    def load(self, keep_watch: Callable[[], None]) -> None:
+        """Load the weights that all workers share; ``keep_watch`` is called after each weight.
+
+        Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
+        """
+        if self._config.device == "cpu":
+            self._loaded = self._load(self._ops(threads=1), _LoadLog(keep_watch))
+
+    def job(self, worker: WorkerId, incarnation: int) -> Job:
+        """What this worker does."""
+        place = self._places[worker]
+        incarnation += self._mailboxes.incarnations_before
+        config = WorkerConfig(
+            worker=worker,
+            incarnation=incarnation,
+            role=place.role,
+            endpoint=self._mailboxes.endpoint(worker, incarnation),
+            carrier=self._plan.carrier,
+            scheduler=self._plan.scheduler,
+            hand_over=self._config.hand_over,
+            threads=place.threads,
+            cpus=place.cpus,
+        )
+        return Job(
+            body=partial(self._run, config, place),
+            keep=tuple(file.descriptor for file in self._kv.values()),
+            endpoint=config.endpoint,
+        )
+
+    def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
+        configure(config.worker, as_json=self._config.log_json)
+        prefer_for_oom_kill()
+        ops = self._ops(place.threads)
+        loaded = self._loaded or self._load(ops, lambda done, total: None)
+        inherited = Inheritance(
+            model=loaded.model,
+            ops=ops,
+            identity=loaded.identity,
+            parameters=self._spec.parameters,
+            kv=self._kv[config.worker],
+            peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
+            keys=self._mailboxes.keys,
+            slot=self._slots[config.worker],
+            pages_on_device=self._config.device != "cpu",
+        )
+        return run_worker(config, inherited)
+
+    def _load(self, ops: Ops, progress: Callable[[int, int], None]) -> _Loaded:
+        begun = time.monotonic()
+        loaded = load_model(self._path, self._spec, ops, progress)
+        model = build_model(loaded, ops, self._plan.scheduler.max_model_len)
+        log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
+        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics))
+
+    def _ops(self, threads: int) -> Ops:
+        device = self._config.device
+        family = self._plan.family if device == "cpu" else None
+        return make_ops(family=family, compute_dtype=self._plan.dtype, device=device, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    model: Model
+    identity: ModelIdentity
+
+
+class _LoadLog:
+    """Called after each weight: lets the supervisor look around, and tells how far a long loading is."""
+
+    def __init__(self, keep_watch: Callable[[], None]) -> None:
+        self._keep_watch = keep_watch
+        self._next = time.monotonic() + PROGRESS_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        self._keep_watch()
+        if time.monotonic() >= self._next and done < total:
+            self._next += PROGRESS_EVERY_S
+            log.info("loading weights: %d %%", 100 * done // total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """The gateway of this host.  ``config`` is that of its first incarnation."""
+
+    config: GatewayConfig
+    listener: socket.socket
+    keys: Keys
+    slot: Slot
+    log_json: bool
+    created: int  # Unix seconds, as /v1/models tells
+
+    def job(self, incarnation: int, channel: Channel) -> Job:
+        """What the gateway does."""
+        inherited = GatewayInheritance(
+            listener=self.listener,
+            channel=channel,
+            keys=self.keys,
+            slot=self.slot,
+            make_app=partial(make_http_app, created=self.created),
+        )
+        return Job(body=partial(self._run, incarnation, inherited), keep=(self.listener.fileno(), channel.fileno()))
+
+    def _run(self, incarnation: int, inherited: GatewayInheritance) -> int:
+        configure(GATEWAY, as_json=self.log_json)
+        return run_gateway(structs.replace(self.config, incarnation=incarnation), inherited)
+
+
+@dataclass(frozen=True, slots=True)
+class HostJobs:
+    """``supervise.Jobs``: what this host has of both."""
+
+    front: Front | None
+    workers: Workers | None
+
+    def gateway(self, incarnation: int, channel: Channel) -> Job:
+        if self.front is None:
+            raise LookupError("there is no gateway here")
+        return self.front.job(incarnation, channel)
+
+    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+        if self.workers is None:
+            raise LookupError("there are no workers here")
+        return self.workers.job(worker, incarnation)
+
+
+def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics, *, created: int) -> App:
+    """Everything in front of the router; made in the gateway's process.  Raises ModelError."""
+    intake = ModelIntake(
+        Path(config.model_path),
+        name=config.model_name,
+        max_model_len=config.max_model_len,
+        limits=config.limits,
+        created=created,
+    )
+    return make_app(
+        Behind(
+            streams=router,
+            intake=intake,
+            limits=config.limits,
+            clock=MonotonicClock(),
+            metrics=metrics.exposition,
+            keys=KeyRing.of([config.api_key] if config.api_key else []),
+        )
+    )
+
+
+def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:
+    """How a KV page of this model lies in memory."""
+    return KvLayout.full(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, dtype=dtype)

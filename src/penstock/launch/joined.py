@@ -1,0 +1,124 @@
+"""Workers on other hosts, seen from a gateway: who is there, and under which incarnation.
+
+No supervisor of this host tells of them, so they are asked: a Hello on a line of its own to each mailbox, answered by
+Reports.  What the supervisor would have said (``WorkerUp``, ``WorkerDown``) is said by this object.  Knows nothing
+about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.types import WorkerId, WorkerState
+from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.transport import AsyncLink
+
+log = logging.getLogger(__name__)
+
+LOST_S = 5.0
+"""A worker that says nothing for so long is taken for dead, until it speaks again.  (One with work is suspected much
+sooner, by the router.)"""
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    link: AsyncLink
+    worker: WorkerId | None = None  # who answered last
+    incarnation: int = 0
+    heard: float = 0.0
+    lost: bool = True
+    strange: bool = False  # complained about already
+
+
+class JoinedWorkers:
+    """Use: ``start()`` on the running loop, ``await close()``."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        connect: Callable[[str], AsyncLink],
+        tell: Callable[[SupervisorMessage], None],
+        hello: Hello,
+        *,
+        clock: Clock,
+        beat_s: float,
+    ) -> None:
+        """``hello`` must bear another name than the router's: a worker answers a gateway on one line only."""
+        self._tell = tell
+        self._hello = hello
+        self._clock = clock
+        self._beat_s = beat_s
+        self._mailboxes = {endpoint: _Mailbox(connect(endpoint)) for endpoint in endpoints}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ticked = clock.now()
+
+    def start(self) -> None:
+        """Begin to ask.  Needs a running event loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._listen(endpoint)) for endpoint in self._mailboxes]
+        self._tasks.append(loop.create_task(self._ask()))
+
+    async def close(self) -> None:
+        """Close all lines."""
+        for mailbox in self._mailboxes.values():
+            mailbox.link.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _listen(self, endpoint: str) -> None:
+        async for received in self._mailboxes[endpoint].link:
+            if isinstance(received.message, Report):
+                self.on_report(endpoint, received.message)
+
+    async def _ask(self) -> None:
+        while True:
+            self.tick()
+            await asyncio.sleep(self._beat_s)
+
+    def on_report(self, endpoint: str, report: Report) -> None:
+        """A worker at ``endpoint`` tells how it is."""
+        mailbox = self._mailboxes[endpoint]
+        others = [m.worker for e, m in self._mailboxes.items() if e != endpoint and not m.lost]
+        if report.worker in others:
+            if not mailbox.strange:
+                log.warning("%s calls itself %s, as another does: give it another --name", endpoint, report.worker)
+            mailbox.strange = True
+            return
+        mailbox.heard = self._clock.now()
+        if mailbox.lost or (report.worker, report.incarnation) != (mailbox.worker, mailbox.incarnation):
+            self._leave(mailbox, "replaced")
+            mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
+            mailbox.lost = mailbox.strange = False
+            self._tell(
+                WorkerUp(
+                    worker=report.worker,
+                    incarnation=report.incarnation,
+                    role=report.role,
+                    pid=report.pid,
+                    endpoint=endpoint,
+                )
+            )
+
+    def tick(self) -> None:
+        """Greet all, and give up those that have been silent for too long."""
+        now = self._clock.now()
+        late = max(0.0, now - self._ticked - 2 * self._beat_s)  # we did not listen, so silence proves nothing
+        self._ticked = now
+        for mailbox in self._mailboxes.values():
+            mailbox.link.send(self._hello)
+            mailbox.heard += late
+            if now - mailbox.heard > LOST_S:
+                self._leave(mailbox, f"silent for {now - mailbox.heard:.1f} s")
+
+    def _leave(self, mailbox: _Mailbox, reason: str) -> None:
+        if mailbox.worker is None or mailbox.lost:
+            return
+        mailbox.lost = True
+        self._tell(
+            WorkerDown(worker=mailbox.worker, incarnation=mailbox.incarnation, state=WorkerState.DEAD, reason=reason)
+        )

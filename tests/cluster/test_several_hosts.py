@@ -1,0 +1,143 @@
+"""Workers that are joined over TCP, as on several hosts: the same answers, through restarts, and only with the keys."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.wire.keys import Keys
+
+from .server import PenstockServer, PenstockWorker
+from .test_lifecycle import ask, penstock, streaming
+
+TOKENS = 1200
+"""An answer that takes long enough to be hit in the middle."""
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    folder = tmp_path / "keys"
+    Keys.ephemeral().save(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def fleet(keys: str) -> Iterator[tuple[PenstockServer, PenstockWorker, PenstockWorker]]:
+    """A gateway, and a prefill and a decode worker that it joins."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(PenstockWorker(["--role", "prefill", "--keys", keys, "--name", "p"]))
+        decode = stack.enter_context(PenstockWorker(["--role", "decode", "--keys", keys, "--name", "d"]))
+        flags = ["--keys", keys, "--join", prefill.endpoint, "--join", decode.endpoint]
+        yield stack.enter_context(PenstockServer(flags)), prefill, decode
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """What one host answers."""
+    with PenstockServer() as server:
+        return ask(server, max_tokens=TOKENS)
+
+
+Fleet = tuple[PenstockServer, PenstockWorker, PenstockWorker]
+
+
+def test_joined_workers_answer_as_one_host_does(fleet: Fleet, undisturbed: str) -> None:
+    server, prefill, decode = fleet
+    assert {row["id"]: row["role"] for row in server.workers()} == {"p": "prefill", "d": "decode"}
+    assert server.worker("d")["pid"] == decode.worker_pid()
+    assert server.worker("p")["pid"] == prefill.worker_pid()
+    assert ask(server, max_tokens=TOKENS) == undisturbed
+    assert server.metrics()["penstock:kv_transfer_pages_total"] > 0
+    server.wait_idle(2.0)
+    assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["prefill", "decode"])
+def test_an_answer_survives_the_death_of_a_joined_worker(fleet: Fleet, undisturbed: str, victim: int) -> None:
+    server = fleet[0]
+    pid = fleet[victim].worker_pid()
+    with streaming(server, max_tokens=TOKENS) as stream:
+        stream.read(50)
+        os.kill(pid, signal.SIGKILL)
+        assert stream.read() == undisturbed
+    server.wait_for(lambda: pid not in [row["pid"] for row in server.workers()], 5.0, "joined again")
+    assert ask(server, max_tokens=TOKENS) == undisturbed
+
+
+def test_a_worker_that_is_started_anew_is_joined_again(fleet: Fleet, undisturbed: str) -> None:
+    server, _, decode = fleet
+    with streaming(server, max_tokens=TOKENS) as stream:
+        stream.read(50)
+        decode.kill()
+        with PenstockWorker(decode.flags, port=decode.port) as later:
+            assert stream.read() == undisturbed
+            server.wait_for(lambda: server.worker("d")["pid"] == later.worker_pid(), 5.0, "joined again")
+    assert server.metrics()["penstock:resubmissions_total"] > 0
+
+
+def test_a_worker_that_ends_is_dead_and_the_service_not_ready(fleet: Fleet) -> None:
+    server, _, decode = fleet
+    assert decode.stop() == 0
+    server.wait_for(lambda: server.worker("d")["state"] == "dead", 8.0, "dead")
+    assert server.get("/ready").status_code == 503
+
+
+def test_two_gateways_share_one_worker(keys: str) -> None:
+    with PenstockWorker(["--keys", keys, "--role", "both"]) as worker:
+        flags = ["--keys", keys, "--join", worker.endpoint]
+        with PenstockServer(flags) as one, PenstockServer(flags) as other:
+            with streaming(one, max_tokens=600) as stream:
+                stream.read(20)
+                assert len(ask(other, max_tokens=40)) > 20
+            other.wait_idle(2.0)
+
+
+def test_without_the_right_keys_nobody_comes_in(keys: str, tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    Keys.ephemeral().save(others)
+    with PenstockWorker(["--keys", keys]) as worker:
+        stranger = PenstockServer(["--keys", str(others), "--join", worker.endpoint])
+        stranger.start()
+        stranger.wait_for(lambda: "talk to it" in stranger.read_log(), 10.0, "up")
+        with PenstockServer(["--keys", keys, "--join", worker.endpoint]) as friend:
+            assert len(ask(friend, max_tokens=20)) > 5
+        assert stranger.get("/ready").status_code == 503
+        assert stranger.workers() == []
+        answer = httpx.post(
+            f"{stranger.url}/v1/completions", json={"model": "storyteller", "prompt": "x"}, timeout=10, trust_env=False
+        )
+        assert answer.status_code == 503
+        assert stranger.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (["worker"], "needs --keys DIR"),
+        (["worker", "--keys", "/no/such/folder"], "penstock keys DIR"),
+        (["worker", "--keys", "KEYS", "--listen", "ipc://@x"], "expected tcp://HOST:PORT"),
+        (["worker", "--keys", "KEYS", "--listen", "tcp://nowhere"], "is not an endpoint"),
+        (["worker", "--keys", "KEYS", "--role", "reader"], "invalid enum value 'reader'"),
+        (["serve", "--join", "tcp://127.0.0.1:1"], "--join needs --keys DIR"),
+        (["serve", "--keys", "KEYS"], "--keys is for --join"),
+        (["serve", "--keys", "KEYS", "--join", "tcp://127.0.0.1:1", "--decode", "2"], "--decode belongs to them"),
+    ],
+)
+def test_refusals(keys: str, words: list[str], because: str) -> None:
+    told = penstock(*(keys if word == "KEYS" else word for word in words))
+    assert told.returncode == 2
+    (line,) = told.stderr.splitlines()
+    assert because in line
+
+
+def test_a_mailbox_that_is_taken_is_refused(keys: str) -> None:
+    with PenstockWorker(["--keys", keys]) as worker:
+        told = penstock("worker", "--keys", keys, "--listen", worker.endpoint)
+        assert told.returncode == 2
+        assert f"port {worker.port} on 127.0.0.1 is taken" in told.stderr

@@ -1,0 +1,152 @@
+"""Workers of other hosts on a virtual clock: who is up, who is down, and who may come back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.launch.joined import LOST_S, JoinedWorkers
+from penstock.router.fleet import Fleet
+from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
+from penstock.wire.codec import PeerMessage
+from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.transport import Received, WireCounters
+
+A, B = "tcp://a:1", "tcp://b:1"
+BEAT_S = 0.25
+
+
+class Line:
+    """A link that only counts."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.counters = WireCounters()
+        self.sent: list[PeerMessage] = []
+
+    def __aiter__(self) -> AsyncIterator[Received]:
+        raise NotImplementedError
+
+    def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        self.sent.append(message)
+        return True
+
+    def close(self) -> None:
+        return None
+
+
+class Town:
+    """Two mailboxes, what the router is told, and a real fleet that takes it in."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.told: list[SupervisorMessage] = []
+        self.fleet = Fleet()
+        self.lines: list[Line] = []
+        hello = Hello(gateway="gateway-0-join", incarnation=1)
+        self.joined = JoinedWorkers([A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S)
+
+    def _connect(self, endpoint: str) -> Line:
+        self.lines.append(Line(endpoint))
+        return self.lines[-1]
+
+    def _tell(self, message: SupervisorMessage) -> None:
+        self.told.append(message)
+        if isinstance(message, WorkerUp):
+            assert self.fleet.up(message, self.clock.now())
+        elif isinstance(message, WorkerDown):
+            assert self.fleet.down(message)
+
+    def report(self, endpoint: str, worker: str, incarnation: int) -> None:
+        report = Report(
+            worker=WorkerId(worker),
+            incarnation=incarnation,
+            role=Role.DECODE,
+            state=WorkerState.READY,
+            pid=7,
+            identity=ModelIdentity(fingerprint="f", numerics="n"),
+            max_model_len=64,
+        )
+        self.joined.on_report(endpoint, report)
+        self.fleet.report(report, self.clock.now())
+
+    def pass_time(self, seconds: float, *, speaking: tuple[tuple[str, str, int], ...] = ()) -> None:
+        end = self.clock.now() + seconds
+        while self.clock.now() < end:
+            self.clock.advance(BEAT_S)
+            for words in speaking:
+                self.report(*words)
+            self.joined.tick()
+
+    def news(self) -> list[tuple[str, str, int]]:
+        told, self.told = self.told, []
+        return [
+            ("up" if isinstance(m, WorkerUp) else "down", m.worker, m.incarnation)
+            for m in told
+            if isinstance(m, WorkerUp | WorkerDown)
+        ]
+
+
+@pytest.fixture
+def town() -> Town:
+    return Town()
+
+
+def test_everybody_is_greeted_again_and_again(town: Town) -> None:
+    town.pass_time(1.0)
+    assert [len(line.sent) for line in town.lines] == [4, 4]
+    assert town.news() == []
+
+
+def test_the_first_report_is_an_arrival_and_the_next_is_none(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.report(A, "d", 5)
+    assert town.news() == [("up", "d", 5)]
+    town.pass_time(60.0, speaking=((A, "d", 5),))
+    assert town.news() == []
+
+
+def test_a_new_incarnation_replaces_the_old_one(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.report(A, "d", 6)
+    assert town.news() == [("up", "d", 5), ("down", "d", 5), ("up", "d", 6)]
+
+
+def test_silence_is_an_end_until_the_same_one_speaks_again(town: Town) -> None:
+    """As after a broken cable: the process was there all the while."""
+    town.report(A, "d", 5)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    assert town.news() == [("up", "d", 5), ("down", "d", 5)]
+    assert town.fleet.status_rows()[0]["state"] == "dead"
+    town.pass_time(10.0)
+    assert town.news() == []
+    town.report(A, "d", 5)
+    assert town.news() == [("up", "d", 5)]
+    assert town.fleet.status_rows()[0]["state"] == "ready"
+
+
+def test_silence_while_nobody_listened_proves_nothing(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.clock.advance(60.0)  # this process was suspended
+    town.joined.tick()
+    town.pass_time(1.0, speaking=((A, "d", 5),))
+    assert town.news() == [("up", "d", 5)]
+
+
+def test_two_workers_of_one_name_are_not_mixed_up(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    town.report(A, "d", 5)
+    for _ in range(10):
+        town.joined.on_report(B, Report(
+            worker=WorkerId("d"), incarnation=9, role=Role.DECODE, state=WorkerState.READY, pid=8,
+            identity=ModelIdentity(fingerprint="f", numerics="n"), max_model_len=64))  # fmt: skip
+    assert town.news() == [("up", "d", 5)]
+    assert caplog.text.count("give it another --name") == 1
+
+
+def test_a_worker_that_moved_is_found_where_it_is(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    town.report(B, "d", 6)
+    assert town.news() == [("up", "d", 5), ("down", "d", 5), ("up", "d", 6)]
