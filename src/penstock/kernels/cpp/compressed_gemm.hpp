@@ -12,9 +12,11 @@ namespace {
 
 constexpr long kBufferBlocks = 32;       // of one panel, decoded at a time
 constexpr long kFetchBlocks = 24;        // blocks between asking for one and decoding it
-constexpr int kMaxRegisterRows = 8;
+constexpr int kMaxRegisterRows = 16;
 
-constexpr int register_panels(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 : 1; }
+constexpr int kPackedFrom = 5;  // rows from which the addresses of rows apart would need too many registers
+
+constexpr int register_panels(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 2 : 1; }
 
 // Sums of one group of panels, in the slots of a binary tree over segments (as linear_block in gemm.hpp).
 struct Sums {
@@ -55,19 +57,20 @@ __attribute__((noinline)) void register_tile(const CompressedView& w, long panel
   TileArgs tile;
   inputs.place(tile, 0, M, from * 2);
   const char* x = tile.x;
-  const size_t x_stride = tile.x_stride, x_step = tile.x_step;
+  const size_t x_stride = M < kPackedFrom ? tile.x_stride : 4, x_step = M < kPackedFrom ? tile.x_step : M * 4;
   while (from < to) {
     BlockRef block = w.block(panel, from);
     const long next = (from / kChunkBlocks + 1) * kChunkBlocks, end = next < to ? next : to;
-    const uint8_t* fetch = w.panel(panel) + (from + kFetchBlocks) * kBlockBytes;
+    const uint8_t* chunk_ahead = w.panel(panel) + (from + kFetchBlocks) * kBlockBytes;
+    Fetcher fetch(chunk_ahead);
+    _Pragma("GCC unroll 8") for (int p = 1; p < P; ++p) Fetcher(chunk_ahead + p * panel_bytes);
     PS_PANELS __builtin_prefetch(escape[p] + 128, 0, 3);
     for (; from < end; ++from, x += 2 * x_step) {
       U16 cells[2][P];
       PS_PANELS {
         const BlockRef own{block.planes + p * panel_bytes, block.bytes + p * panel_bytes};
         decode_block(own, code, escape[p], cells[0][p], cells[1][p]);
-        __builtin_prefetch(fetch + p * panel_bytes, 0, 3);
-        __builtin_prefetch(fetch + p * panel_bytes + kBlockBytes / 2, 0, 3);
+        fetch.one_block(p * panel_bytes);
       }
       _Pragma("GCC unroll 2") for (int step = 0; step < 2; ++step) PS_REGISTER_ROWS {
         const uint32_t value = load_cell(x + m * x_stride + step * x_step);
@@ -75,7 +78,7 @@ __attribute__((noinline)) void register_tile(const CompressedView& w, long panel
       }
       block.planes += kPlaneBytes;
       block.bytes += kMantissaBytes;
-      fetch += kBlockBytes;
+      fetch.next_block();
     }
   }
   PS_PANELS escapes[p] = escape[p];
@@ -94,7 +97,7 @@ RegisterTileFn pick_register_rows(long rows) {
 RegisterTileFn pick_register_tile(long rows, int panels) {
   switch (panels) {
     case 4: return pick_register_rows<4, 4>(rows);
-    case 3: return pick_register_rows<3, 8>(rows);
+    case 2: return pick_register_rows<2, 8>(rows);
     default: return pick_register_rows<1, kMaxRegisterRows>(rows);
   }
 }
@@ -158,10 +161,10 @@ void buffered_block(const CompressedLinearArgs& args, const LinearArgs& plain, c
   }
 }
 
-// All rows as one tile: side by side where so many rows, a power of two apart, would crowd each other out of the cache.
+// All rows as one tile, side by side from `kPackedFrom` on.
 Inputs register_inputs(const LinearArgs& args) {
   const size_t row_bytes = static_cast<size_t>(args.weight.steps()) * 4;
-  if (args.rows <= kMaxRows) return {static_cast<const char*>(args.x), false, row_bytes};
+  if (args.rows < kPackedFrom) return {static_cast<const char*>(args.x), false, row_bytes};
   char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
   pack_inputs<Bf16>(args, 0, static_cast<int>(args.rows), reinterpret_cast<uint32_t*>(packed));
   return {packed, true, row_bytes};

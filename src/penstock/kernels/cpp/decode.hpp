@@ -44,11 +44,13 @@ PS_INLINE void decode_block(const BlockRef& block, const CodeRegs& code, const u
   __m512i exponent = _mm512_mask_add_epi8(code.base, _load_mask64((__mmask64*)plane), code.base, code.flip);
   exponent = _mm512_mask_add_epi8(exponent, _load_mask64((__mmask64*)plane + 1), exponent, code.step);
   exponent = _mm512_mask_add_epi8(exponent, _load_mask64((__mmask64*)plane + 2), exponent, code.two_steps);
-  exponent = _mm512_mask_expand_epi8(exponent, _cvtu64_mask64(escaped), _mm512_loadu_si512(escapes));
+  __m512i next = _mm512_loadu_si512(escapes);
+  asm("" : "+v"(next));  // expansion out of memory is many times slower than out of a register
+  exponent = _mm512_mask_expand_epi8(exponent, _cvtu64_mask64(escaped), next);
   escapes += __builtin_popcountll(escaped);
   const __m512i byte = _mm512_loadu_si512(block.bytes);
-  const __m512i low = _mm512_ternarylogic_epi32(code.top, exponent, byte, 0xCA);   // top ? exponent : byte
-  const __m512i high = _mm512_ternarylogic_epi32(code.top, byte, exponent, 0xCA);  // top ? byte : exponent
+  const __m512i low = _mm512_ternarylogic_epi32(exponent, code.top, byte, 0xE2);   // top ? exponent : byte
+  const __m512i high = _mm512_ternarylogic_epi32(exponent, code.top, byte, 0xB8);  // top ? byte : exponent
   first.part[0] = (WordReg)_mm512_unpacklo_epi8(low, high);
   second.part[0] = (WordReg)_mm512_unpackhi_epi8(low, high);
 }
@@ -102,20 +104,34 @@ PS_INLINE void decode_to(const BlockRef& block, const CodeRegs& code, const uint
 }
 #endif
 
+// Asks for the lines of a chunk: some at once, then one a block.
+struct Fetcher {
+  const uint8_t* line;
+
+  explicit PS_INLINE Fetcher(const uint8_t* chunk) : line(chunk) {
+    constexpr long kLines = kChunkBlocks * kBlockBytes / 64;
+    for (long i = kChunkBlocks; i < kLines; ++i) __builtin_prefetch(chunk + i * 64, 0, 3);
+  }
+  PS_INLINE void one_block(long offset = 0) const { __builtin_prefetch(line + offset, 0, 3); }
+  PS_INLINE void next_block() { line += 64; }
+};
+
 // Blocks [from, to) of a panel to cells [2 * (to - from)][16]; returns where its escapes go on.  Asks for the blocks that
 // are `ahead` further, in this panel or behind it.
 PS_INLINE const uint8_t* decode_blocks(const CompressedView& w, long panel, long from, long to, const uint8_t* escapes,
                                        uint32_t* cells, long ahead) {
   const CodeRegs code(w.codes[panel]);
-  const uint8_t* fetch = w.panel(panel) + (from + ahead) * kBlockBytes;
+  const uint8_t* chunk_ahead = w.panel(panel) + (from + ahead) * kBlockBytes;
   __builtin_prefetch(escapes + 128, 0, 3);
   while (from < to) {
     BlockRef block = w.block(panel, from);
     const long next = (from / kChunkBlocks + 1) * kChunkBlocks, end = next < to ? next : to;
-    for (; from < end; ++from, cells += 32, fetch += kBlockBytes) {
+    Fetcher fetch(chunk_ahead);
+    chunk_ahead += (end - from) * kBlockBytes;
+    for (; from < end; ++from, cells += 32) {
       decode_to(block, code, escapes, cells);
-      __builtin_prefetch(fetch, 0, 3);
-      __builtin_prefetch(fetch + kBlockBytes / 2, 0, 3);
+      fetch.one_block();
+      fetch.next_block();
       block.planes += kPlaneBytes;
       block.bytes += kMantissaBytes;
     }
