@@ -14,10 +14,14 @@ import itertools
 import os
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from penstock.bundled import storyteller
+from penstock.weights.compressing import compress_folder
 
 from .server import PenstockServer
 from .streams import Answer, all_answers, make_client, stream_completion
@@ -134,6 +138,16 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list
                 if temperature == "cold" and not together and not kill:
                     assert cached <= 300, f"{where}: the first pass found {cached} tokens already"
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
+
+
+@pytest.mark.timeout(300)
+def test_compressed_weights_give_the_same_answers(plain: list[dict[str, Any]], tmp_path: Path):
+    compress_folder(storyteller(), tmp_path / "storyteller", threads=1, report=lambda _: None)
+    with PenstockServer([str(tmp_path / "storyteller"), "--kv-memory", ROOMS["roomy"]]) as server:
+        for together in (False, True):
+            bodies = varied_requests(salt=f"compressed-{together}", salt_each=not together)
+            answers = asyncio.run(all_answers(server.url, bodies, together=together))
+            compare(answers, plain, f"compressed, {'batch' if together else 'alone'}")
 
 
 async def _answers(server: PenstockServer, bodies: list[dict[str, Any]], *, together: bool) -> list[Answer]:
