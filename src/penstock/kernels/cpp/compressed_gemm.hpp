@@ -11,12 +11,12 @@
 namespace {
 
 constexpr long kBufferBlocks = 32;       // of one panel, decoded at a time
-constexpr long kFetchBlocks = 24;        // blocks between asking for one and decoding it
+constexpr long kFetchBlocks = 96;         // blocks of all panels together between asking for one and decoding it
 constexpr int kMaxRegisterRows = 16;
 
 constexpr int kPackedFrom = 5;  // rows from which the addresses of rows apart would need too many registers
 
-constexpr int register_panels(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 2 : 1; }
+constexpr int register_panels(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 : 1; }
 
 // Sums of one group of panels, in the slots of a binary tree over segments (as linear_block in gemm.hpp).
 struct Sums {
@@ -61,7 +61,8 @@ __attribute__((noinline)) void register_tile(const CompressedView& w, long panel
   while (from < to) {
     BlockRef block = w.block(panel, from);
     const long next = (from / kChunkBlocks + 1) * kChunkBlocks, end = next < to ? next : to;
-    const uint8_t* chunk_ahead = w.panel(panel) + (from + kFetchBlocks) * kBlockBytes;
+    const long ahead = from + kFetchBlocks / P;  // behind the end of these panels begin the next P
+    const uint8_t* chunk_ahead = w.panel(panel) + ahead * kBlockBytes + (ahead < w.blocks_a_panel() ? 0 : (P - 1) * panel_bytes);
     Fetcher fetch(chunk_ahead);
     _Pragma("GCC unroll 8") for (int p = 1; p < P; ++p) Fetcher(chunk_ahead + p * panel_bytes);
     PS_PANELS __builtin_prefetch(escape[p] + 128, 0, 3);
@@ -97,7 +98,7 @@ RegisterTileFn pick_register_rows(long rows) {
 RegisterTileFn pick_register_tile(long rows, int panels) {
   switch (panels) {
     case 4: return pick_register_rows<4, 4>(rows);
-    case 2: return pick_register_rows<2, 8>(rows);
+    case 3: return pick_register_rows<3, 8>(rows);
     default: return pick_register_rows<1, kMaxRegisterRows>(rows);
   }
 }
@@ -243,7 +244,7 @@ void decode_rows(const CompressedView& w, long panel, uint16_t* out) {
   alignas(64) uint32_t cells[kChunkBlocks * 32];
   for (long from = 0; from < blocks; from += kChunkBlocks) {
     const long to = min_of(from + kChunkBlocks, blocks), column = from * kBlockColumns;
-    escapes = decode_blocks(w, panel, from, to, escapes, cells, kFetchBlocks);
+    escapes = decode_blocks(w, panel, from, to, escapes, cells, kBufferBlocks);
     const long columns = min_of(kChunkBlocks * kBlockColumns, k - column);
     for (long lane = 0; lane < rows; ++lane) {
       uint32_t line[kChunkBlocks * 2];
