@@ -250,12 +250,13 @@ def test_a_killed_worker_is_back_with_the_same_id(serve: Serve, worker: str) -> 
     assert len(ask(server, max_tokens=20)) > 5
 
 
-def test_an_answer_survives_the_death_of_its_worker(serve: Serve) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_an_answer_survives_the_end_of_its_worker(serve: Serve, signum: int) -> None:
     server = serve()
     undisturbed = ask(server, max_tokens=400)
     with streaming(server, max_tokens=400) as stream:
         had = len(stream.read(50))
-        os.kill(server.worker("decode-0")["pid"], signal.SIGKILL)
+        os.kill(server.worker("decode-0")["pid"], signum)
         assert stream.read() == undisturbed
     assert had < len(undisturbed)
 
