@@ -5,11 +5,19 @@ The watchdog of each test is pytest-timeout (``timeout`` in pyproject.toml).
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes any example slow; what must be quick has a test of its own.
+settings.register_profile(
+    "penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+settings.load_profile("penstock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

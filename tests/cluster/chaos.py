@@ -43,10 +43,10 @@ async def client_loop(
     record: Record,
     *,
     dice: random.Random,
-    until: float,
+    going: Callable[[], bool],
 ) -> None:
-    """Ask one question after the other until the time is over, and compare each answer with the undisturbed one."""
-    while time.monotonic() < until:
+    """Ask one question after the other while it is ``going``, and compare each answer with the undisturbed one."""
+    while going():
         body, wanted = dice.choice(work)
         hang_up_after = dice.randrange(1, 20) if dice.random() < 0.15 else None
         began = time.monotonic()
@@ -77,7 +77,7 @@ async def disturb_loop(
     record: Record,
     *,
     dice: random.Random,
-    until: float,
+    going: Callable[[], bool],
     pause_s: tuple[float, float],
     stop_every: int,
 ) -> None:
@@ -86,7 +86,7 @@ async def disturb_loop(
     The pause between two blows is part of what is tested (how often trouble comes), not a wait for something.
     """
     blows = 0
-    while time.monotonic() < until:
+    while going():
         await asyncio.sleep(dice.uniform(*pause_s))
         busy = busy_workers(await workers())
         if not busy:

@@ -14,6 +14,7 @@ import pytest
 from .conftest import Serve
 
 ROOT = Path(__file__).resolve().parents[2]
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -56,7 +57,18 @@ def test_examples_run(example: Path, serve: Serve, tmp_path: Path) -> None:
     assert len(run.stdout) > 50
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@needs_curl
+def test_the_start_up_log_tells_how_to_talk_to_it(serve: Serve) -> None:
+    server = serve("--api-key", "k e y")
+    server.wait_for(lambda: "or: curl" in server.read_log(), 10.0, "announced")
+    line = next(line for line in server.read_log().splitlines() if "or: curl" in line)
+    environ = os.environ | {"PENSTOCK_API_KEY": "k e y"}
+    command = line.partition("or: ")[2]
+    run = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert "data: [DONE]" in run.stdout, run.stdout + run.stderr
+
+
+@needs_curl
 def test_the_curl_example_runs(serve: Serve) -> None:
     environ = os.environ | {"PENSTOCK_URL": serve().url}
     run = subprocess.run(["bash", ROOT / "examples/curl.sh"], env=environ, capture_output=True, text=True, check=False)

@@ -133,7 +133,7 @@ def test_it_starts_answers_and_ends(serve: Serve, flags: tuple[str, ...], roles:
 
 def test_the_log_says_what_runs_where_and_how_to_talk_to_it(serve: Serve) -> None:
     server = serve()
-    server.wait_for(lambda: "curl" in server.read_log(), 5.0, "announced")
+    server.wait_for(lambda: "curl" in server.read_log(), 15.0, "announced")
     log = server.read_log()
     for row in server.workers():
         assert f"{row['id']}: pid {row['pid']}" in log
@@ -144,7 +144,7 @@ def test_the_log_says_what_runs_where_and_how_to_talk_to_it(serve: Serve) -> Non
 
 def test_log_lines_can_be_json(serve: Serve) -> None:
     server = serve("--log-json")
-    server.wait_for(lambda: "curl" in server.read_log(), 5.0, "announced")
+    server.wait_for(lambda: "curl" in server.read_log(), 15.0, "announced")
     lines = [json.loads(line) for line in server.read_log().splitlines()]
     assert {"supervisor"} <= {line["process"] for line in lines}
 
@@ -213,11 +213,10 @@ def test_a_tokenizer_that_cannot_be_read_ends_it_at_once(tmp_path: Path) -> None
     for file in storyteller().iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"model": "what?"}', encoding="utf-8")
-    began = time.monotonic()
     told = penstock("serve", str(tmp_path), "--port", str(free_port()))
     assert told.returncode == 1
-    assert time.monotonic() - began < 10.0
     assert told.stderr.splitlines()[-1].startswith("penstock: error: gateway-0 cannot start: ")
+    assert "restarting" not in told.stderr
     assert "tokenizer.json" in told.stderr.splitlines()[-1]
 
 
@@ -247,16 +246,17 @@ def test_a_killed_worker_is_back_with_the_same_id(serve: Serve, worker: str) -> 
         row = server.worker(worker)
         return row["state"] == "ready" and row["pid"] != pid
 
-    server.wait_for(back, 2.0, "back")
+    server.wait_for(back, 10.0, "back")
     assert len(ask(server, max_tokens=20)) > 5
 
 
-def test_an_answer_survives_the_death_of_its_worker(serve: Serve) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_an_answer_survives_the_end_of_its_worker(serve: Serve, signum: int) -> None:
     server = serve()
     undisturbed = ask(server, max_tokens=400)
     with streaming(server, max_tokens=400) as stream:
         had = len(stream.read(50))
-        os.kill(server.worker("decode-0")["pid"], signal.SIGKILL)
+        os.kill(server.worker("decode-0")["pid"], signum)
         assert stream.read() == undisturbed
     assert had < len(undisturbed)
 
@@ -266,9 +266,9 @@ def test_a_stopped_worker_is_replaced(serve: Serve) -> None:
     pid = server.worker("decode-0")["pid"]
     stopped_at = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
-    server.wait_for(lambda: server.worker("decode-0")["pid"] != pid, 6.0, "replaced")
-    server.wait_all_ready(3.0)
-    assert 1.0 < time.monotonic() - stopped_at < 5.0
+    server.wait_for(lambda: server.worker("decode-0")["pid"] != pid, 20.0, "replaced")
+    server.wait_all_ready(20.0)
+    assert time.monotonic() - stopped_at > 1.0  # it was given a chance to go on
     assert pid not in server.processes()
     assert len(ask(server, max_tokens=20)) > 5
 
@@ -278,8 +278,8 @@ def test_a_killed_gateway_is_back(serve: Serve) -> None:
     workers = {row["id"]: row["pid"] for row in server.workers()}
     gateway = server.gateway_pid()
     os.kill(gateway, signal.SIGKILL)
-    server.wait_for(lambda: gateway not in server.processes(), 2.0, "dead")
-    server.wait_ready(5.0)
+    server.wait_for(lambda: gateway not in server.processes(), 10.0, "dead")
+    server.wait_ready(20.0)
     assert {row["id"]: row["pid"] for row in server.workers()} == workers
     assert len(ask(server, max_tokens=20)) > 5
 
@@ -288,8 +288,8 @@ def test_a_stopped_gateway_is_replaced(serve: Serve) -> None:
     server = serve()
     gateway = server.gateway_pid()
     os.kill(gateway, signal.SIGSTOP)
-    server.wait_for(lambda: gateway not in server.processes(), 5.0, "ended")
-    server.wait_ready(5.0)
+    server.wait_for(lambda: gateway not in server.processes(), 15.0, "ended")
+    server.wait_ready(20.0)
     assert len(ask(server, max_tokens=20)) > 5
 
 
@@ -299,7 +299,7 @@ def test_what_a_dead_gateway_asked_for_is_forgotten(serve: Serve) -> None:
         one.read(20)
         other.read(20)
         os.kill(server.gateway_pid(), signal.SIGKILL)
-    server.wait_ready(5.0)
+    server.wait_ready(20.0)
     server.wait_idle(2.0)
     assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
 
@@ -331,7 +331,7 @@ def test_sigterm_lets_a_running_answer_finish(serve: Serve) -> None:
     with streaming(server, max_tokens=600) as stream:
         assert len(stream.read(20)) < len(undisturbed)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: "finishing what runs" in server.read_log(), 2.0, "draining")
+        server.wait_for(lambda: "finishing what runs" in server.read_log(), 10.0, "draining")
         assert stream.read() == undisturbed
     assert server.wait_end() == 0
 
@@ -343,7 +343,7 @@ def test_a_second_signal_ends_it_at_once(serve: Serve) -> None:
         for row in server.workers():  # nothing more will come, so draining alone would not end
             os.kill(row["pid"], signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: "finishing what runs" in server.read_log(), 2.0, "draining")
+        server.wait_for(lambda: "finishing what runs" in server.read_log(), 10.0, "draining")
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_end(6.0) == 0
 

@@ -58,12 +58,17 @@ def plain() -> list[dict[str, Any]]:
     return [answer.identical for answer in answers]
 
 
+LEFT = 20
+"""Tokens that an answer must still have before it when its worker is killed: it takes a moment to die."""
+
+
 @dataclass
 class Killer:
-    """Kills the worker that writes an answer, once, after a token was delivered and before the last one."""
+    """Kills the worker that writes an answer, once, after a token was delivered and long before the last one."""
 
     server: PenstockServer
     role: str
+    lengths: list[int]  # tokens of each undisturbed answer
     after_tokens: int = 3
     killed_at: dict[int, int] = field(default_factory=dict)  # tokens that each stream had at that moment
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -71,7 +76,8 @@ class Killer:
     def watch(self, number: int):
         def on_chunk(answer: Answer) -> None:
             self.answers[number] = answer
-            if self.killed_at or len(answer.times) < self.after_tokens or _finished(answer):
+            had = len(answer.times)
+            if self.killed_at or had < self.after_tokens or self.lengths[number] < had + LEFT or _finished(answer):
                 return
             for worker in self.server.workers():
                 if worker["role"] == self.role:
@@ -89,24 +95,18 @@ def _finished(answer: Answer) -> bool:
     return any(choice.finish for choice in answer.choices.values())
 
 
-async def answers_with_a_kill(server: PenstockServer, bodies: list[dict[str, Any]], *, together: bool) -> list[Answer]:
-    """All answers, while the worker that decodes dies once (alone: in the middle of the longest request)."""
-    killer = Killer(server, "both" if "--aggregated" in server.flags else "decode")
+async def answers_with_a_kill(
+    server: PenstockServer, bodies: list[dict[str, Any]], plain: list[dict[str, Any]], *, together: bool
+) -> list[Answer]:
+    """All answers, while the worker that decodes dies once (alone: in the middle of the first long one)."""
+    lengths = [answer["completion_tokens"] for answer in plain]
+    killer = Killer(server, "both" if "--aggregated" in server.flags else "decode", lengths)
     async with make_client() as client:
-        if together:
-            answers = await asyncio.gather(
-                *(
-                    stream_completion(client, server.url, body, on_chunk=killer.watch(number))
-                    for number, body in enumerate(bodies)
-                )
-            )
-        else:
-            answers = [
-                await stream_completion(
-                    client, server.url, body, on_chunk=killer.watch(number) if number == len(bodies) - 1 else None
-                )
-                for number, body in enumerate(bodies)
-            ]
+        streams = [
+            stream_completion(client, server.url, body, on_chunk=killer.watch(number))
+            for number, body in enumerate(bodies)
+        ]
+        answers = await asyncio.gather(*streams) if together else [await stream for stream in streams]
     killer.assert_hit_an_answer()
     return answers
 
@@ -129,8 +129,10 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list
             bodies = varied_requests(salt=f"{together}-{kill}", salt_each=not together)
             for temperature in ("cold", "cached"):
                 where = f"{topology} {chunk} {room} {'batch' if together else 'alone'} {temperature} kill={kill}"
-                ask = answers_with_a_kill if kill else _answers
-                answers = asyncio.run(ask(server, bodies, together=together))
+                if kill:
+                    answers = asyncio.run(answers_with_a_kill(server, bodies, plain, together=together))
+                else:
+                    answers = asyncio.run(all_answers(server.url, bodies, together=together))
                 compare(answers, plain, where)
                 cached = sum(answer.cached_tokens for answer in answers)
                 if temperature == "cached" and not kill and room == "roomy":
@@ -148,10 +150,6 @@ def test_compressed_weights_give_the_same_answers(plain: list[dict[str, Any]], t
             bodies = varied_requests(salt=f"compressed-{together}", salt_each=not together)
             answers = asyncio.run(all_answers(server.url, bodies, together=together))
             compare(answers, plain, f"compressed, {'batch' if together else 'alone'}")
-
-
-async def _answers(server: PenstockServer, bodies: list[dict[str, Any]], *, together: bool) -> list[Answer]:
-    return await all_answers(server.url, bodies, together=together)
 
 
 def assert_it_took_place(server: PenstockServer, *, split: bool, tight: bool) -> None:

@@ -120,8 +120,13 @@ class Rig:
         for effect in post(turn, self.listener, self.sender, self.clock.now()):
             (self.granted if isinstance(effect, Granted) else self.released).append(effect)
 
+    def say(self, source: PageSource, message: PullPages | PagesReceived) -> None:
+        """Over the link to ``source``; said to nobody when there is none."""
+        if source in self.links:
+            self.links[source].send(message)
+
     def took(self, turn: ReceiverTurn) -> None:
-        for effect in post_pulls(turn, lambda source, message: self.links[source].send(message)):
+        for effect in post_pulls(turn, self.say):
             match effect:
                 case PagesAdvanced():
                     self.advanced.append(effect)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.service.asks import REMEMBERED_S
 from penstock.types import Leg, Role, WorkerState
-from penstock.wire.messages import Cancel, Hello, PrefillDone, PullPages, TokenItem
+from penstock.wire.messages import Cancel, Hello, PageReady, PagesReceived, PrefillDone, PullPages, TokenItem
 
 from .worker_stage import expected, merged, reasons, split
 
@@ -223,3 +223,19 @@ def test_a_prefill_leg_that_waits_for_credit_ends_with_its_epoch():
     stage.run()
     assert stage.answer(epoch=2) == expected(40)
     stage.assert_idle()
+
+
+def test_strange_frames_are_counted_and_change_nothing():
+    stage, prefill, decode = split()
+    page = PageReady(request="r", epoch=1, block=0, tokens=16, page=0, generation=1, checksum=bytes(16))
+    for worker in (prefill, decode):
+        worker.link.send_raw(b"")
+        worker.link.send_raw(b"\xff not ours")
+        worker.link.send(page)  # well-formed, but nothing that a mailbox is told
+        worker.link.send(PagesReceived(request="r", epoch=1))
+        worker.link.send(Cancel(request="nobody", epoch=1))
+    stage.ask_split(list(range(40)), prefill, decode)
+    stage.run()
+    assert stage.answer() == expected(40)
+    stage.assert_idle()
+    assert {report.counters["dropped_frames"] for report in stage.reports.values()} == {2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.config.resolve import ServePlan, show_bytes
@@ -52,14 +53,15 @@ def worker_lines(endpoint: str, keys: str, *, seconds: float) -> Iterator[str]:
     yield f"join it: penstock serve MODEL --keys {keys} --join {endpoint}"
 
 
-def talk_lines(url: str, *, needs_key: bool, seconds: float) -> Iterator[str]:
+def talk_lines(url: str, model: str, *, needs_key: bool, seconds: float) -> Iterator[str]:
     """Ready, and how to talk to it."""
     yield f"ready after {seconds:.1f} s: {url}"
-    body = json.dumps({"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "stream": True})
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    body = json.dumps({"model": model, "messages": messages, "stream": True})
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
     at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     yield f"talk to it: penstock chat{at}"
-    yield f"or: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    yield f"or: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 def _ranges(cpus: tuple[int, ...]) -> str:

@@ -91,7 +91,7 @@ def serve(config: ServeConfig) -> int:
         def ready() -> None:
             _say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
             url = f"http://{_reachable(config.host)}:{port}"
-            _say(talk_lines(url, needs_key=config.api_key is not None, seconds=time.monotonic() - started))
+            _say(talk_lines(url, name, needs_key=config.api_key is not None, seconds=time.monotonic() - started))
 
         return _watch(supervisor, workers, plan, ready)
 

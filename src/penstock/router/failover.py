@@ -276,8 +276,7 @@ class Flight:
     def _own_token(self, item: TokenItem, leg: LegRun) -> Effects:
         """A decode leg that wrote a token of its own has all its pages: the prefill leg is over, its death harmless.
 
-        It is cancelled all the same: should the decode worker die before its thanks have left, nobody else would tell
-        the prefill worker, and the pages would stay held until their lease ends.
+        It is cancelled all the same: the receipt may die with the decode worker, and the pages would stay held.
         """
         if leg.leg is not Leg.DECODE or item.index + len(item.tokens) <= self._base + 1:
             return ()
@@ -286,7 +285,8 @@ class Flight:
     def _finish(self, writer: LegRun) -> Effects:
         """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
         self.phase = Phase.DONE
-        ended = () if writer.ended else (self._end(writer),)
+        # A prefill leg is cancelled even so: it holds pages until a decode leg, which may be dead, says it wants none.
+        ended = () if writer.ended or writer.leg is Leg.PREFILL else (self._end(writer),)
         return ended + self._cancel_legs()
 
     def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> Effects:

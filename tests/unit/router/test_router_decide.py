@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -200,5 +201,8 @@ def test_the_core_of_the_router_is_pure():
         "import sys; import penstock.router.decide, penstock.router.failover, penstock.router.prefix_index;"
         "print(sorted({'torch', 'asyncio', 'socket', 'zmq', 'numpy'} & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environ
+    )
     assert told.stdout.strip() == "[]"

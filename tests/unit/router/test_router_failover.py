@@ -146,10 +146,11 @@ def test_the_last_token_ends_both_legs():
     assert flight.phase is Phase.DONE
 
 
-def test_a_first_token_that_is_the_last_takes_the_decode_leg_with_it():
+def test_a_first_token_that_is_the_last_frees_both_legs():
+    """The prefill worker holds the pages until told that they are not wanted; the decode worker may be dead."""
     flight = flying()
     effects = flight.tokens(item(0, 1, finish=FinishReason.STOP), P0, 1, 1.0)
-    assert said(effects) == ["deliver 1 stop", "end prefill-0 e1", "cancel decode-0 e1"]
+    assert said(effects) == ["deliver 1 stop", "cancel decode-0 e1", "cancel prefill-0 e1"]
 
 
 def test_the_end_may_come_on_a_token_that_is_known():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -80,7 +81,10 @@ def test_every_name_is_declared_once_and_dashboards_find_theirs():
 
 def test_workers_need_no_metrics_library_to_count():
     code = "import sys, penstock.telemetry.metrics; print('prometheus_client' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
     assert told.stdout.strip() == "False"
 
 

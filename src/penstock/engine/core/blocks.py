@@ -104,10 +104,6 @@ class BlockPool:
         """How often ``page`` has been given out."""
         return self._generations[page]
 
-    def references(self, page: PageId) -> int:
-        """How many owners hold ``page``."""
-        return self._references[page]
-
     def label(self, page: PageId) -> BlockHash | None:
         """The name of what stands in ``page``, when it is full and final."""
         return self._labels[page]
