@@ -86,6 +86,21 @@ def test_words_of_a_gateway_process_that_was_replaced_change_nothing():
     assert not stage.returned
 
 
+def test_a_greeting_that_waited_on_an_earlier_connection_changes_nothing():
+    """A gateway's old line reconnects to a restarted worker by itself and brings what had queued up on it."""
+    stage, _, decode = split()
+    old = decode.link
+    decode.reconnect(greet=False)
+    decode.link.send(Hello(gateway="g", incarnation=1, connection=2))
+    stage.turn()
+    stage.ask([1, 2, 3], to=decode, leg=Leg.WHOLE)
+    stage.turn()
+    old.send(Hello(gateway="g", incarnation=1, connection=1))
+    stage.run()
+    assert stage.answer() == expected(3)
+    assert not stage.returned
+
+
 @pytest.mark.parametrize("after", range(1, 9))
 @pytest.mark.parametrize("leg", list(Leg))
 def test_a_later_epoch_ends_the_earlier_one_whatever_legs_they_are(after: int, leg: Leg):

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage
 from penstock.wire.messages import Cancel, Hello
@@ -31,9 +33,10 @@ Handle = Callable[[WorkerId, int, PeerMessage], None]
 class WorkerLink:
     """One incarnation's link.  Cancels that cannot leave at once are kept and leave with a later beat."""
 
-    def __init__(self, worker: WorkerId, incarnation: int, link: AsyncLink) -> None:
+    def __init__(self, worker: WorkerId, incarnation: int, link: AsyncLink, connection: int = 0) -> None:
         self.worker = worker
         self.incarnation = incarnation
+        self._connection = connection
         self._link = link
         self._unsent: list[Cancel] = []
         self._reader: asyncio.Task[None] | None = None
@@ -60,7 +63,7 @@ class WorkerLink:
 
     def beat(self, hello: Hello) -> None:
         """Greet, and send what could not leave before."""
-        self._link.send(hello)
+        self._link.send(msgspec.structs.replace(hello, connection=self._connection))
         while self._unsent and self._link.send(self._unsent[0]):
             del self._unsent[0]
 
@@ -84,11 +87,13 @@ class Links:
         self._links: dict[WorkerId, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by links that are closed
+        self._opened = 0
 
     def open(self, worker: WorkerId, incarnation: int, endpoint: str) -> WorkerLink:
         """Connect to a new incarnation, instead of any earlier one.  Raises ConfigError for a strange endpoint."""
         self.drop(worker)
-        link = WorkerLink(worker, incarnation, self._connect(endpoint))
+        self._opened += 1
+        link = WorkerLink(worker, incarnation, self._connect(endpoint), self._opened)
         link.read(self._handle)
         self._links[worker] = link
         return link

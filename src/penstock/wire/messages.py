@@ -62,6 +62,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
     gateway: str
     incarnation: int
+    connection: int = 0  # grows with each connection that this gateway makes: the latest is the one to answer
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):

@@ -37,6 +37,7 @@ class Gateway:
     incarnation: int
     peer: bytes
     heard: float
+    connection: int = 0  # the latest that it made
     away: bool = False  # silent for too long; not told anything until it speaks
     unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
 
@@ -60,11 +61,13 @@ class Asks:
         self._by_peer: dict[bytes, Gateway] = {}
 
     def hello(self, peer: bytes, message: Hello, now: float) -> Greeted:
-        """A gateway is (still) there.  A process that was replaced meanwhile is answered, and has nothing here."""
+        """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here."""
         known = self._gateways.get(message.gateway)
         orphans: list[Ask] = []
         cut_off: list[Ask] = []
-        if known is not None and known.incarnation > message.incarnation:
+        said = (message.incarnation, message.connection)
+        if known is not None and (known.incarnation, known.connection) > said:
+            # What waited on a connection that is closed already must not be taken for the gateway's present one.
             return Greeted(Gateway(message.gateway, message.incarnation, peer, now), [], [])
         if known is None or known.incarnation < message.incarnation:
             if known is not None:
@@ -75,6 +78,7 @@ class Asks:
             cut_off = self._of(known)
             self._by_peer.pop(known.peer, None)
             known.peer = peer
+        known.connection = message.connection
         self._by_peer[peer] = known
         known.heard = now
         known.away = False
