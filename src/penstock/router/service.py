@@ -24,6 +24,7 @@ from penstock.router.decision_log import DecisionLog
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.failover import Flight, Patience, Phase
 from penstock.router.fleet import Fleet
+from penstock.router.forgotten import Forgotten
 from penstock.router.links import Connect, Links
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.stream import Stream
@@ -54,9 +55,7 @@ from penstock.wire.messages import (
 
 log = logging.getLogger("penstock.router")
 
-TICK_S = 0.05
-"""Between two looks at time: retries are at most so late."""
-
+TICK_S = 0.05  # between two looks at time: retries are at most so late
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
 _NO_STEP_S = 6.0  # requests are open and no worker makes a step for so long: not alive
 
@@ -88,6 +87,7 @@ class RouterService:
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
         self._prefixes = PrefixIndex()
+        self._forgotten = Forgotten()
         self._links = Links(outside.connect, self.on_message)
         self._streams: dict[RequestId, Stream] = {}
         self._waiting: dict[RequestId, float] = {}  # -> not before; in order of arrival
@@ -289,6 +289,8 @@ class RouterService:
         self._links.beat(self._hello)
         for slot in list(self.fleet.silent(now, self._failover.silence_s)):
             self._suspect(slot, now)
+        for slot, work in self._forgotten.look(self.fleet, now):
+            self._lose(self.fleet.ids[slot], self.fleet.incarnations[slot], work, "idle, and knows nothing of it")
         for stream in list(self._streams.values()):
             self._apply(stream, stream.flight.tick(now), now)
 
