@@ -165,7 +165,7 @@ def test_a_source_is_connected_to_while_the_request_still_waits_for_room():
     stage.ask([2] * 100, to=decode, leg=Leg.DECODE, request="later", pages_from=prefill)
     stage.turn()
     assert not decode.receiver.open_pulls
-    assert [link.endpoint for link in decode.mailbox._peers.links()] == [prefill.endpoint]
+    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [prefill.endpoint]
 
 
 def test_only_the_latest_incarnation_of_a_source_is_asked():
@@ -178,12 +178,12 @@ def test_only_the_latest_incarnation_of_a_source_is_asked():
     stage.ask_split(list(range(100)), again, decode, request="new")
     stage.run()
     assert reasons(stage) == {"d": ["pages_lost: sender gone"]}
-    assert [link.endpoint for link in decode.mailbox._peers.links()] == [again.endpoint]
+    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [again.endpoint]
     assert stage.answer("new") == expected(100)
     stage.ask([5] * 20, to=decode, leg=Leg.DECODE, request="late", pages_from=prefill)
     stage.run()
     assert reasons(stage)["d"][1:] == ["pages_lost: no way to the source"]
-    assert [link.endpoint for link in decode.mailbox._peers.links()] == [again.endpoint]
+    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [again.endpoint]
     stage.assert_idle()
 
 

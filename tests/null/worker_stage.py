@@ -15,7 +15,8 @@ from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null import NullRunner, null_token
-from penstock.engine.service.mailbox import HandOver, WorkerMailbox
+from penstock.engine.service.hand_overs import HandOver
+from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.hashing import chain_root
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory

@@ -20,7 +20,8 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.service.mailbox import HandOver, WorkerMailbox
+from penstock.engine.service.hand_overs import HandOver
+from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.kernels.ops import Ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory

@@ -7,51 +7,33 @@
     scheduler --Plan-----------------> planned --PullPages, Returned---> peers, gateways
     scheduler --Outcome--------------> publish --Tokens, pages---------> gateways, peers
 
-The two ends of a hand-over (``kv.transfer``) decide what to say to other workers; this only carries it.  Nothing here
-waits, and nothing that a peer sends raises.
+What other workers hear is said by ``hand_overs``, what gateways hear by this.  Nothing here waits, and nothing that a
+peer sends raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
-from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan, Progress
+from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan
 from penstock.engine.core.plan import FirstToken as FirstTokenCame
 from penstock.engine.core.plan import Granted as CreditCame
 from penstock.engine.core.plan import PagesArrived as PagesCame
 from penstock.engine.core.plan import Released as PagesReleased
 from penstock.engine.core.request import Status
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.asks import Ask, Asks, Gateway
-from penstock.engine.service.peers import Peers
+from penstock.engine.service.answers import Batches, item_of
+from penstock.engine.service.asks import Asks, Gateway
+from penstock.engine.service.hand_overs import HandOver, HandOvers, News
 from penstock.engine.service.reports import Reporter
-from penstock.kv.transfer.drive import post, post_pulls
-from penstock.kv.transfer.effects import (
-    FirstToken,
-    Granted,
-    Offer,
-    PagesAdvanced,
-    Pull,
-    PullFailed,
-    ReceiverTurn,
-    Released,
-    SenderTurn,
-)
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
-from penstock.types import Leg, ModelIdentity, RequestId, WorkerState
+from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
+from penstock.types import Leg, RequestId, WorkerState
 from penstock.wire.messages import (
     Cancel,
-    HandOverAlive,
-    HandOverFailed,
     Hello,
-    PageReady,
-    PageSource,
     PagesReceived,
-    PrefillDone,
     PullPages,
     Returned,
     Submit,
@@ -67,15 +49,6 @@ TICK_S = 0.1
 """Between two looks at leases and silent gateways."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """Both ends of this worker's hand-overs, and whose pages pass through them."""
-
-    identity: ModelIdentity
-    sender: HandOverSender
-    receiver: HandOverReceiver
-
-
 class WorkerMailbox:
     """See ``engine.loop.Mailbox``; besides, the loop calls ``planned`` with each plan before it runs."""
 
@@ -87,19 +60,16 @@ class WorkerMailbox:
         transport: Transport,
         clock: Clock,
     ) -> None:
-        self._page_tokens = config.scheduler.page_tokens
         self._scheduler = scheduler
-        self._sender = hand_over.sender
-        self._receiver = hand_over.receiver
         self._clock = clock
         self._listener: Listener = transport.listen(config.endpoint)
-        self._peers = Peers(transport)
+        self._hand_overs = HandOvers(hand_over, transport, self._listener, clock, self._on_news)
         self._asks = Asks(config.gateway_silence_s)
         self._events: list[Event] = []
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
         self._next_tick = 0.0
         self._step_began = 0.0
-        self.reporter = Reporter(config, hand_over.identity, scheduler, self._receiver)
+        self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
 
     # --- for the loop ------------------------------------------------------------------------------------------------
 
@@ -111,13 +81,9 @@ class WorkerMailbox:
             if received is None:
                 break
             self._from_mailbox(received, now)
-        for source, received in self._peers.received():
-            if isinstance(received.message, PageReady | PrefillDone | HandOverAlive | HandOverFailed):
-                self._receiving(self._receiver.receive(source, received.message, received.payload, now))
-        if self._receiver.has_work:
-            began = self._clock.now()
-            self._receiving(self._receiver.work(now))
-            self.reporter.count("transfer_seconds", self._clock.now() - began)
+        copying_s = self._hand_overs.drain(now)
+        if copying_s:
+            self.reporter.count("transfer_seconds", copying_s)
         if now >= self._next_tick:
             self._tick(now)
         events, self._events = self._events, []
@@ -130,19 +96,8 @@ class WorkerMailbox:
             self._return(returned.id, returned.epoch, returned.reason)
         for request in plan.reserved:
             ask = self._asks.get(request.id)
-            if ask is None or ask.pages_from is None:
-                continue
-            tokens = len(request.prompt) + request.emitted
-            blocks = -(-tokens // self._page_tokens)
-            pull = Pull(
-                request=request.id,
-                epoch=request.epoch,
-                source=ask.pages_from,
-                pages=tuple(request.pages[:blocks]),
-                skip_blocks=request.computed // self._page_tokens,
-                tokens=tokens,
-            )
-            self._receiving(self._receiver.expect(pull, now))
+            if ask is not None and ask.pages_from is not None:
+                self._hand_overs.expect(request, ask.pages_from, now)
         for row in plan.rows:
             if row.count > 1 or len(row.request.output) == row.request.emitted:
                 ask = self._asks.get(row.request.id)
@@ -169,20 +124,19 @@ class WorkerMailbox:
                 tokens=done.tokens,
                 generation=pool.generation(page),
             )
-            self._sending(self._sender.offer(offer, now))
+            self._hand_overs.offer(offer, now)
             self.reporter.count("pages_sent")
-        items: dict[int, tuple[Gateway, list[TokenItem]]] = {}
+        batches = Batches()
         for progress in outcome.progress:
             ask = self._asks.get(progress.request.id)
             if ask is None or ask.epoch != progress.request.epoch:
                 continue
-            item = self._item(progress, ask, now)
-            items.setdefault(id(ask.gateway), (ask.gateway, []))[1].append(item)
+            item = item_of(progress, ask, now)
+            batches.add(ask.gateway, item)
             if ask.leg is Leg.PREFILL:
-                blocks = -(-(len(progress.request.prompt) + progress.index) // self._page_tokens)
-                self._sending(self._sender.done(item, blocks, now))
-        for gateway, batch in items.values():
-            self._send_tokens(gateway, tuple(batch))
+                self._hand_overs.done(item, len(progress.request.prompt) + progress.index, now)
+        for gateway, items in batches.all():
+            self._send_tokens(gateway, items)
         if self._greeted or (plan.rows and self.reporter.due(now)) or self.reporter.overdue(now):
             self._greeted = False
             self.report(now)
@@ -196,12 +150,12 @@ class WorkerMailbox:
     @property
     def sources(self) -> list[Source]:
         """What to wait for when there is nothing to do."""
-        return [self._listener, *self._peers.links()]
+        return [self._listener, *self._hand_overs.links()]
 
     @property
     def busy(self) -> bool:
         """Are there pages to copy, or words that the scheduler has not heard?  Then there is no time to sleep."""
-        return self._receiver.has_work or bool(self._events)
+        return self._hand_overs.busy or bool(self._events)
 
     def report(self, now: float) -> None:
         """Tell every gateway how this worker is."""
@@ -232,9 +186,9 @@ class WorkerMailbox:
             case Cancel():
                 self._cancel(message.request, message.epoch, now)
             case PullPages():
-                self._sending(self._sender.pull(peer, message, now))
+                self._hand_overs.pull(peer, message, now)
             case PagesReceived():
-                self._sending(self._sender.received(message, now))
+                self._hand_overs.received(message, now)
             case Hello():
                 self._hello(peer, message, now)
             case _:
@@ -261,12 +215,11 @@ class WorkerMailbox:
         if ask is None:
             return
         if earlier is not None:
-            self._receiving(self._receiver.cancel(message.request, earlier.epoch))
-            self._sending(self._sender.cancel(message.request, earlier.epoch, now))
+            self._hand_overs.cancel(message.request, earlier.epoch, now)
         if message.leg is Leg.DECODE and message.pages_from is None:
             self._return(message.request, message.epoch, "no source of pages was named")
             return
-        if message.pages_from is not None and not self._reach(message.pages_from):
+        if message.pages_from is not None and not self._hand_overs.reach(message.pages_from):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
         self._events.append(
@@ -284,40 +237,36 @@ class WorkerMailbox:
             )
         )
         if message.leg is Leg.PREFILL:
-            self._sending(self._sender.open(message.request, message.epoch, now))
-
-    def _reach(self, source: PageSource) -> bool:
-        """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
-        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation - 1))
-        return self._peers.reach(source)
+            self._hand_overs.open(message.request, message.epoch, now)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
         if self._asks.drop(request, epoch) is not None:
             self.reporter.count("requests_cancelled")
-        self._receiving(self._receiver.cancel(request, epoch))
-        self._sending(self._sender.cancel(request, epoch, now))
+        self._hand_overs.cancel(request, epoch, now)
         self._events.append(Cancelled(id=request, epoch=epoch))
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
         for ask in self._asks.silent(now):
             self._return(ask.request, ask.epoch, "the gateway was silent")
-        self._receiving(self._receiver.tick(now))
-        self._sending(self._sender.tick(now))
+        self._hand_overs.tick(now)
 
     # --- what the ends of hand-overs say ------------------------------------------------------------------------------
 
-    def _receiving(self, turn: ReceiverTurn) -> None:
-        for effect in post_pulls(turn, self._peers.send):
-            match effect:
-                case PagesAdvanced():
-                    self._events.append(PagesCame(id=effect.request, epoch=effect.epoch, computed=effect.computed))
-                case FirstToken():
-                    self._first_token(effect)
-                case PullFailed():
-                    self.reporter.count("hand_overs_failed")
-                    self._return(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
+    def _on_news(self, news: News) -> None:
+        match news:
+            case PagesAdvanced():
+                self._events.append(PagesCame(id=news.request, epoch=news.epoch, computed=news.computed))
+            case FirstToken():
+                self._first_token(news)
+            case PullFailed():
+                self.reporter.count("hand_overs_failed")
+                self._return(news.request, news.epoch, f"pages_lost: {news.reason}")
+            case Granted():
+                self._events.append(CreditCame(id=news.request, epoch=news.epoch))
+            case Released():
+                self._released(news)
 
     def _first_token(self, effect: FirstToken) -> None:
         """The scheduler puts the token in its place; what else is known of it waits here for ``publish``."""
@@ -333,14 +282,6 @@ class WorkerMailbox:
             FirstTokenCame(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
         )
 
-    def _sending(self, turn: SenderTurn) -> None:
-        for effect in post(turn, self._listener, self._sender, self._clock.now()):
-            match effect:
-                case Granted():
-                    self._events.append(CreditCame(id=effect.request, epoch=effect.epoch))
-                case Released():
-                    self._released(effect)
-
     def _released(self, effect: Released) -> None:
         if effect.reason == "lease ended":
             self.reporter.count("leases_expired")
@@ -352,23 +293,6 @@ class WorkerMailbox:
         self._events.append(PagesReleased(id=effect.request, epoch=effect.epoch))
 
     # --- messages out ------------------------------------------------------------------------------------------------
-
-    def _item(self, progress: Progress, ask: Ask, now: float) -> TokenItem:
-        request = progress.request
-        if ask.first is not None and ask.first.index == progress.index:
-            return ask.first
-        is_first = progress.index == request.emitted
-        return TokenItem(
-            request=request.id,
-            epoch=request.epoch,
-            index=progress.index,
-            tokens=progress.tokens,
-            logprobs=progress.logprobs if request.sampling.logprobs is not None else None,
-            prompt_logprobs=progress.prompt_logprobs or None,
-            finish=progress.finish,
-            cached_tokens=request.cached_tokens if is_first else 0,
-            queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
-        )
 
     def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> None:
         if self._listener.send(gateway.peer, Tokens(items=items)):
@@ -383,8 +307,7 @@ class WorkerMailbox:
         Those end before anything else happens: its pages may soon be, or be already, somebody else's.
         """
         ask = self._asks.drop(request, epoch)
-        self._receiving(self._receiver.cancel(request, epoch))
-        self._sending(self._sender.fail(request, epoch, reason, self._clock.now()))
+        self._hand_overs.fail(request, epoch, reason, self._clock.now())
         self._events.append(Cancelled(id=request, epoch=epoch))
         if ask is None:
             return

@@ -89,6 +89,11 @@ class HandOverReceiver:
         self._queue: deque[_Queued] = deque()
         self._told: dict[tuple[PageSource, RequestId, int], float] = {}  # who knows that we want no more, since when
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens a page."""
+        return self._layout.page_tokens
+
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def expect(self, pull: Pull, now: float) -> ReceiverTurn:

@@ -1,0 +1,44 @@
+"""From the scheduler's progress to what gateways are sent: one item a request, one batch a gateway.
+
+Pure; sends nothing.
+"""
+
+from __future__ import annotations
+
+from penstock.engine.core.plan import Progress
+from penstock.engine.service.asks import Ask, Gateway
+from penstock.wire.messages import TokenItem
+
+
+class Batches:
+    """The items of one step, by the gateway that waits for them."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, tuple[Gateway, list[TokenItem]]] = {}
+
+    def add(self, gateway: Gateway, item: TokenItem) -> None:
+        """One more item for this gateway."""
+        self._batches.setdefault(id(gateway), (gateway, []))[1].append(item)
+
+    def all(self) -> list[tuple[Gateway, tuple[TokenItem, ...]]]:
+        """Every gateway with its items, in order."""
+        return [(gateway, tuple(items)) for gateway, items in self._batches.values()]
+
+
+def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
+    """What one request's progress is for its gateway.  A token that the prefill worker drew keeps its facts."""
+    request = progress.request
+    if ask.first is not None and ask.first.index == progress.index:
+        return ask.first
+    is_first = progress.index == request.emitted
+    return TokenItem(
+        request=request.id,
+        epoch=request.epoch,
+        index=progress.index,
+        tokens=progress.tokens,
+        logprobs=progress.logprobs if request.sampling.logprobs is not None else None,
+        prompt_logprobs=progress.prompt_logprobs or None,
+        finish=progress.finish,
+        cached_tokens=request.cached_tokens if is_first else 0,
+        queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
+    )

@@ -1,0 +1,159 @@
+"""This worker's hand-overs: both ends of them (``kv.transfer``), and the connections to other workers.
+
+Carries what the ends say to other workers and what those answer; what the ends say to the scheduler and the gateways
+is told to whoever made this object.  Knows nothing of gateways, and nothing about when a request is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.engine.core.request import Request
+from penstock.engine.service.peers import Peers
+from penstock.kv.transfer.drive import post, post_pulls
+from penstock.kv.transfer.effects import (
+    FirstToken,
+    Granted,
+    Offer,
+    PagesAdvanced,
+    Pull,
+    PullFailed,
+    ReceiverTurn,
+    Released,
+    SenderTurn,
+)
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.types import ModelIdentity, RequestId
+from penstock.wire.messages import (
+    HandOverAlive,
+    HandOverFailed,
+    PageReady,
+    PageSource,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    TokenItem,
+)
+from penstock.wire.transport import Link, Listener, Transport
+
+News = PagesAdvanced | FirstToken | PullFailed | Granted | Released
+"""What an end says that is not for another worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Both ends of this worker's hand-overs, and whose pages pass through them."""
+
+    identity: ModelIdentity
+    sender: HandOverSender
+    receiver: HandOverReceiver
+
+
+class HandOvers:
+    """The ends, and a way to say what they want said.  ``tell`` hears their news, in order, and may call back."""
+
+    def __init__(
+        self, ends: HandOver, transport: Transport, listener: Listener, clock: Clock, tell: Callable[[News], None]
+    ) -> None:
+        self._sender = ends.sender
+        self._receiver = ends.receiver
+        self._listener = listener
+        self._clock = clock
+        self._tell = tell
+        self._peers = Peers(transport)
+        self._page_tokens = ends.receiver.page_tokens
+
+    # --- what other workers say --------------------------------------------------------------------------------------
+
+    def pull(self, peer: bytes, message: PullPages, now: float) -> None:
+        """A receiver has room, or acknowledges."""
+        self._sending(self._sender.pull(peer, message, now))
+
+    def received(self, message: PagesReceived, now: float) -> None:
+        """A receiver has everything, or wants no more."""
+        self._sending(self._sender.received(message, now))
+
+    def drain(self, now: float) -> float:
+        """Take what senders sent and copy what can be copied within the budget.  Returns the seconds of copying."""
+        for source, received in self._peers.received():
+            if isinstance(received.message, PageReady | PrefillDone | HandOverAlive | HandOverFailed):
+                self._receiving(self._receiver.receive(source, received.message, received.payload, now))
+        if not self._receiver.has_work:
+            return 0.0
+        began = self._clock.now()
+        self._receiving(self._receiver.work(now))
+        return self._clock.now() - began
+
+    # --- what requests do --------------------------------------------------------------------------------------------
+
+    def reach(self, source: PageSource) -> bool:
+        """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
+        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation - 1))
+        return self._peers.reach(source)
+
+    def open(self, request: RequestId, epoch: int, now: float) -> None:
+        """A prefill leg is here."""
+        self._sending(self._sender.open(request, epoch, now))
+
+    def expect(self, request: Request, source: PageSource, now: float) -> None:
+        """Room is reserved for the whole prompt: ask for its pages.  That is the credit."""
+        tokens = len(request.prompt) + request.emitted
+        pull = Pull(
+            request=request.id,
+            epoch=request.epoch,
+            source=source,
+            pages=tuple(request.pages[: self._blocks(tokens)]),
+            skip_blocks=request.computed // self._page_tokens,
+            tokens=tokens,
+        )
+        self._receiving(self._receiver.expect(pull, now))
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """A page is final."""
+        self._sending(self._sender.offer(offer, now))
+
+    def done(self, first: TokenItem, tokens: int, now: float) -> None:
+        """The pages of all ``tokens`` were offered, and this is the first token."""
+        self._sending(self._sender.done(first, self._blocks(tokens), now))
+
+    def cancel(self, request: RequestId, epoch: int, now: float) -> None:
+        """Nobody wants the request any more: both ends forget it."""
+        self._receiving(self._receiver.cancel(request, epoch))
+        self._sending(self._sender.cancel(request, epoch, now))
+
+    def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> None:
+        """The request cannot be finished here: nothing more is written, and whoever waits for its pages is told."""
+        self._receiving(self._receiver.cancel(request, epoch))
+        self._sending(self._sender.fail(request, epoch, reason, now))
+
+    # --- time and waiting --------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Look at leases."""
+        self._receiving(self._receiver.tick(now))
+        self._sending(self._sender.tick(now))
+
+    @property
+    def busy(self) -> bool:
+        """Are there pages to copy?"""
+        return self._receiver.has_work
+
+    def links(self) -> list[Link]:
+        """What to wait for."""
+        return self._peers.links()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
+
+    def _receiving(self, turn: ReceiverTurn) -> None:
+        for news in post_pulls(turn, self._peers.send):
+            self._tell(news)
+
+    def _sending(self, turn: SenderTurn) -> None:
+        for news in post(turn, self._listener, self._sender, self._clock.now()):
+            self._tell(news)
