@@ -1,6 +1,6 @@
 """The router at work: turns flights' effects into messages, and messages, beats and time into flights' events.
 
-The only part of the router that does I/O; it decides nothing itself (``decide``, ``failover`` and ``fleet`` do).
+The only part of the router that does I/O; it decides nothing itself (``placement``, ``failover`` and ``watch`` do).
 Everything runs on one event loop, and no event handler ever waits: a message from a worker is turned into delivered
 tokens before the next one is looked at.  Knows nothing about HTTP, text or processes.
 """
@@ -18,32 +18,26 @@ from typing import Any
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
-from penstock.hashing import chain_root
-from penstock.router.decide import Decision, can_serve, decide
-from penstock.router.decision_log import DecisionLog
+from penstock.router.decide import Decision, can_serve
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.failover import Flight, Patience, Phase
 from penstock.router.fleet import Fleet
-from penstock.router.forgotten import Forgotten
 from penstock.router.links import Connect, Links
-from penstock.router.prefix_index import PrefixIndex
+from penstock.router.placement import Placement
 from penstock.router.stream import Stream
-from penstock.telemetry.log import event
+from penstock.router.watch import TICK_S, Watch
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
-    BlockHash,
     ModelIdentity,
     RequestId,
     TokenBatch,
     ValidRequest,
     WorkerId,
-    WorkerState,
 )
 from penstock.wire.codec import PeerMessage
 from penstock.wire.messages import (
     Cancel,
     Draining,
-    Hello,
     Report,
     Returned,
     SupervisorMessage,
@@ -55,8 +49,6 @@ from penstock.wire.messages import (
 
 log = logging.getLogger("penstock.router")
 
-TICK_S = 0.05  # between two looks at time: retries are at most so late
-_LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
 _NO_STEP_S = 6.0  # requests are open and no worker makes a step for so long: not alive
 
 
@@ -77,8 +69,6 @@ class RouterService:
 
     def __init__(self, config: GatewayConfig, outside: Outside, metrics: Metrics | None = None) -> None:
         self._outside = outside
-        self._failover = config.failover
-        self._hello = Hello(gateway=config.name, incarnation=config.incarnation)
         self._patience = Patience(
             max_attempts=config.failover.max_attempts,
             first_byte_s=config.limits.first_byte_s,
@@ -86,15 +76,12 @@ class RouterService:
         )
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
-        self._prefixes = PrefixIndex()
-        self._forgotten = Forgotten()
         self._links = Links(outside.connect, self.on_message)
         self._streams: dict[RequestId, Stream] = {}
-        self._waiting: dict[RequestId, float] = {}  # -> not before; in order of arrival
-        self._decisions = DecisionLog()
+        self._placement = Placement(self.fleet, self.metrics)
+        self._watch = Watch(config, self.fleet, self._links, self.metrics, lose=self._lose, suspect=outside.suspect)
         self._unsettled = 0  # streams whose flights are not over
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
-        self._ticked = self._beaten = outside.clock.now()
         self._ticker: asyncio.Task[None] | None = None
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last that was served
@@ -187,7 +174,7 @@ class RouterService:
 
     def debug(self, request: RequestId) -> tuple[Decision, ...]:
         """The decisions made for one of the latest requests, oldest first; ``reasons()`` of each tells why."""
-        return self._decisions.of(request)
+        return self._placement.decisions.of(request)
 
     # --- events: the supervisor -------------------------------------------------------------------------------------
 
@@ -195,32 +182,11 @@ class RouterService:
         """Take a message of the supervisor."""
         now = self._outside.clock.now()
         if isinstance(message, WorkerUp):
-            self._worker_up(message, now)
+            self._watch.up(message, now)
         elif isinstance(message, WorkerDown):
-            self._worker_down(message, now)
+            self._watch.down(message)
         elif isinstance(message, Draining):
             self._draining = True
-
-    def _worker_up(self, message: WorkerUp, now: float) -> None:
-        slot = self.fleet.slot(message.worker)
-        earlier = (self.fleet.incarnations[slot], self.fleet.work(slot)) if slot is not None else (0, ())
-        if not self.fleet.up(message, now):
-            return
-        self._links.open(message.worker, message.incarnation, message.endpoint).beat(self._hello)
-        self._lose(message.worker, earlier[0], earlier[1], "replaced")
-
-    def _worker_down(self, message: WorkerDown, now: float) -> None:
-        slot = self.fleet.slot(message.worker)
-        work = self.fleet.work(slot) if slot is not None else ()
-        dead_already = slot is not None and self.fleet.has_ended(slot)
-        if not self.fleet.down(message):
-            return
-        if dead_already:
-            return
-        self.metrics.worker_died(message.worker)
-        event(log, logging.WARNING, "worker is down", worker=message.worker, reason=message.reason, requests=len(work))
-        self._links.drop(message.worker)
-        self._lose(message.worker, message.incarnation, work, message.reason)
 
     def _lose(self, worker: WorkerId, incarnation: int, requests: Sequence[RequestId], reason: str) -> None:
         now = self._outside.clock.now()
@@ -262,15 +228,10 @@ class RouterService:
 
     def _on_report(self, report: Report, now: float) -> None:
         steps = self.fleet.steps()
-        slot = self.fleet.slot(report.worker)
-        was = self.fleet.states[slot] if slot is not None else None
-        if not self.fleet.report(report, now):
-            return
+        became_ready = self._watch.report(report, now)
         if self.fleet.steps() != steps:
             self._moved = now
-        self.metrics.worker_report(report.worker, report.incarnation, report.counters)
-        if was is not WorkerState.READY and report.state is WorkerState.READY:
-            event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
+        if became_ready:
             self._place_waiting(math.inf, now)
 
     # --- events: time -----------------------------------------------------------------------------------------------
@@ -278,31 +239,12 @@ class RouterService:
     def tick(self) -> None:
         """Look at the time: beats, silent workers, retries and deadlines."""
         now = self._outside.clock.now()
-        late = now - self._ticked - TICK_S
-        if late > _LATE_S:
-            self.fleet.forgive(late)
-        self._ticked = now
+        self._watch.listened(now)
         self._place_waiting(now, now)
-        if now - self._beaten < self._failover.beat_s:
+        if not self._watch.beat(now):
             return
-        self._beaten = now
-        self._links.beat(self._hello)
-        for slot in list(self.fleet.silent(now, self._failover.silence_s)):
-            self._suspect(slot, now)
-        for slot, work in self._forgotten.look(self.fleet, now):
-            self._lose(self.fleet.ids[slot], self.fleet.incarnations[slot], work, "idle, and knows nothing of it")
         for stream in list(self._streams.values()):
             self._apply(stream, stream.flight.tick(now), now)
-
-    def _suspect(self, slot: int, now: float) -> None:
-        worker, incarnation = self.fleet.ids[slot], self.fleet.incarnations[slot]
-        work = self.fleet.work(slot)
-        reason = f"silent for {now - self.fleet.heard[slot]:.1f} s with {len(work)} requests"
-        self.fleet.suspect(slot, reason)
-        event(log, logging.WARNING, "worker is suspected", worker=worker, reason=reason)
-        self.metrics.worker_suspected(worker)
-        self._outside.suspect(Suspect(worker=worker, incarnation=incarnation, reason=reason))
-        self._lose(worker, incarnation, work, reason)
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -324,7 +266,7 @@ class RouterService:
                     self._apply(stream, again, now)
                     return
             elif isinstance(effect, WaitForWorker):
-                self._waiting[stream.flight.request.id] = effect.not_before
+                self._placement.wait(stream.flight.request.id, effect.not_before)
                 if effect.not_before <= now:
                     self._place(stream, now)
             elif isinstance(effect, Fail):
@@ -364,7 +306,7 @@ class RouterService:
         stream.settled = True
         self._unsettled -= 1
         request = stream.flight.request
-        self._waiting.pop(request.id, None)
+        self._placement.forget(request.id)
         now = self._outside.clock.now()
         first = stream.first_at
         self.metrics.finished(reason, now - request.arrival, None if first is None else now - first)
@@ -372,29 +314,12 @@ class RouterService:
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def _place_waiting(self, until: float, now: float) -> None:
-        for request in [request for request, not_before in self._waiting.items() if not_before <= until]:
+        for request in self._placement.due(until):
             stream = self._streams.get(request)
             if stream is not None:
                 self._place(stream, now)
 
     def _place(self, stream: Stream, now: float) -> None:
-        flight = stream.flight
-        if flight.phase is not Phase.WAITING:
-            return
-        request = flight.request
-        decision = decide(flight.ask(now), self.fleet, self._prefixes, now)
-        self._decisions.add(request.id, decision)
-        if decision.legs:
-            self._waiting.pop(request.id, None)
-        if flight.epoch > 1 and decision.legs:
-            self.metrics.resubmitted()
-            event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
-        root = self._root(decision, request)
-        if decision.prefill is not None:
-            self._prefixes.record(request.block_hashes, decision.prefill.slot, decision.prefill.incarnation)
-        self._apply(stream, flight.placed(decision, root, now), now)
-
-    def _root(self, decision: Decision, request: ValidRequest) -> BlockHash:
-        if decision.identity is None:
-            return BlockHash(b"")
-        return chain_root(decision.identity, tenant_salt=request.cache_salt)
+        if stream.flight.phase is Phase.WAITING:
+            decision, root = self._placement.decide(stream.flight, now)
+            self._apply(stream, stream.flight.placed(decision, root, now), now)
