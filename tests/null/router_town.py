@@ -25,6 +25,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
 )
+from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
 
 from .worker_stage import IDENTITY, VOCAB, Stage, StageWorker
@@ -74,9 +75,14 @@ class Town:
     """Workers that can be forked, killed and stopped; a router; clients."""
 
     def __init__(
-        self, *names: str, config: GatewayConfig | None = None, lease_s: float = 1.0, **scheduler: int
+        self,
+        *names: str,
+        config: GatewayConfig | None = None,
+        lease_s: float = 1.0,
+        hub: MemoryHub | None = None,
+        **scheduler: int,
     ) -> None:
-        self.stage = Stage(lease_s=lease_s)
+        self.stage = Stage(lease_s=lease_s, hub=hub)
         self.clock = self.stage.clock
         self.suspects: list[Suspect] = []
         outside = Outside(connect=self.stage.hub.connect_async, clock=self.clock, suspect=self.suspects.append)

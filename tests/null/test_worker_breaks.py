@@ -187,6 +187,36 @@ def test_only_the_latest_incarnation_of_a_source_is_asked():
     stage.assert_idle()
 
 
+def test_a_link_to_a_source_that_never_returns_is_closed_and_made_again_when_it_is_named_again():
+    stage, prefill, decode = split(pages=16)
+    stage.ask_split(list(range(100)), prefill, decode)
+    stage.run()
+    stage.wait(50.0)
+    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [prefill.endpoint]
+    stage.wait(15.0)
+    assert decode.mailbox._hand_overs.links() == []
+    assert stage.reports["d"].counters["peer_links_closed"] == 1
+    stage.ask_split(list(range(90)), prefill, decode, request="later")
+    stage.run()
+    assert stage.answer("later") == expected(90)
+    assert reasons(stage) == {}
+    stage.assert_idle()
+
+
+def test_a_request_that_waits_for_room_longer_than_its_link_lives_finds_its_source():
+    stage, prefill, decode = split(pages=16)
+    stage.ask([1] * 200, to=decode, request="big", max_tokens=50)
+    stage.turn()
+    stage.ask_split([2] * 100, prefill, decode, request="later")
+    stage.turn()
+    decode.mailbox._hand_overs.tick(stage.clock.now() + 61.0)
+    assert decode.mailbox._hand_overs.links() == []
+    stage.run()
+    assert stage.answer("later") == expected(100)
+    assert reasons(stage) == {}
+    stage.assert_idle()
+
+
 def test_a_source_at_no_endpoint_is_answered_not_raised():
     stage, prefill, decode = split()
     prefill.endpoint = "carrier-pigeon://p"

@@ -106,9 +106,9 @@ class StageWorker:
 class Stage:
     """Workers, a hub between them, a clock, and a gateway that writes down what it is told."""
 
-    def __init__(self, *, lease_s: float = 1.0) -> None:
+    def __init__(self, *, lease_s: float = 1.0, hub: MemoryHub | None = None) -> None:
         self.clock = VirtualClock(100.0)
-        self.hub = MemoryHub()
+        self.hub = hub or MemoryHub()
         self.hand_over = HandOverConfig(lease_s=lease_s)
         self.memories: dict[WorkerId, KvMemory] = {}
         self.workers: list[StageWorker] = []

@@ -36,6 +36,7 @@ class HandOverConfig(Config, frozen=True, kw_only=True):
     lease_s: float = 10.0  # without a sign of the other side, either end gives its pages back
     copy_budget_bytes: int = 32 << 20  # copied and verified between two steps of a decode worker
     window_bytes: int = 64 << 20  # sent to one receiver and not yet acknowledged
+    peer_idle_s: float = 60.0  # a link to another worker that nobody uses for so long is closed
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
@@ -88,6 +89,7 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     max_attempts: int = 8  # submissions without a new token in between
     beat_s: float = 0.25  # between two Hellos to a worker
     silence_s: float = 2.0  # a worker with work that reports nothing for so long is suspected
+    still_s: float = 4.0  # workers that report but compute nothing for so long lose what they have
 
 
 class GatewayConfig(Config, frozen=True, kw_only=True):

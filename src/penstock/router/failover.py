@@ -20,14 +20,12 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-import msgspec
-
 from penstock.errors import NoWorkers, PenstockError, QueueFull, RequestError, StalledRequest, WorkerLost
-from penstock.hashing import block_hash
-from penstock.router.decide import Ask, Chosen, Decision
+from penstock.router.decide import Ask, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.router.leg_run import UNHEARD_S, LegRun
+from penstock.router.submission import submissions
 from penstock.types import (
-    PAGE_TOKENS,
     BlockHash,
     FinishReason,
     Leg,
@@ -36,7 +34,7 @@ from penstock.types import (
     ValidRequest,
     WorkerId,
 )
-from penstock.wire.messages import PageSource, Submit, TokenItem
+from penstock.wire.messages import UNKNOWN, TokenItem
 
 HOLD_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
@@ -69,16 +67,6 @@ class Patience:
     stall_s: float  # between two tokens
 
 
-@dataclass(slots=True)
-class LegRun:
-    """One leg of the current epoch."""
-
-    leg: Leg
-    worker: WorkerId
-    incarnation: int
-    ended: bool = False
-
-
 class Flight:
     """The state machine of one request.  Methods are its events; each returns the effects, in order.
 
@@ -93,6 +81,7 @@ class Flight:
         "_doubt",
         "_early",
         "_first_held",
+        "_idle_since",
         "_last_reason",
         "_legs",
         "_moved",
@@ -123,6 +112,7 @@ class Flight:
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason = ""
+        self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -150,39 +140,13 @@ class Flight:
         self.identity = decision.identity
         self._base = len(self.emitted)
         self._attempts += 1
-        self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation) for chosen in decision.legs]
-        source = next((chosen for chosen in decision.legs if chosen.leg is Leg.PREFILL), None)
+        self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
+        self._idle_since = now
+        sent = submissions(self.request, self.epoch, self.emitted, decision.legs, root)
         return tuple(
-            Send(chosen.worker, chosen.incarnation, self._submit(chosen, source, root), chosen.tokens)
-            for chosen in decision.legs
+            Send(chosen.worker, chosen.incarnation, submit, chosen.tokens)
+            for chosen, submit in zip(decision.legs, sent, strict=True)
         )
-
-    def _submit(self, chosen: Chosen, source: Chosen | None, root: BlockHash) -> Submit:
-        request = self.request
-        sampling = request.sampling
-        if self._started and sampling.prompt_logprobs is not None:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
-        pages_from = None
-        if chosen.leg is Leg.DECODE and source is not None:
-            pages_from = PageSource(worker=source.worker, incarnation=source.incarnation, endpoint=source.endpoint)
-        return Submit(
-            request=request.id,
-            epoch=self.epoch,
-            leg=chosen.leg,
-            prompt=request.prompt,
-            sampling=sampling,
-            arrival=request.arrival,
-            emitted=tuple(self.emitted),
-            root=root,
-            block_hashes=request.block_hashes if self._hashed_for(root) else (),
-            priority=request.priority,
-            pages_from=pages_from,
-        )
-
-    def _hashed_for(self, root: BlockHash) -> bool:
-        """Were the request's hashes made for what the chosen workers serve?  Others would name wrong pages."""
-        hashes = self.request.block_hashes
-        return bool(hashes) and hashes[0] == block_hash(root, self.request.prompt[:PAGE_TOKENS])
 
     def _unplaced(self, now: float) -> Effects:
         """Nobody can serve now.  Wait, unless those who could have said that waiting will not help."""
@@ -205,6 +169,8 @@ class Flight:
         leg = self._leg(worker, incarnation, item.epoch)
         if leg is None:
             return ()
+        leg.heard, leg.spoken = now, True
+        self._idle_since = now
         if not self._started and leg.leg is Leg.DECODE and not self._may_begin(item):
             self._keep(item, leg)
             if self._first_held is None:
@@ -292,7 +258,7 @@ class Flight:
     def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> Effects:
         """A worker gives its leg back unfinished."""
         leg = self._leg(worker, incarnation, epoch)
-        if leg is None or leg.ended:
+        if leg is None or leg.ended or (reason == UNKNOWN and not leg.silent):
             return ()
         if reason in ("too_long", "draining"):
             self._avoid[worker, incarnation] = math.inf
@@ -314,6 +280,26 @@ class Flight:
         if leg.leg is Leg.PREFILL and self._first_held is not None and self._can_do_without():
             return (self._end(leg), *self._release_held(now))
         return self._again(f"{worker} was lost: {reason}", "lost", now)
+
+    def unheard(self, now: float) -> list[LegRun]:
+        """Legs that have been silent for so long that their workers are to be asked whether they know them."""
+        asked = [leg for leg in self._legs if leg.silent and now - leg.heard >= UNHEARD_S]
+        for leg in asked:
+            leg.heard = now
+        return asked
+
+    def still(self, now: float, since: float) -> Effects:
+        """No worker of this request has computed or copied anything since ``since``, though all of them report.
+
+        They are asked again only where there are no others.
+        """
+        self._doubt |= {(leg.worker, leg.incarnation): now + DOUBT_S for leg in self._legs}
+        return self._again(f"its workers have made no step for {now - since:.1f} s", "still", now)
+
+    @property
+    def waits_for(self) -> tuple[list[LegRun], float]:
+        """The legs that have still something to say, and since when none of this request's has said anything."""
+        return [leg for leg in self._legs if leg.silent], self._idle_since
 
     def client_gone(self) -> Effects:
         """Nobody wants the answer any more."""

@@ -32,6 +32,7 @@ class Fleet:
         self.endpoints: list[str] = []
         self.pids: list[int] = []
         self.heard: list[float] = []  # when the worker last said anything
+        self.moved: list[float] = []  # when the worker last told of a new step or page, or was started
         self.reports: list[Report | None] = []  # the last of this incarnation
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
@@ -74,6 +75,7 @@ class Fleet:
         self.heard[slot] = now
         self._ended[slot] = False
         self._gaps[slot] = 0.0
+        self.moved[slot] = now
         return True
 
     def down(self, message: WorkerDown) -> bool:
@@ -98,6 +100,8 @@ class Fleet:
         known = (self.states[slot], self.roles[slot], before and before.identity)
         if known != (report.state, report.role, report.identity):
             self._changed()
+        if before is None or _work_done(report) != _work_done(before):
+            self.moved[slot] = now
         self.reports[slot] = report
         self.roles[slot] = report.role
         self.states[slot] = report.state
@@ -148,6 +152,7 @@ class Fleet:
     def forgive(self, seconds: float) -> None:
         """This process did not listen for so long: nobody can be blamed for silence in that time."""
         self.heard = [heard + seconds for heard in self.heard]
+        self.moved = [moved + seconds for moved in self.moved]
 
     # --- the gateway's own book -------------------------------------------------------------------------------------
 
@@ -223,6 +228,11 @@ class Fleet:
         """Steps reported by the incarnations that are there now."""
         return sum(report.steps for report in self.reports if report is not None)
 
+    def step_s(self, slot: int) -> float:
+        """The predicted seconds of this worker's latest step."""
+        report = self.reports[slot]
+        return 0.0 if report is None else report.step_s
+
     def max_model_len(self) -> int | None:
         """The longest context that a worker has reported, or None before any did."""
         return max((report.max_model_len for report in self.reports if report is not None), default=None)
@@ -269,6 +279,7 @@ class Fleet:
         self.load.append(0)
         self._ended.append(False)
         self._gaps.append(0.0)
+        self.moved.append(0.0)
         self._own.append(0)
         self._others.append(0)
         self._work.append({})
@@ -291,3 +302,9 @@ class Fleet:
     def _add_own(self, slot: int, tokens: int) -> None:
         self._own[slot] += tokens
         self.load[slot] += tokens
+
+
+def _work_done(report: Report) -> tuple[float, ...]:
+    """Numbers that grow with everything that a worker computes or carries."""
+    counters = report.counters
+    return report.steps, counters.get("pages_received", 0), counters.get("pages_sent", 0)

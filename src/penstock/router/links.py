@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage
-from penstock.wire.messages import Cancel, Hello
+from penstock.wire.messages import Awaited, Cancel, Hello
 from penstock.wire.transport import AsyncLink
 
 log = logging.getLogger("penstock.router")
@@ -28,6 +28,9 @@ class Connect(Protocol):
 
 Handle = Callable[[WorkerId, int, PeerMessage], None]
 """Called with worker, incarnation and each message that came from it."""
+
+
+NOBODY_AWAITED: Mapping[WorkerId, Sequence[Awaited]] = {}
 
 
 class WorkerLink:
@@ -61,9 +64,9 @@ class WorkerLink:
         if self._unsent or not self._link.send(cancel):
             self._unsent.append(cancel)
 
-    def beat(self, hello: Hello) -> None:
-        """Greet, and send what could not leave before."""
-        self._link.send(msgspec.structs.replace(hello, connection=self._connection))
+    def beat(self, hello: Hello, awaited: Sequence[Awaited] = ()) -> None:
+        """Greet, ask about the legs that are awaited, and send what could not leave before."""
+        self._link.send(msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited)))
         while self._unsent and self._link.send(self._unsent[0]):
             del self._unsent[0]
 
@@ -103,10 +106,10 @@ class Links:
         link = self._links.get(worker)
         return link if link is not None and link.incarnation == incarnation else None
 
-    def beat(self, hello: Hello) -> None:
-        """Greet everybody."""
-        for link in self._links.values():
-            link.beat(hello)
+    def beat(self, hello: Hello, awaited: Mapping[WorkerId, Sequence[Awaited]] = NOBODY_AWAITED) -> None:
+        """Greet everybody, and ask each about the legs that it has been silent about."""
+        for worker, link in self._links.items():
+            link.beat(hello, awaited.get(worker, ()))
 
     def drop(self, worker: WorkerId) -> None:
         """Close the link to a worker, if there is one."""

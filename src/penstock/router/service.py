@@ -36,6 +36,7 @@ from penstock.types import (
 )
 from penstock.wire.codec import PeerMessage
 from penstock.wire.messages import (
+    Awaited,
     Cancel,
     Draining,
     Report,
@@ -241,10 +242,24 @@ class RouterService:
         now = self._outside.clock.now()
         self._watch.listened(now)
         self._place_waiting(now, now)
-        if not self._watch.beat(now):
+        if not self._watch.due(now):
             return
-        for stream in list(self._streams.values()):
+        streams = list(self._streams.values())
+        self._watch.beat(self._unheard(streams, now), now)
+        for stream in streams:
             self._apply(stream, stream.flight.tick(now), now)
+            since = self._watch.still(stream.flight, now)
+            if since is not None:
+                self._apply(stream, stream.flight.still(now, since), now)
+
+    def _unheard(self, streams: Sequence[Stream], now: float) -> dict[WorkerId, list[Awaited]]:
+        """What workers are to be asked about."""
+        awaited: dict[WorkerId, list[Awaited]] = {}
+        for stream in streams:
+            flight = stream.flight
+            for leg in flight.unheard(now):
+                awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
+        return awaited
 
     # --- effects ----------------------------------------------------------------------------------------------------
 

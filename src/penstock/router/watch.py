@@ -7,16 +7,16 @@ lost their worker.  Knows nothing of what becomes of those, and nothing about to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.config.schema import GatewayConfig
+from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
-from penstock.router.forgotten import Forgotten
 from penstock.router.links import Links
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, WorkerId, WorkerState
-from penstock.wire.messages import Hello, Report, Suspect, WorkerDown, WorkerUp
+from penstock.wire.messages import Awaited, Hello, Report, Suspect, WorkerDown, WorkerUp
 
 log = logging.getLogger("penstock.router")
 
@@ -24,6 +24,9 @@ TICK_S = 0.05
 """Between two looks at time: retries are at most so late."""
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
+
+STILL_STEPS = 20
+"""A worker with work of ours that reports, and has not made a step for so many predicted ones, stands still."""
 
 Lose = Callable[[WorkerId, int, Sequence[RequestId], str], None]
 """Called with a worker, its incarnation, the requests that were lost there, and why."""
@@ -49,7 +52,6 @@ class Watch:
         self._metrics = metrics
         self._lose = lose
         self._suspected = suspect
-        self._forgotten = Forgotten()
         self._ticked: float | None = None
         self._beaten = float("-inf")
 
@@ -100,18 +102,41 @@ class Watch:
             self._fleet.forgive(now - self._ticked - TICK_S)
         self._ticked = now
 
-    def beat(self, now: float) -> bool:
-        """Greet everybody and look for the silent, when it is time.  False: it is not."""
-        if now - self._beaten < self._failover.beat_s:
-            return False
+    def due(self, now: float) -> bool:
+        """Is it time for a beat?"""
+        return now - self._beaten >= self._failover.beat_s
+
+    def beat(self, awaited: Mapping[WorkerId, Sequence[Awaited]], now: float) -> None:
+        """Greet everybody, ask about the legs that are ``awaited``, and look for silent workers."""
         self._beaten = now
         fleet = self._fleet
-        self._links.beat(self._hello)
+        self._links.beat(self._hello, awaited)
         for slot in list(fleet.silent(now, self._failover.silence_s)):
             self._suspect(slot, now)
-        for slot, work in self._forgotten.look(fleet, now):
-            self._lose(fleet.ids[slot], fleet.incarnations[slot], work, "idle, and knows nothing of it")
-        return True
+
+    def still(self, flight: Flight, now: float) -> float | None:
+        """Since when nothing that this flight waits for has moved, if that is too long; its workers are suspected.
+
+        A worker that waits for another one's pages or memory is no reason while that other one computes: somebody's
+        steps, or pages, must stand still at every end of it.
+        """
+        fleet = self._fleet
+        legs, since = flight.waits_for
+        for leg in legs:
+            slot = fleet.slot(leg.worker)
+            if slot is None or not fleet.is_current(leg.worker, leg.incarnation) or not fleet.is_up(slot):
+                return None
+            since = max(since, fleet.moved[slot])
+            if now - since < max(self._failover.still_s, STILL_STEPS * fleet.step_s(slot)):
+                return None
+        if not legs:
+            return None
+        reason = f"no step for {now - since:.1f} s with {flight.request.id}"
+        for leg in legs:
+            event(log, logging.WARNING, "worker stands still", worker=leg.worker, reason=reason)
+            self._metrics.worker_suspected(leg.worker)
+            self._suspected(Suspect(worker=leg.worker, incarnation=leg.incarnation, reason=reason))
+        return since
 
     def _suspect(self, slot: int, now: float) -> None:
         fleet = self._fleet

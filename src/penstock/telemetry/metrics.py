@@ -30,6 +30,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "requests_returned",  # given back to the gateway unfinished
     "requests_cancelled",  # forgotten because the gateway said so
     "dropped_frames",  # frames that were malformed, of another version, or could not be sent
+    "peer_links_closed",  # links to other workers that nobody used any more
     "step_seconds",  # spent in steps
     "batch_multi_row_steps",  # steps that computed two requests or more
 )
@@ -104,6 +105,7 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "requests_returned": _counter("requests_returned", "Requests given back to the gateway.", "worker"),
     "requests_cancelled": _counter("requests_cancelled", "Requests cancelled by the gateway.", "worker"),
     "dropped_frames": _counter("worker_dropped_frames", "Frames a worker dropped.", "worker"),
+    "peer_links_closed": _counter("worker_peer_links_closed", "Links to other workers closed unused.", "worker"),
     "step_seconds": _counter("engine_step_seconds", "Time spent in steps.", "worker"),
     "batch_multi_row_steps": _counter("engine_multi_row_steps", "Steps of two requests or more.", "worker"),
 }

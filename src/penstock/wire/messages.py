@@ -54,15 +54,25 @@ class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 # --- gateway -> worker ---------------------------------------------------------------------------------------------
 
 
+class Awaited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A leg that a gateway waits for."""
+
+    request: RequestId
+    epoch: int
+
+
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A gateway introduces itself, and again every ``GATEWAY_BEAT_S``.
 
-    A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.
+    A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.  A message can
+    be lost with the connection that carried it, without either end hearing of it; so the gateway names the legs that
+    have been silent for a while, and the worker gives back (``UNKNOWN``) those that it does not know.
     """
 
     gateway: str
     incarnation: int
     connection: int = 0  # grows with each connection that this gateway makes: the latest is the one to answer
+    awaited: tuple[Awaited, ...] = ()
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
@@ -114,12 +124,16 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     items: tuple[TokenItem, ...]
 
 
+UNKNOWN = "unknown"
+"""The reason of a leg that its worker does not have (any more): its Submit or its last words were lost."""
+
+
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
     """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""
 
     request: RequestId
     epoch: int
-    reason: str  # "preempted", "pages_lost", "draining", "too_long", ...
+    reason: str  # "preempted", "pages_lost", "draining", "too_long", UNKNOWN, ...
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):
@@ -136,6 +150,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     identity: ModelIdentity
     max_model_len: int
     steps: int = 0
+    step_s: float = 0.0  # predicted seconds of the latest step
     running: int = 0
     queued: int = 0
     tokens_in_flight: int = 0  # prompt tokens still to compute plus output tokens still allowed

@@ -37,7 +37,7 @@ from penstock.wire.messages import (
     PullPages,
     TokenItem,
 )
-from penstock.wire.transport import Link, Listener, Transport
+from penstock.wire.transport import Link, Listener
 
 News = PagesAdvanced | FirstToken | PullFailed | Granted | Released
 """What an end says that is not for another worker."""
@@ -56,14 +56,14 @@ class HandOvers:
     """The ends, and a way to say what they want said.  ``tell`` hears their news, in order, and may call back."""
 
     def __init__(
-        self, ends: HandOver, transport: Transport, listener: Listener, clock: Clock, tell: Callable[[News], None]
+        self, ends: HandOver, peers: Peers, listener: Listener, clock: Clock, tell: Callable[[News], None]
     ) -> None:
         self._sender = ends.sender
         self._receiver = ends.receiver
         self._listener = listener
         self._clock = clock
         self._tell = tell
-        self._peers = Peers(transport)
+        self._peers = peers
         self._page_tokens = ends.receiver.page_tokens
 
     # --- what other workers say --------------------------------------------------------------------------------------
@@ -89,10 +89,10 @@ class HandOvers:
 
     # --- what requests do --------------------------------------------------------------------------------------------
 
-    def reach(self, source: PageSource) -> bool:
+    def reach(self, source: PageSource, now: float) -> bool:
         """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
         self._receiving(self._receiver.sender_gone(source.worker, source.incarnation - 1))
-        return self._peers.reach(source)
+        return self._peers.reach(source, now)
 
     def open(self, request: RequestId, epoch: int, now: float) -> None:
         """A prefill leg is here."""
@@ -100,6 +100,9 @@ class HandOvers:
 
     def expect(self, request: Request, source: PageSource, now: float) -> None:
         """Room is reserved for the whole prompt: ask for its pages.  That is the credit."""
+        if not self._peers.reach(source, now):
+            self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
+            return
         tokens = len(request.prompt) + request.emitted
         pull = Pull(
             request=request.id,
@@ -131,10 +134,11 @@ class HandOvers:
 
     # --- time and waiting --------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Look at leases."""
+    def tick(self, now: float) -> int:
+        """Look at leases and unused connections.  Returns how many of the latter were closed."""
         self._receiving(self._receiver.tick(now))
         self._sending(self._sender.tick(now))
+        return self._peers.close_idle(now)
 
     @property
     def busy(self) -> bool:
@@ -151,7 +155,8 @@ class HandOvers:
         return -(-tokens // self._page_tokens)
 
     def _receiving(self, turn: ReceiverTurn) -> None:
-        for news in post_pulls(turn, self._peers.send):
+        now = self._clock.now()
+        for news in post_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
             self._tell(news)
 
     def _sending(self, turn: SenderTurn) -> None:

@@ -27,10 +27,13 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of
 from penstock.engine.service.asks import Asks, Gateway
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
+from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
 from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
 from penstock.types import Leg, RequestId, WorkerState
 from penstock.wire.messages import (
+    UNKNOWN,
+    Awaited,
     Cancel,
     Hello,
     PagesReceived,
@@ -63,9 +66,12 @@ class WorkerMailbox:
         self._scheduler = scheduler
         self._clock = clock
         self._listener: Listener = transport.listen(config.endpoint)
-        self._hand_overs = HandOvers(hand_over, transport, self._listener, clock, self._on_news)
+        self._hand_overs = HandOvers(
+            hand_over, Peers(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
+        )
         self._asks = Asks(config.gateway_silence_s)
         self._events: list[Event] = []
+        self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
         self._next_tick = 0.0
         self._step_began = 0.0
@@ -139,6 +145,7 @@ class WorkerMailbox:
             self._send_tokens(gateway, items)
         if self._greeted or (plan.rows and self.reporter.due(now)) or self.reporter.overdue(now):
             self._greeted = False
+            self._answer_awaited()
             self.report(now)
 
     def about_to_run(self, predicted_s: float) -> None:
@@ -203,7 +210,21 @@ class WorkerMailbox:
         unsent = greeted.gateway.unsent
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
+        self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
         self._greeted = True
+
+    def _answer_awaited(self) -> None:
+        """Give back what a gateway waits for in vain: it never came, or has left without the gateway's hearing it.
+
+        After the scheduler has heard of everything that came before the question, and after all tokens were sent.
+        """
+        for gateway, awaited in self._awaited:
+            ask, here = self._asks.get(awaited.request), self._scheduler.find(awaited.request)
+            if ask is None or ask.epoch < awaited.epoch:
+                self._give_back(gateway, Returned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
+            elif ask.epoch == awaited.epoch and (here is None or here.epoch != ask.epoch) and not self._events:
+                self._return(awaited.request, awaited.epoch, UNKNOWN)
+        self._awaited.clear()
 
     def _submit(self, peer: bytes, message: Submit, now: float) -> None:
         if not self._asks.knows(peer):
@@ -219,7 +240,7 @@ class WorkerMailbox:
         if message.leg is Leg.DECODE and message.pages_from is None:
             self._return(message.request, message.epoch, "no source of pages was named")
             return
-        if message.pages_from is not None and not self._hand_overs.reach(message.pages_from):
+        if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
         self._events.append(
@@ -250,7 +271,9 @@ class WorkerMailbox:
         self._next_tick = now + TICK_S
         for ask in self._asks.silent(now):
             self._return(ask.request, ask.epoch, "the gateway was silent")
-        self._hand_overs.tick(now)
+        closed = self._hand_overs.tick(now)
+        if closed:
+            self.reporter.count("peer_links_closed", closed)
 
     # --- what the ends of hand-overs say ------------------------------------------------------------------------------
 
@@ -312,7 +335,8 @@ class WorkerMailbox:
         if ask is None:
             return
         self.reporter.count("requests_returned")
-        message = Returned(request=request, epoch=epoch, reason=reason)
-        gateway = ask.gateway
+        self._give_back(ask.gateway, Returned(request=request, epoch=epoch, reason=reason))
+
+    def _give_back(self, gateway: Gateway, message: Returned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):
             gateway.unsent.append(message)

@@ -1,12 +1,20 @@
-"""Links from this worker to the workers that send it pages: one for each, made when a request first names it."""
+"""Links from this worker to the workers that send it pages: one for each, made when a request first names it.
+
+A link whose other end is gone goes on connecting by itself.  So one that nobody has used for ``idle_s`` is closed, and
+made again should a request name its source once more.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from penstock.errors import ConfigError
+from penstock.types import WorkerId
 from penstock.wire.messages import PageSource, PagesReceived, PullPages
 from penstock.wire.transport import Link, Received, Transport
+
+log = logging.getLogger("penstock.worker")
 
 MESSAGES_PER_LINK = 1024
 """Messages taken from one link in one turn."""
@@ -15,19 +23,22 @@ MESSAGES_PER_LINK = 1024
 class Peers:
     """Connections to page sources, by source.  A restarted source has another incarnation and another endpoint."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, idle_s: float) -> None:
         self._transport = transport
+        self._idle_s = idle_s
         self._links: dict[PageSource, Link] = {}
+        self._used: dict[PageSource, float] = {}  # of each link: when it was last named or spoken over
+        self._latest: dict[WorkerId, int] = {}  # the latest incarnation that was named
 
-    def reach(self, source: PageSource) -> bool:
+    def reach(self, source: PageSource, now: float) -> bool:
         """Have a link to this source.  Done early: whoever listens lets new connections in between two steps only.
 
         False when there is none to be had: a later incarnation is known, or the endpoint is none.
         """
         if source in self._links:
+            self._used[source] = now
             return True
-        incarnations = [known.incarnation for known in self._links if known.worker == source.worker]
-        if any(incarnation > source.incarnation for incarnation in incarnations):
+        if self._latest.get(source.worker, source.incarnation) > source.incarnation:
             return False
         try:
             link = self._transport.connect(source.endpoint)
@@ -35,13 +46,17 @@ class Peers:
             return False
         self._close_older(source)
         self._links[source] = link
+        self._used[source] = now
+        self._latest[source.worker] = source.incarnation
         return True
 
-    def send(self, source: PageSource, message: PullPages | PagesReceived) -> None:
+    def send(self, source: PageSource, message: PullPages | PagesReceived, now: float) -> None:
         """Say something to a source.  What is lost is said again by the hand-over's own timers."""
         link = self._links.get(source)
         if link is not None:
             link.send(message)
+            if isinstance(message, PullPages):  # a last word wants no answer
+                self._used[source] = now
 
     def received(self) -> Iterator[tuple[PageSource, Received]]:
         """Everything that has come over any link, up to a limit a link."""
@@ -52,6 +67,14 @@ class Peers:
                     break
                 yield source, received
 
+    def close_idle(self, now: float) -> int:
+        """Close what nobody has used for too long; how many."""
+        idle = [source for source, used in self._used.items() if now - used >= self._idle_s]
+        for source in idle:
+            log.info("the link to %s (%s) is not used any more", source.worker, source.endpoint)
+            self._close(source)
+        return len(idle)
+
     def links(self) -> list[Link]:
         """What to wait for."""
         return list(self._links.values())
@@ -59,4 +82,8 @@ class Peers:
     def _close_older(self, source: PageSource) -> None:
         """Earlier incarnations of a worker never come back."""
         for known in [s for s in self._links if s.worker == source.worker and s.incarnation < source.incarnation]:
-            self._links.pop(known).close()
+            self._close(known)
+
+    def _close(self, source: PageSource) -> None:
+        self._links.pop(source).close()
+        del self._used[source]

@@ -26,6 +26,7 @@ class Reporter:
         self._counts: dict[str, float] = dict.fromkeys((*WORKER_COUNTERS, *WORKER_MAXIMA), 0)
         self._told_at = float("-inf")
         self._leaked = 0
+        self._step_s = 0.0
         self.state = WorkerState.READY
 
     @property
@@ -41,6 +42,7 @@ class Reporter:
         """A plan with rows was computed."""
         counts, rows = self._counts, plan.rows
         counts["steps"] += plan.steps
+        self._step_s = plan.predicted_s
         counts["step_seconds"] += seconds
         if len(rows) > 1:
             counts["batch_multi_row_steps"] += plan.steps
@@ -84,6 +86,7 @@ class Reporter:
             identity=self._identity,
             max_model_len=self._config.scheduler.max_model_len,
             steps=self.steps,
+            step_s=self._step_s,
             running=load.running + load.awaiting + load.handing_over,
             queued=load.queued,
             tokens_in_flight=load.tokens_in_flight,
