@@ -32,6 +32,10 @@ from .worker_stage import IDENTITY, VOCAB, Stage, StageWorker
 
 TURN_S = 0.001
 
+SPLIT = ("prefill-0", "decode-0")
+WIDE = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+WHOLE = ("both-0",)
+
 
 @dataclass
 class Client:
@@ -236,3 +240,8 @@ class Town:
         assert not self.router.fleet.working()
         await self.wait(0.3)  # the next reports
         assert all(load == 0 for load in self.router.fleet.load)
+
+
+def rows(town: Town) -> dict[str, str]:
+    """Each worker's state."""
+    return {row["id"]: row["state"] for row in town.router.workers()}

@@ -22,12 +22,11 @@ from penstock.wire.messages import (
 )
 
 from .losses import BreakingHub, Nth
-from .router_town import Client, Town
+from .router_town import SPLIT, Client, Town
 
 HEALED_S = 3.0
 """A lost message costs no more: a leg is asked about after 1 s of silence, at the next beat; pages after lease / 4."""
 
-SPLIT = ("prefill-0", "decode-0")
 BUSY = 400  # tokens of an answer that keeps both workers busy meanwhile: an idle worker is easily judged
 
 

@@ -10,11 +10,10 @@ from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.engine.core.plan import Arrive, Outcome, Plan
 from penstock.errors import WorkerLost
 
-from .router_town import Town
+from .router_town import WIDE, Town
 from .worker_stage import StageWorker
 
 STILL_S = FailoverConfig().still_s
-WIDE = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 def stand_still(worker: StageWorker) -> Callable[[], None]:

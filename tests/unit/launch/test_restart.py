@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from restart_bench import CONFIG, Bench, of_type, ready_bench
 
-from penstock.config.schema import SuperviseConfig
 from penstock.launch.board import Heartbeat
 from penstock.launch.events import (
     HOPELESS,
-    Died,
     Done,
     Effect,
-    Event,
     Exit,
     Fork,
     Kill,
@@ -33,80 +26,6 @@ from penstock.launch.events import (
 from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
 from penstock.types import WorkerState
 from penstock.wire.messages import Draining, WorkerDown
-
-T = TypeVar("T")
-CRASH = Exit(signal=signal.SIGSEGV)
-CONFIG = SuperviseConfig()
-
-
-@dataclass
-class Bench:
-    """The machine, a clock, and processes that obey at once unless told otherwise."""
-
-    config: SuperviseConfig = CONFIG
-    now: float = 100.0
-    machine: Restarts = field(init=False)
-    running: dict[str, int] = field(default_factory=dict)  # child -> incarnation
-    silent: set[str] = field(default_factory=set)
-    log: list[tuple[float, Effect]] = field(default_factory=list)
-    _silent_since: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.machine = Restarts.of(self.config)
-        self.machine.admit(["prefill-0", "decode-0"])
-
-    def send(self, event: Event) -> list[Effect]:
-        effects = self.machine.handle(event, self.now)
-        for effect in effects:
-            self.log.append((self.now, effect))
-            if isinstance(effect, Fork):
-                assert effect.child not in self.running, "forked while the last incarnation still runs"
-                self.running[effect.child] = effect.incarnation
-                self.silent.discard(effect.child)
-        return effects
-
-    def die(self, child: str, how: Exit = CRASH) -> list[Effect]:
-        return self.send(Died(child, self.running.pop(child), how))
-
-    def look(self) -> list[Effect]:
-        beats = {}
-        for child, incarnation in self.running.items():
-            if child in self.silent:
-                beat = self._silent_since.setdefault(child, self.now)
-            else:
-                self._silent_since.pop(child, None)
-                beat = self.now
-            beats[child] = Heartbeat(incarnation, WorkerState.READY, beat, beat + 0.1, 1)
-        return self.send(Looked(beats))
-
-    def run(self, seconds: float) -> list[Effect]:
-        """Let time pass as the supervisor does: looking at every interval, waking when it is due."""
-        end, effects = self.now + seconds, []
-        while self.now < end:
-            self.now = min(end, max(self.now + 1e-3, self.machine.wake_at(self.now)))
-            effects += self.look()
-        return effects
-
-    def wait_for(self, child: str) -> None:
-        """Let time pass until this child runs."""
-        while child not in self.running:
-            self.run(1e-3)
-
-    def obey(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Kill) and effect.child in self.running:
-                self.die(effect.child, Exit(signal=effect.signal))
-
-
-def ready_bench(config: SuperviseConfig = CONFIG) -> Bench:
-    bench = Bench(config)
-    bench.send(Tick())
-    bench.look()
-    return bench
-
-
-def of_type(kind: type[T], effects: list[Effect]) -> list[T]:
-    return [e for e in effects if isinstance(e, kind)]
 
 
 def test_everything_is_forked_at_the_first_tick() -> None:
@@ -347,66 +266,6 @@ def test_how_a_process_ended_in_words() -> None:
     assert str(Exit(code=3)) == "exit code 3"
     assert str(Exit(signal=9, last_words="out of pages")) == "out of pages (killed by SIGKILL)"
     assert str(Exit(signal=64 + 1)) == "killed by signal 65"
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order: at most one process a child, and stopping always comes to its end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bench = Bench()
-
-    @rule()
-    def tick(self) -> None:
-        self.bench.send(Tick())
-
-    @rule(seconds=st.floats(0.001, 8.0))
-    def time_passes(self, seconds: float) -> None:
-        self.bench.run(seconds)
-
-    @precondition(lambda self: self.bench.running)
-    @rule(data=st.data(), code=st.sampled_from([Exit(code=0), Exit(code=1), CRASH]))
-    def somebody_dies(self, data: st.DataObject, code: Exit) -> None:
-        self.bench.die(data.draw(st.sampled_from(sorted(self.bench.running))), code)
-
-    @precondition(lambda self: self.bench.running)
-    @rule(data=st.data())
-    def somebody_falls_silent(self, data: st.DataObject) -> None:
-        self.bench.silent.add(data.draw(st.sampled_from(sorted(self.bench.running))))
-
-    @rule(child=st.sampled_from(["prefill-0", "decode-0"]), incarnation=st.integers(0, 4))
-    def suspect(self, child: str, incarnation: int) -> None:
-        self.bench.send(Suspected(child, incarnation, "no tokens"))
-
-    @rule(child=st.sampled_from(["prefill-0", GATEWAY]), incarnation=st.integers(0, 2))
-    def an_old_death_is_told_again(self, child: str, incarnation: int) -> None:
-        if self.bench.running.get(child) != incarnation:
-            self.bench.send(Died(child, incarnation, CRASH))
-
-    @rule()
-    def stop(self) -> None:
-        self.bench.send(StopAsked())
-
-    @invariant()
-    def nothing_is_forked_after_the_end_began(self) -> None:
-        ended = [i for i, (_, e) in enumerate(self.bench.log) if isinstance(e, Done)]
-        assert len(ended) <= 1
-        if ended:
-            assert not [e for _, e in self.bench.log[ended[0] :] if isinstance(e, Fork)]
-            assert not self.bench.running
-
-    def teardown(self) -> None:
-        self.bench.send(StopAsked())
-        self.bench.send(StopAsked())
-        effects = self.bench.run(CONFIG.grace_s + 1.0)
-        for child in sorted(self.bench.running):
-            self.bench.die(child, Exit(signal=signal.SIGKILL))
-        assert self.bench.machine.stage is Stage.DONE
-        assert not [e for e in effects if isinstance(e, Fork)]
-
-
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def test_notes_tell_what_is_done() -> None:

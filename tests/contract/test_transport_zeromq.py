@@ -1,0 +1,179 @@
+"""What only real sockets can do: keys, hostile frames, full queues, last words, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import closing
+
+import pytest
+from transport_place import Place, fresh_name, note
+
+from penstock.errors import ConfigError
+from penstock.wire import codec
+from penstock.wire.keys import Keys
+from penstock.wire.messages import WorkerDown
+from penstock.wire.transport import Link, Listener
+from penstock.wire.zeromq import ZmqTransport
+
+
+def zmq_pair(server: Keys, client: Keys) -> tuple[ZmqTransport, ZmqTransport, Listener, Link]:
+    a, b = ZmqTransport(server), ZmqTransport(client)
+    listener = a.listen(f"ipc://@penstock-{fresh_name()}")
+    return a, b, listener, b.connect(listener.endpoint)
+
+
+def mixed(server: Keys, client: Keys) -> Keys:
+    return Keys(
+        server_public=server.server_public,
+        server_secret=server.server_secret,
+        client_public=client.client_public,
+        client_secret=client.client_secret,
+    )
+
+
+def test_the_right_keys_are_let_in() -> None:
+    keys = Keys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, keys)
+    with closing(a), closing(b):
+        assert link.send(note(1))
+        assert Place(a, "").wait_for(listener).message == note(1)
+
+
+def test_an_unknown_client_key_is_not_let_in_even_with_the_servers_public_key() -> None:
+    keys = Keys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, mixed(keys, Keys.ephemeral()))
+    with closing(a), closing(b):
+        assert link.send(note(1))
+        assert Place(a, "").quiet(listener)
+
+
+def test_a_link_talks_only_to_the_server_it_knows() -> None:
+    keys = Keys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, mixed(Keys.ephemeral(), keys))
+    with closing(a), closing(b):
+        assert link.send(note(1))
+        assert Place(a, "").quiet(listener)
+
+
+def test_clear_text_is_not_let_in() -> None:
+    import zmq
+
+    transport = ZmqTransport(Keys.ephemeral())
+    listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
+    with closing(transport), zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.setsockopt(zmq.LINGER, 0)
+        plain.connect(listener.endpoint)
+        plain.send(codec.encode(note(1)))
+        assert Place(transport, "").quiet(listener)
+
+
+def test_hostile_frames_are_counted_and_dropped() -> None:
+    keys = Keys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, keys)
+    with closing(a), closing(b):
+        raw = link.socket  # type: ignore[attr-defined]
+        supervisor_only = codec.encode(WorkerDown(worker="w", incarnation=1, state="dead", reason=""))  # type: ignore[arg-type]
+        good = codec.encode(note(1))
+        hostile = [[b""], [b"\x01"], [b"\x02" + good[1:]], [good, b"p", b"q"], [good + b"x"], [supervisor_only]]
+        for frames in hostile:
+            raw.send_multipart(frames)
+        assert link.send(note(2))
+        assert Place(a, "").wait_for(listener).message == note(2)
+        assert listener.counters.malformed == len(hostile)
+
+
+def test_a_queue_that_is_full_is_answered_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.wire import zeromq
+
+    monkeypatch.setattr(zeromq, "QUEUE_MESSAGES", 10)
+    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        link = transport.connect("ipc://@penstock-test-nobody-listens")
+        answers = [link.send(note(number)) for number in range(30)]
+        assert answers[:10] == [True] * 10
+        assert answers[-1] is False
+        assert link.counters.unsent == 20
+
+
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
+def test_last_words_arrive_when_closing_waits_for_them(endpoint: str) -> None:
+    """A worker that ends gives its requests back; who reads late must hear it all the same."""
+    keys = Keys.ephemeral()
+    leaving, staying = ZmqTransport(keys), ZmqTransport(keys)
+    try:
+        name = f"ipc://@penstock-last-{os.getpid()}" if endpoint == "ipc" else "tcp://127.0.0.1:0"
+        listener = leaving.listen(name)
+        link = staying.connect(listener.endpoint)
+        link.send(note(0))
+        peer = Place(leaving, "").wait_for(listener).peer
+        for number in range(500):
+            assert listener.send(peer, note(number))
+        leaving.close(linger_s=5.0)
+        heard = [Place(staying, "").wait_for(link).message for _ in range(500)]
+        assert heard == [note(number) for number in range(500)]
+    finally:
+        leaving.close()
+        staying.close()
+
+
+def test_closing_does_not_wait_longer_than_it_was_told() -> None:
+    """Nobody listens: what was said there never leaves."""
+    transport = ZmqTransport(Keys.ephemeral())
+    assert transport.connect(f"ipc://@penstock-nobody-{os.getpid()}").send(note(1))
+    began = time.monotonic()
+    transport.close(linger_s=0.05)
+    assert time.monotonic() - began < 30  # else it would be forever
+
+
+def test_an_async_link_works_on_uvloop() -> None:
+    import uvloop
+
+    async def talk() -> list[int]:
+        with closing(ZmqTransport(Keys.ephemeral())) as transport:
+            listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
+            link = transport.connect_async(listener.endpoint)
+            assert link.send(note(0))
+            first = await asyncio.to_thread(Place(transport, "").wait_for, listener)
+            for number in range(200):
+                assert listener.send(first.peer, note(number))
+            async with asyncio.timeout(5):
+                return [(await anext(link)).message.epoch for _ in range(200)]  # type: ignore[union-attr]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(talk()) == list(range(200))
+
+
+def test_a_taken_endpoint_is_a_config_error() -> None:
+    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        listener = transport.listen("tcp://127.0.0.1:0")
+        assert listener.endpoint != "tcp://127.0.0.1:0"
+        with pytest.raises(ConfigError, match="in use"):
+            transport.listen(listener.endpoint)
+
+
+def test_wait_wakes_for_a_descriptor() -> None:
+    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
+        read, write = os.pipe()
+        try:
+            assert not transport.wait(0, [listener], [read])
+            os.write(write, b"x")
+            assert transport.wait(5, [listener], [read])
+        finally:
+            os.close(read)
+            os.close(write)
+
+
+def test_a_forked_child_cannot_use_its_parents_transport() -> None:
+    transport = ZmqTransport(Keys.ephemeral())
+    child = os.fork()
+    if child == 0:
+        try:
+            transport.connect("ipc://@x")
+        except RuntimeError:
+            transport.close()
+            os._exit(0)
+        os._exit(1)
+    with closing(transport):
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

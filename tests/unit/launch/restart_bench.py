@@ -1,0 +1,96 @@
+"""The restart machine on a virtual clock, with processes that obey at once: for the tests of it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from penstock.config.schema import SuperviseConfig
+from penstock.launch.board import Heartbeat
+from penstock.launch.events import (
+    Died,
+    Effect,
+    Event,
+    Exit,
+    Fork,
+    Kill,
+    Looked,
+    Tick,
+)
+from penstock.launch.restart import Restarts
+from penstock.types import WorkerState
+
+T = TypeVar("T")
+CRASH = Exit(signal=signal.SIGSEGV)
+CONFIG = SuperviseConfig()
+
+
+@dataclass
+class Bench:
+    """The machine, a clock, and processes that obey at once unless told otherwise."""
+
+    config: SuperviseConfig = CONFIG
+    now: float = 100.0
+    machine: Restarts = field(init=False)
+    running: dict[str, int] = field(default_factory=dict)  # child -> incarnation
+    silent: set[str] = field(default_factory=set)
+    log: list[tuple[float, Effect]] = field(default_factory=list)
+    _silent_since: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.machine = Restarts.of(self.config)
+        self.machine.admit(["prefill-0", "decode-0"])
+
+    def send(self, event: Event) -> list[Effect]:
+        effects = self.machine.handle(event, self.now)
+        for effect in effects:
+            self.log.append((self.now, effect))
+            if isinstance(effect, Fork):
+                assert effect.child not in self.running, "forked while the last incarnation still runs"
+                self.running[effect.child] = effect.incarnation
+                self.silent.discard(effect.child)
+        return effects
+
+    def die(self, child: str, how: Exit = CRASH) -> list[Effect]:
+        return self.send(Died(child, self.running.pop(child), how))
+
+    def look(self) -> list[Effect]:
+        beats = {}
+        for child, incarnation in self.running.items():
+            if child in self.silent:
+                beat = self._silent_since.setdefault(child, self.now)
+            else:
+                self._silent_since.pop(child, None)
+                beat = self.now
+            beats[child] = Heartbeat(incarnation, WorkerState.READY, beat, beat + 0.1, 1)
+        return self.send(Looked(beats))
+
+    def run(self, seconds: float) -> list[Effect]:
+        """Let time pass as the supervisor does: looking at every interval, waking when it is due."""
+        end, effects = self.now + seconds, []
+        while self.now < end:
+            self.now = min(end, max(self.now + 1e-3, self.machine.wake_at(self.now)))
+            effects += self.look()
+        return effects
+
+    def wait_for(self, child: str) -> None:
+        """Let time pass until this child runs."""
+        while child not in self.running:
+            self.run(1e-3)
+
+    def obey(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Kill) and effect.child in self.running:
+                self.die(effect.child, Exit(signal=effect.signal))
+
+
+def ready_bench(config: SuperviseConfig = CONFIG) -> Bench:
+    bench = Bench(config)
+    bench.send(Tick())
+    bench.look()
+    return bench
+
+
+def of_type(kind: type[T], effects: list[Effect]) -> list[T]:
+    return [e for e in effects if isinstance(e, kind)]
