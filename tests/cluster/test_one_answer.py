@@ -4,7 +4,8 @@ Twenty varied requests are answered over the whole matrix of topology, batch, ca
 and each answer is compared with the plainest one (one worker, alone, cold, whole prompts).  Every cell also has to show
 that what it is named after took place: a cell that tested nothing fails.
 
-By default one row of the matrix for each topology is run; ``--long`` runs all of it.
+By default one row of the matrix for each topology is run; ``--long`` runs all of it.  Kernel families and compressed
+weights are in ``test_kernel_families.py``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,10 @@ import itertools
 import os
 import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-
-from penstock.bundled import storyteller
-from penstock.weights.compressing import compress_folder
 
 from .server import PenstockServer
 from .streams import Answer, all_answers, make_client, stream_completion
@@ -140,16 +137,6 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list
                 if temperature == "cold" and not together and not kill:
                     assert cached <= 300, f"{where}: the first pass found {cached} tokens already"
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
-
-
-@pytest.mark.timeout(300)
-def test_compressed_weights_give_the_same_answers(plain: list[dict[str, Any]], tmp_path: Path):
-    compress_folder(storyteller(), tmp_path / "storyteller", threads=1, report=lambda _: None)
-    with PenstockServer([str(tmp_path / "storyteller"), "--kv-memory", ROOMS["roomy"]]) as server:
-        for together in (False, True):
-            bodies = varied_requests(salt=f"compressed-{together}", salt_each=not together)
-            answers = asyncio.run(all_answers(server.url, bodies, together=together))
-            compare(answers, plain, f"compressed, {'batch' if together else 'alone'}")
 
 
 def assert_it_took_place(server: PenstockServer, *, split: bool, tight: bool) -> None:

@@ -47,7 +47,8 @@ from penstock.kernels.select import make_ops
 make_ops(compute_dtype="bf16")
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": "src"})
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
 def test_a_living_result_is_never_overwritten() -> None:
@@ -95,7 +96,7 @@ child()
 assert (ops.linear(np.ones((64, 512), np.float32), weight) == 512).all()
 child()
 """
-    env = {**os.environ, "PYTHONPATH": "src", "OPENBLAS_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code, families()[0]], check=True, timeout=60, env=env)
 
 

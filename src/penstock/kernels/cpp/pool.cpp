@@ -135,6 +135,17 @@ Pool* ready_pool() {
   return pool;
 }
 
+// Scratch memory grows in large steps; under the address sanitizer it is as long as was asked for, and new each time.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kScratchAlignment = 64;
+size_t scratch_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
+bool suffices(const Scratch&, size_t) { return false; }
+#else
+constexpr size_t kScratchAlignment = 4096;
+size_t scratch_bytes(size_t bytes) { return (bytes + bytes / 4 + 4095) / 4096 * 4096; }
+bool suffices(const Scratch& own, size_t bytes) { return own.bytes >= bytes; }
+#endif
+
 }  // namespace
 
 void set_threads(int count) { wanted_threads = count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count; }
@@ -151,10 +162,10 @@ void parallel(long items, void* context, ItemFn fn) {
 
 void* workspace(int worker, size_t bytes) {
   Scratch& own = scratch[worker];
-  if (own.bytes < bytes) {
+  if (!suffices(own, bytes)) {
     std::free(own.data);
-    own.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    own.data = std::aligned_alloc(4096, own.bytes);
+    own.bytes = scratch_bytes(bytes);
+    own.data = std::aligned_alloc(kScratchAlignment, own.bytes);
     if (own.data == nullptr) {
       own.bytes = 0;
       throw std::bad_alloc();
