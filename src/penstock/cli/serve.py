@@ -61,6 +61,11 @@ def _add_join_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--join", metavar="tcp://HOST:PORT", action="append", help="use this `penstock worker` (repeat for more)"
     )
+    group.add_argument(
+        "--allow-mixed-numerics",
+        action="store_true",
+        help="an answer may go on on another kind of processor, in other bits, rather than wait or fail",
+    )
     group.add_argument("--keys", metavar="DIR", help="the keys that the workers were started with")
 
 

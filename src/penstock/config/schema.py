@@ -107,6 +107,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
+    allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
 
 
 class SuperviseConfig(Config, frozen=True, kw_only=True):
@@ -157,6 +158,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     api_key: str | None = None
     served_model_name: str | None = None
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
+    allow_mixed_numerics: bool = False  # an answer may go on in another numerics class when its own has no worker left
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
 

@@ -175,6 +175,7 @@ def _gateway_config(config: ServeConfig, located: Located, name: str, length: in
         limits=config.limits,
         failover=config.failover,
         join=config.join,
+        allow_mixed_numerics=config.allow_mixed_numerics,
     )
 
 

@@ -27,6 +27,7 @@ class Ask:
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
     avoid: frozenset[tuple[WorkerId, int]] = frozenset()  # (worker, incarnation) pairs that gave it back
     doubt: frozenset[tuple[WorkerId, int]] = frozenset()  # pairs to be taken only where there is no other
+    mixed: bool = False  # may go on in another numerics class of the same model, while none of its own can take it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,13 @@ class Decision:
 def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decision:
     """Choose the workers for one submission of a request.
 
-    All workers of an answer have one identity.  Where prefill and decode workers stand ready the request is split
+    All workers of an answer have one identity, unless the operator allows a change of numerics class in mid-answer; at
+    any one time its workers have one.  Where prefill and decode workers stand ready the request is split
     between them, except for its very last token: that one needs no hand-over, and a prefill worker writes it.
     Otherwise a worker that does both takes it whole.
     """
     policy = LeastTokens()
-    for identity in (ask.identity,) if ask.identity is not None else fleet.identities():
+    for identity in _identities(ask, fleet):
         for parts in _ways(ask):
             legs: list[Chosen] = []
             weighed: list[tuple[Leg, tuple[Score, ...]]] = []
@@ -126,6 +128,17 @@ def can_serve(fleet: Fleet) -> bool:
         fleet.ready(Role.BOTH, identity) or (fleet.ready(Role.PREFILL, identity) and fleet.ready(Role.DECODE, identity))
         for identity in fleet.identities()
     )
+
+
+def _identities(ask: Ask, fleet: Fleet) -> Sequence[ModelIdentity]:
+    """Whose workers may serve this, the preferred ones first."""
+    own = ask.identity
+    if own is None:
+        return fleet.identities()
+    if not ask.mixed:
+        return (own,)
+    others = (other for other in fleet.identities() if other.fingerprint == own.fingerprint and other != own)
+    return (own, *others)
 
 
 def _ways(ask: Ask) -> tuple[tuple[tuple[Leg, Role], ...], ...]:

@@ -74,6 +74,7 @@ class RouterService:
             max_attempts=config.failover.max_attempts,
             first_byte_s=config.limits.first_byte_s,
             stall_s=config.limits.stall_s,
+            mixed_numerics=config.allow_mixed_numerics,
         )
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)

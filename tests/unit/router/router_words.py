@@ -18,6 +18,7 @@ from penstock.wire.messages import Report, WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 OTHER = ModelIdentity(fingerprint="0" * 64, numerics="null-1")
+OTHER_CLASS = ModelIdentity(fingerprint="f" * 64, numerics="null-2")
 ROOT = chain_root(IDENTITY)
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from router_words import IDENTITY, OTHER, fleet_of, hashes_of, report, request, up
+from router_words import IDENTITY, OTHER, OTHER_CLASS, fleet_of, hashes_of, report, request, up
 
 from penstock.router.decide import Ask, Decision, can_serve, decide
 from penstock.router.fleet import Fleet
@@ -27,7 +27,7 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
         up(fleet, name)
         told = dict(fact.split("=") for fact in facts if "=" in fact)
         state = next((WorkerState(fact) for fact in facts if "=" not in fact), WorkerState.READY)
-        identity = OTHER if told.get("identity") == "other" else IDENTITY
+        identity = {"other": OTHER, "class": OTHER_CLASS}.get(told.get("identity", ""), IDENTITY)
         if state is not WorkerState.STARTING:
             free = int(told.get("free", 100))
             heard = NOW - float(told.get("silent", 0))
@@ -133,6 +133,21 @@ def test_all_workers_of_an_answer_compute_alike():
     check("both-0; both-1 identity=other", picks="whole=both-1", ask=Ask(request=request(), identity=OTHER))
     check("prefill-0 identity=other; decode-0", picks="")
     check("prefill-0; decode-0 identity=other; both-0 identity=other", picks="whole=both-0")
+
+
+@pytest.mark.parametrize(
+    ("words", "strict", "mixed"),
+    [
+        ("both-0 identity=class", "", "whole=both-0"),
+        ("both-0 identity=class; both-1 tokens=999", "whole=both-1", "whole=both-1"),
+        ("prefill-0 identity=class; decode-0", "", ""),
+        ("prefill-0; decode-0 identity=class; both-0 identity=class", "", "whole=both-0"),
+        ("both-0 identity=other", "", ""),
+    ],
+)
+def test_another_numerics_class_of_the_model_only_where_it_is_allowed_and_its_own_has_nobody(words, strict, mixed):
+    check(words, picks=strict, ask=Ask(request=request(), emitted=3, identity=IDENTITY))
+    check(words, picks=mixed, ask=Ask(request=request(), emitted=3, identity=IDENTITY, mixed=True))
 
 
 def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
