@@ -17,6 +17,7 @@ from penstock.hashing import block_hashes, chain_root
 from penstock.router.service import Outside, RouterService
 from penstock.types import (
     FinishReason,
+    ModelIdentity,
     RequestId,
     Role,
     SamplingParams,
@@ -112,11 +113,13 @@ class Town:
 
     # --- the supervisor's part --------------------------------------------------------------------------------------
 
-    def fork(self, name: str, **scheduler: int) -> StageWorker:
+    def fork(self, name: str, identity: ModelIdentity = IDENTITY, **scheduler: int) -> StageWorker:
         """Start a worker, as the next incarnation of its name; its role is in the name."""
         incarnation = self._incarnations[name] = self._incarnations.get(name, 0) + 1
         role = Role(name.split("-", maxsplit=1)[0])
-        worker = StageWorker(self.stage, name, role, incarnation=incarnation, **(self._scheduler | scheduler))
+        worker = StageWorker(
+            self.stage, name, role, incarnation=incarnation, identity=identity, **(self._scheduler | scheduler)
+        )
         worker.link.close()
         self._alive[name] = worker
         self.stage.workers.append(worker)

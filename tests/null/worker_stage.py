@@ -62,7 +62,16 @@ class MarkingRunner(NullRunner):
 class StageWorker:
     """One worker on the stage."""
 
-    def __init__(self, stage: Stage, name: str, role: Role, *, incarnation: int = 1, **scheduler: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        name: str,
+        role: Role,
+        *,
+        incarnation: int = 1,
+        identity: ModelIdentity = IDENTITY,
+        **scheduler: int,
+    ) -> None:
         self.name = WorkerId(name)
         self.incarnation = incarnation
         self.endpoint = f"memory://{name}" if incarnation == 1 else f"memory://{name}-{incarnation}"
@@ -78,12 +87,12 @@ class StageWorker:
             scheduler=SchedulerConfig(**scheduler),
             hand_over=stage.hand_over,
         )
-        carrier = MemoryCarrier(self.memory, stage.memories, PageSeal(IDENTITY, LAYOUT))
+        carrier = MemoryCarrier(self.memory, stage.memories, PageSeal(identity, LAYOUT))
         self.scheduler = Scheduler(config.scheduler)
         self.sender = HandOverSender(config.hand_over, carrier, config.incarnation)
         self.receiver = HandOverReceiver(config.hand_over, carrier)
         self.mailbox = WorkerMailbox(
-            config, self.scheduler, HandOver(IDENTITY, self.sender, self.receiver), stage.hub, stage.clock
+            config, self.scheduler, HandOver(identity, self.sender, self.receiver), stage.hub, stage.clock
         )
         self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory), stage.clock)
         self.loop.on_plan = self.mailbox.planned

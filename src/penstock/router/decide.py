@@ -27,7 +27,6 @@ class Ask:
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
     avoid: frozenset[tuple[WorkerId, int]] = frozenset()  # (worker, incarnation) pairs that gave it back
     doubt: frozenset[tuple[WorkerId, int]] = frozenset()  # pairs to be taken only where there is no other
-    mixed: bool = False  # may go on in another numerics class of the same model, while none of its own can take it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +87,16 @@ class Decision:
         return tuple(told)
 
 
-def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float) -> Decision:
+def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, *, mixed_numerics: bool = False) -> Decision:
     """Choose the workers for one submission of a request.
 
-    All workers of an answer have one identity, unless the operator allows a change of numerics class in mid-answer; at
-    any one time its workers have one.  Where prefill and decode workers stand ready the request is split
+    All workers of an answer have one identity.  With ``mixed_numerics`` it may change in mid-answer to another class of
+    the same model, while none of the answer's own can take it.  Where prefill and decode workers stand ready the request is split
     between them, except for its very last token: that one needs no hand-over, and a prefill worker writes it.
     Otherwise a worker that does both takes it whole.
     """
     policy = LeastTokens()
-    for identity in _identities(ask, fleet):
+    for identity in _identities(ask, fleet, mixed_numerics):
         for parts in _ways(ask):
             legs: list[Chosen] = []
             weighed: list[tuple[Leg, tuple[Score, ...]]] = []
@@ -130,15 +129,14 @@ def can_serve(fleet: Fleet) -> bool:
     )
 
 
-def _identities(ask: Ask, fleet: Fleet) -> Sequence[ModelIdentity]:
+def _identities(ask: Ask, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelIdentity]:
     """Whose workers may serve this, the preferred ones first."""
     own = ask.identity
     if own is None:
         return fleet.identities()
-    if not ask.mixed:
+    if not mixed_numerics:
         return (own,)
-    others = (other for other in fleet.identities() if other.fingerprint == own.fingerprint and other != own)
-    return (own, *others)
+    return (own, *(each for each in fleet.identities() if each.fingerprint == own.fingerprint and each != own))
 
 
 def _ways(ask: Ask) -> tuple[tuple[tuple[Leg, Role], ...], ...]:

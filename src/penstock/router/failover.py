@@ -65,7 +65,6 @@ class Patience:
     max_attempts: int  # submissions without a new token in between
     first_byte_s: float  # to the first token
     stall_s: float  # between two tokens
-    mixed_numerics: bool = False  # before giving up, go on in another numerics class of the same model
 
 
 class Flight:
@@ -100,7 +99,7 @@ class Flight:
         self.phase = Phase.WAITING
         self.epoch = 1
         self.emitted: list[int] = []  # delivered to the client, in order
-        self.identity: ModelIdentity | None = None  # of this answer's workers, once it was placed
+        self.identity: ModelIdentity | None = None  # of all workers of this answer, once one of them spoke
         self._patience = patience
         self._began = now
         self._moved = now  # when the last token was delivered
@@ -129,7 +128,6 @@ class Flight:
             identity=self.identity,
             avoid=frozenset(who for who, until in self._avoid.items() if until > now),
             doubt=frozenset(who for who, until in self._doubt.items() if until > now),
-            mixed=self._patience.mixed_numerics,
         )
 
     def placed(self, decision: Decision, root: BlockHash, now: float) -> Effects:

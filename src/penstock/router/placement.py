@@ -23,10 +23,11 @@ log = logging.getLogger("penstock.router")
 class Placement:
     """Decides for flights that ask, and remembers those that must ask again."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: Metrics, *, mixed_numerics: bool) -> None:
         self.decisions = DecisionLog()
         self._fleet = fleet
         self._metrics = metrics
+        self._mixed_numerics = mixed_numerics
         self._prefixes = PrefixIndex()
         self._waiting: dict[RequestId, float] = {}  # -> not before; in order of arrival
 
@@ -45,7 +46,7 @@ class Placement:
     def decide(self, flight: Flight, now: float) -> tuple[Decision, BlockHash]:
         """A decision for this flight, and the hash chain's root where it will be served."""
         request = flight.request
-        decision = decide(flight.ask(now), self._fleet, self._prefixes, now)
+        decision = decide(flight.ask(now), self._fleet, self._prefixes, now, mixed_numerics=self._mixed_numerics)
         self.decisions.add(request.id, decision)
         if decision.legs:
             self.forget(request.id)

@@ -74,13 +74,12 @@ class RouterService:
             max_attempts=config.failover.max_attempts,
             first_byte_s=config.limits.first_byte_s,
             stall_s=config.limits.stall_s,
-            mixed_numerics=config.allow_mixed_numerics,
         )
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
         self._links = Links(outside.connect, self.on_message)
         self._streams: dict[RequestId, Stream] = {}
-        self._placement = Placement(self.fleet, self.metrics)
+        self._placement = Placement(self.fleet, self.metrics, mixed_numerics=config.allow_mixed_numerics)
         self._watch = Watch(config, self.fleet, self._links, self.metrics, lose=self._lose, suspect=outside.suspect)
         self._unsettled = 0  # streams whose flights are not over
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came

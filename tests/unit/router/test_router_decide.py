@@ -146,8 +146,10 @@ def test_all_workers_of_an_answer_compute_alike():
     ],
 )
 def test_another_numerics_class_of_the_model_only_where_it_is_allowed_and_its_own_has_nobody(words, strict, mixed):
-    check(words, picks=strict, ask=Ask(request=request(), emitted=3, identity=IDENTITY))
-    check(words, picks=mixed, ask=Ask(request=request(), emitted=3, identity=IDENTITY, mixed=True))
+    fleet, prefixes = fleet_in_words(words)
+    ask = Ask(request=request(), emitted=3, identity=IDENTITY)
+    assert picked(decide(ask, fleet, prefixes, NOW)) == strict
+    assert picked(decide(ask, fleet, prefixes, NOW, mixed_numerics=True)) == mixed
 
 
 def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
