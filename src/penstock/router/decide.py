@@ -91,9 +91,10 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, *, mixed_n
     """Choose the workers for one submission of a request.
 
     All workers of an answer have one identity.  With ``mixed_numerics`` it may change in mid-answer to another class of
-    the same model, while none of the answer's own can take it.  Where prefill and decode workers stand ready the request is split
-    between them, except for its very last token: that one needs no hand-over, and a prefill worker writes it.
-    Otherwise a worker that does both takes it whole.
+    the same model, while none of the answer's own can take it.
+
+    Where prefill and decode workers stand ready the request is split between them, except for its very last token: that
+    one needs no hand-over, and a prefill worker writes it.  Otherwise a worker that does both takes it whole.
     """
     policy = LeastTokens()
     for identity in _identities(ask, fleet, mixed_numerics):
