@@ -177,3 +177,27 @@ def test_a_forked_child_cannot_use_its_parents_transport() -> None:
         os._exit(1)
     with closing(transport):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_link_finds_whoever_listens_there_next_and_is_a_stranger_to_it() -> None:
+    """What waited for the old connection may arrive at the new one or nowhere; nobody is told.  See ``Hello``."""
+    keys = Keys.ephemeral()
+    with closing(ZmqTransport(keys)) as staying:
+        with closing(ZmqTransport(keys)) as leaving:
+            endpoint = leaving.listen("tcp://127.0.0.1:0").endpoint
+            link = staying.connect(endpoint)
+        with closing(ZmqTransport(keys)) as first:
+            listener = first.listen(endpoint)
+            assert link.send(note(0))
+            one = Place(first, "").wait_for(listener).peer
+        with closing(ZmqTransport(keys)) as second:
+            listener = second.listen(endpoint)
+            assert not listener.send(one, note(1))
+            heard = None
+            for number in range(100):  # a message that left as the connection broke is lost
+                assert link.send(note(number))
+                if second.wait(0.1, [listener]) and (heard := listener.recv()) is not None:
+                    break
+            assert heard is not None
+            assert listener.send(heard.peer, note(7))
+            assert Place(staying, "").wait_for(link).message == note(7)

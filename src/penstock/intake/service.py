@@ -111,8 +111,11 @@ class ModelIntake:
             count=len(tokens),
             max_model_len=self._facts.max_model_len,
             tokens=list(tokens),
-            token_strs=self._tokenizer.token_strings(tokens) if strings else None,
+            token_strs=await self._strings(tokens) if strings else None,
         )
+
+    async def _strings(self, tokens: tuple[int, ...]) -> list[str]:
+        return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.token_strings(tokens))
 
     async def detokenize(self, body: JsonObject) -> str:
         """See ``wire.ports.Intake``."""

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.schema import Limits
 from penstock.errors import BadField, RequestError, UnknownModel
-from penstock.intake.fields import Fields, mapping, refuse_unknown, unsupported
+from penstock.intake.fields import Fields, mapping, refuse_unknown, string, unsupported
 from penstock.intake.message_fields import Message, parse_messages, parse_template_arguments
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
 from penstock.intake.sampling_fields import NAMES as SAMPLING
@@ -132,9 +132,11 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
         messages = parse_messages(fields.raw("messages"), limits)
         return parse_chat_text(fields, messages), fields.boolean("add_special_tokens"), strings
     prompt = fields.raw("prompt")
-    if not isinstance(prompt, str):
-        raise BadField("prompt", got=prompt, want="a string", code="invalid_type")
-    return prompt, fields.boolean("add_special_tokens", default=True), strings
+    return (
+        string("prompt", prompt, max_chars=limits.max_tokenize_chars),
+        fields.boolean("add_special_tokens", default=True),
+        strings,
+    )
 
 
 def parse_detokenize(body: Mapping[str, Any], facts: ModelFacts) -> tuple[int, ...]:

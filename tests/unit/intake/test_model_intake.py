@@ -13,7 +13,7 @@ import small_tokenizers
 import penstock
 from pauses import longest_pause_of_the_loop
 from penstock.config.schema import Limits
-from penstock.errors import ModelError, PromptTooLong, RequestError
+from penstock.errors import BadField, ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.service import ModelIntake
 from penstock.types import FinishReason, ModelIdentity, RequestId, TokenBatch
@@ -177,6 +177,19 @@ async def test_tokenize_and_back(intake: ModelIntake):
     chatted = await intake.tokenize({"messages": [{"role": "user", "content": "Hi"}]})
     assert chatted.tokens == list((await chat(intake, "Hi")).requests[0].prompt)
     assert await intake.detokenize({"model": "m", "tokens": []}) == ""
+
+
+async def test_what_is_too_long_to_tokenize_is_refused():
+    made = intake_of(limits=Limits(max_tokenize_chars=100))
+    assert (await made.tokenize({"prompt": "x" * 100})).count > 1
+    with pytest.raises(BadField, match="at most 100 characters"):
+        await made.tokenize({"prompt": "x" * 101})
+
+
+async def test_telling_the_strings_of_many_tokens_holds_up_nobody(intake: ModelIntake):
+    body = {"prompt": "Once upon a time there was a fox. " * 20_000, "return_token_strs": True}
+    assert len((await intake.tokenize(body)).token_strs or ()) > 90_000
+    assert await longest_pause_of_the_loop(lambda: intake.tokenize(body), allowed_s=0.05) < 0.05
 
 
 async def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: Path):

@@ -17,6 +17,9 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import Arrive
 from penstock.types import Leg, RequestId, SamplingParams
 
+TOO_SMALL_FOR_TWO = {"pages": 7, "max_model_len": 20}
+"""Room for two prompts of 6 tokens, and for one answer of 12."""
+
 
 def shown_plan(world: World) -> str:
     plan = world.plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_script import check, shown_outcome, shown_plan
+from engine_script import TOO_SMALL_FOR_TWO, check, shown_outcome, shown_plan
 
 
 def test_a_preempted_decode_leg_goes_back_to_the_gateway() -> None:
@@ -20,8 +20,7 @@ def test_a_preempted_decode_leg_goes_back_to_the_gateway() -> None:
         step -> a 12+1*, returned b preempted, preempted 1
         load running=1 queued=0 awaiting=0
         """,
-        pages=7,
-        max_model_len=20,
+        **TOO_SMALL_FOR_TWO,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_script import check
+from engine_script import TOO_SMALL_FOR_TWO, check
 
 
 def test_nobody_overtakes_not_even_the_small() -> None:
@@ -104,14 +104,15 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
 def test_who_waits_for_a_block_computes_it_when_its_owner_goes() -> None:
     check(
         """
-        whole a prompt=7 max=6 family=0
-        whole b prompt=7 max=6 family=1
-        step -> a 0+7*              # b would take the last pages, and a still grows
-        steps 5 -> a 11+1*          | a token 5 length
-        step -> b 0+7*
+        whole a prompt=22 max=3 seed=1
+        whole b prompt=22 max=3 seed=2
+        step -> a 0+8
+        cancel a
+        step -> b 8+8               # what a has finished stays, the rest is b's to compute
+        step -> b 16+6*
+        cached b 8
         """,
-        pages=4,
-        max_model_len=16,
+        max_chunk_tokens=8,
     )
 
 
@@ -144,8 +145,7 @@ def test_preempted_answers_go_on_where_they_were() -> None:
         step -> b 8+5*              | b token 7      # its first two pages were not needed by anyone
         cached b 0                  # what it had computed itself is nothing that a cache saved
         """,
-        pages=7,
-        max_model_len=20,
+        **TOO_SMALL_FOR_TWO,
     )
     assert world.scheduler.preemptions == 1
 
@@ -166,18 +166,6 @@ def test_several_steps_at_once_when_only_answers_are_written() -> None:
 
 
 def test_several_steps_never_cost_a_preemption() -> None:
-    check(
-        """
-        whole a prompt=1 max=9 family=0
-        whole b prompt=1 max=3 family=1
-        step -> a 0+1*, b 0+1*
-        step -> a 1+1*, b 1+1*, x2
-        step -> a 3+1*, x4
-        """,
-        max_steps=4,
-        pages=3,
-        max_model_len=12,
-    )
     check(
         """
         whole a prompt=3 max=9 family=0
