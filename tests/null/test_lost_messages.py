@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.types import RequestId
+from penstock.types import RequestId, Role
 from penstock.wire.messages import (
     Awaited,
     Cancel,
@@ -23,6 +23,7 @@ from penstock.wire.messages import (
 
 from .losses import BreakingHub, Nth
 from .router_town import SPLIT, Client, Town
+from .worker_stage import StageWorker
 
 HEALED_S = 3.0
 """A lost message costs no more: a leg is asked about after 1 s of silence, at the next beat; pages after lease / 4."""
@@ -134,6 +135,19 @@ async def test_an_old_connections_hello_that_is_read_late_takes_nothing_away() -
         late.send(Hello(gateway="g", incarnation=1, connection=0))
         await healed(town, client, within=0.5)
         assert len(town.router.debug(client.request.id)) == 1
+
+
+async def test_a_worker_that_is_replaced_without_the_gateways_noticing() -> None:
+    """Its successor has the same name, address and incarnation, as if it had never gone, and none of its requests."""
+    async with Town("both-0") as town:
+        client = town.ask(max_tokens=30)
+        await town.until(lambda: len(client.tokens) > 3)
+        worker = town.worker("both-0")
+        town.stage.workers.remove(worker)
+        worker.mailbox._listener.close()
+        town.stage.workers.append(StageWorker(town.stage, "both-0", Role.BOTH))
+        await healed(town, client)
+        assert len(town.router.debug(client.request.id)) == 2
 
 
 async def test_a_worker_says_nothing_of_what_it_has() -> None:

@@ -38,7 +38,7 @@ from penstock.launch.announce import fleet_lines, join_lines, model_lines, talk_
 from penstock.launch.board import Board, Slot
 from penstock.launch.facts import machine_facts
 from penstock.launch.gateway import BACKLOG
-from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, layout_of
+from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_before, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Stopped, Supervisor
@@ -108,8 +108,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
     _check_free(config.listen)
     with ExitStack() as stack:
         slots = _slots((worker,))
-        # A later run must look later to gateways that know this one; a restart within it counts on from there.
-        mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, int(time.time()) << 16)
+        mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_before(time.time_ns()))
         workers = Workers(config, plan, (located.path, spec), mailboxes, slots)
         stack.callback(workers.close)
         _say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))

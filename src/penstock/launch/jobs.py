@@ -58,6 +58,15 @@ class Mailboxes:
     incarnations_before: int = 0  # added to the supervisor's count, so that a later run's are higher
 
 
+def incarnations_before(now_ns: int) -> int:
+    """What the incarnations of a run that begins at ``now_ns`` (Unix time) are counted from.
+
+    A later run must look later to gateways that know an earlier one, be it a tenth of a second old: a gateway takes a
+    worker of equal incarnation for the one it knows.  65,536 restarts within the run count on from there.
+    """
+    return now_ns // 1_000_000 << 16
+
+
 class Workers:
     """The workers of this host: shared weights, one KV memory each, and how each begins."""
 
