@@ -16,6 +16,8 @@ from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.program import DirectProgram
+from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, RequestId, SamplingParams
 from penstock.weights.checkpoint import inspect_model
@@ -43,10 +45,13 @@ class RecordingModel:
 class RunnerBench:
     """Requests of one model, with pages given out in a random order that depends on ``seed``.
 
-    ``ops``: further arguments of ``make_ops``.  The kernel family is ``PENSTOCK_KERNELS``, if that is set.
+    ``direct``: operation by operation, not as the backend records a step.  ``ops``: further arguments of ``make_ops``.
+    The kernel family is ``PENSTOCK_KERNELS``, if that is set.
     """
 
-    def __init__(self, folder: Path, dtype: str = "fp32", *, pages: int = 256, seed: int = 0, **ops: Any) -> None:
+    def __init__(
+        self, folder: Path, dtype: str = "fp32", *, pages: int = 256, seed: int = 0, direct: bool = False, **ops: Any
+    ) -> None:
         self.spec = inspect_model(folder)
         family = os.environ.get("PENSTOCK_KERNELS") or None
         self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
@@ -54,7 +59,10 @@ class RunnerBench:
         self.model = RecordingModel(build_model(loaded, self.ops, self.spec.max_positions))
         sizes = {"layers": self.spec.layers, "kv_heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}
         self.kv = self.ops.new_kv(pages=pages, **sizes)
-        self.runner = ModelRunner(self.model, self.ops, self.kv)
+        program = self.ops.record(self.model.model, self.kv)
+        if direct or not isinstance(program, RecordedProgram):
+            program = DirectProgram(self.ops, self.model, self.kv)
+        self.runner = ModelRunner(self.model, self.ops, self.kv, program)
         self._free = [PageId(int(page)) for page in np.random.default_rng(seed).permutation(pages)]
         self._serial = 0
         self.runner_steps = 0
@@ -92,6 +100,9 @@ class RunnerBench:
         )
         drawn = list(self.runner.run(Plan(rows=rows, steps=steps)))
         self.runner_steps += steps
+        program = self.runner.program
+        if isinstance(program, RecordedProgram) and len(logits_RV := program.logits()):
+            self.model.logits_RV.append(logits_RV)  # of the rows that did not pick
         for row, one in zip(rows, drawn, strict=True):
             row.request.computed = row.start + row.count + max(0, len(one.tokens) - 1)
             for token in one.tokens:

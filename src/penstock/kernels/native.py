@@ -9,7 +9,6 @@ Results that are alive are never overwritten (see ``memory.StepBuffers``).  Oper
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,10 @@ from penstock.kernels import _native
 from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
 from penstock.kernels.compression import ESCAPE_PADDING, native_weights
 from penstock.kernels.memory import StepBuffers, WeightArena
-from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch
+from penstock.kernels.native_arguments import NativeKv, draw_row, sampled
+from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
+from penstock.kernels.program import DirectProgram, RecordingError
+from penstock.kernels.recording import recorded
 from penstock.types import PAGE_TOKENS
 
 KV_LAYOUT = "cells16-1"
@@ -34,16 +36,6 @@ _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(n
 def families() -> tuple[str, ...]:
     """Kernel families that this build has and this processor runs, best first."""
     return tuple(_native.families())
-
-
-@dataclass(frozen=True, slots=True)
-class NativeKv:
-    """KV memory of one worker: pages one after another."""
-
-    memory: NDArray[np.uint32]
-    handle: _native.KvMemory
-    kv_heads: int
-    head_dim: int
 
 
 class NativeOps:
@@ -151,6 +143,13 @@ class NativeOps:
 
     # --- every step ---------------------------------------------------------------------------------------------------
 
+    def record(self, steps: Steps, kv: NativeKv) -> StepProgram:
+        """See ``Ops.record``.  Steps that look into arrays run as they are."""
+        try:
+            return recorded(steps, self.family, self.compute_dtype, kv)
+        except RecordingError:
+            return DirectProgram(self, steps, kv)
+
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
         """See ``Ops.embed``."""
         hidden_TD = self._buffers.empty((len(tokens_T), table.k), np.float32)
@@ -212,11 +211,7 @@ class NativeOps:
 
     def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
         """See ``Ops.sample``.  Temperatures below 1e-5 count as 0."""
-        answers = self._kernels.sample(logits_RV, [_draw_row(row) for row in rows])
-        return [
-            Sampled(token) if row.logprobs is None else Sampled(token, logprob, tuple(top))
-            for row, (token, logprob, top) in zip(rows, answers, strict=True)
-        ]
+        return sampled(rows, self._kernels.sample(logits_RV, [draw_row(row) for row in rows]))
 
     def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
         """See ``Ops.token_logprobs``."""
@@ -249,23 +244,3 @@ class NativeOps:
             table_SP = np.ascontiguousarray(batch.table_SP, np.int32)
             self._batch = (batch, _native.Batch(batch.positions_T, batch.starts_S1, table_SP))
         return self._batch[1]
-
-
-def _draw_row(row: SampleRow) -> _native.DrawRow:
-    draw = _native.DrawRow(
-        row.seed, row.position, row.choice, row.temperature, row.top_k, row.top_p, row.min_p, row.logprobs
-    )
-    if row.presence_penalty or row.frequency_penalty or row.repetition_penalty != 1.0:
-        draw.penalise(
-            row.presence_penalty,
-            row.frequency_penalty,
-            row.repetition_penalty,
-            row.output_ids,
-            row.output_counts,
-            row.prompt_ids,
-        )
-    if len(row.bias_ids):
-        draw.set_bias(row.bias_ids, row.bias_values)
-    if len(row.banned_ids):
-        draw.ban(row.banned_ids)
-    return draw

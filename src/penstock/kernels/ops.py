@@ -97,6 +97,67 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """F rows that draw from all tokens by temperature alone: the largest logit, or logit / temperature + noise.
+
+    Their logits need never be stored.  ``tokens_F`` receives the tokens.
+    """
+
+    seeds_F: NDArray[np.uint64]
+    positions_F: NDArray[np.uint32]  # absolute positions that the drawn tokens will have
+    choices_F: NDArray[np.uint32]
+    temperatures_F: NDArray[np.float32]
+    tokens_F: NDArray[np.int32]
+
+    @classmethod
+    def empty(cls, count: int) -> Picks:
+        """Room for so many rows, zeroed."""
+        return cls(
+            np.zeros(count, np.uint64),
+            np.zeros(count, np.uint32),
+            np.zeros(count, np.uint32),
+            np.zeros(count, np.float32),
+            np.zeros(count, np.int32),
+        )
+
+    def rows(self) -> list[SampleRow]:
+        """The same rows as ``Ops.sample`` wants them."""
+        columns = (self.seeds_F, self.positions_F, self.choices_F, self.temperatures_F)
+        return [SampleRow(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+class Steps(Protocol):
+    """What can be recorded: a model's order of operations.  Both methods call nothing but the given ``Ops``."""
+
+    def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
+        """hidden [R, D] of the wanted rows, or None when there are none."""
+        ...
+
+    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
+        """hidden [R, V]."""
+        ...
+
+
+class StepProgram(Protocol):
+    """All operations of a model's step, ready to be run again and again, for any tokens and rows.
+
+    The wanted rows of a batch stand in this order: rows that are only scored, rows that draw from logits, picks.
+    """
+
+    def run(self, batch: StepBatch, scored: int, rows: list[SampleRow], picks: Picks) -> list[Sampled]:
+        """Compute the batch; the answers of ``rows``; those of ``picks`` stand in their array.
+
+        A row gives the same token whichever way it is drawn.  Arrays are read anew in every run, so a batch whose
+        arrays were overwritten may be given again.  Raises ValueError for indices out of range.
+        """
+        ...
+
+    def hidden(self) -> Array:
+        """hidden [R, D] of the last run's wanted rows, valid until the next one; for ``Steps.logits``."""
+        ...
+
+
 class Ops(Protocol):
     """A backend."""
 
@@ -155,6 +216,10 @@ class Ops(Protocol):
 
     def to_numpy(self, array: Array) -> NDArray[np.float32]:
         """What an array of hidden or compute type contains (tests and tools)."""
+        ...
+
+    def record(self, steps: Steps, kv: Array) -> StepProgram:
+        """The steps as one program over this KV memory: recorded where the backend can, else run as they are."""
         ...
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from penstock.errors import KernelError
 from penstock.kernels.compressed import CompressedMatrix
-from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch
+from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
+from penstock.kernels.program import DirectProgram
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
 from penstock.types import PAGE_TOKENS
 
@@ -117,6 +118,10 @@ class ReferenceOps:
         return np.asarray(array.float().cpu().numpy(), np.float32)
 
     # --- every step ---------------------------------------------------------------------------------------------------
+
+    def record(self, steps: Steps, kv: ReferenceKv) -> StepProgram:
+        """See ``Ops.record``: run as they are."""
+        return DirectProgram(self, steps, kv)
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Tensor:
         """See ``Ops.embed``."""

@@ -60,7 +60,7 @@ class Counts:
 class Answer:
     """One request's state."""
 
-    __slots__ = ("_counts", "_pages", "_pages_P", "_row", "_stop_ids", "request")
+    __slots__ = ("_counts", "_pages", "_pages_P", "_plain", "_row", "_stop_ids", "request")
 
     def __init__(self, request: Request) -> None:
         sampling = request.sampling
@@ -85,6 +85,8 @@ class Answer:
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
         self._counts = Counts() if penalised else None
         self._stop_ids = np.array(sampling.stop_token_ids if sampling.min_tokens else (), np.int32)
+        cut = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self._plain = not (cut or penalised or sampling.logit_bias or sampling.logprobs is not None)
         self._pages: list[int] = []
         self._pages_P = np.empty(0, np.int32)
 
@@ -93,14 +95,20 @@ class Answer:
 
         The row is the answer's own and is overwritten by the next call.
         """
-        row, request = self._row, self.request
+        row = self._row
         row.position = position
         if len(self._stop_ids):
-            short = position - len(request.prompt) < request.sampling.min_tokens
-            row.banned_ids = self._stop_ids if short else self._stop_ids[:0]
+            row.banned_ids = self._stop_ids if self._is_short(position) else self._stop_ids[:0]
         if self._counts is not None:
             row.output_ids, row.output_counts = self._count(self._counts, drawn)
         return row
+
+    def picks(self, position: int) -> bool:
+        """Is the token at ``position`` drawn from all tokens by temperature alone, with nothing else asked for?"""
+        return self._plain and not (len(self._stop_ids) and self._is_short(position))
+
+    def _is_short(self, position: int) -> bool:
+        return position - len(self.request.prompt) < self.request.sampling.min_tokens
 
     def pages(self) -> NDArray[np.int32]:
         """The request's pages, in order.  Compared on every call: a preempted request comes back with others."""

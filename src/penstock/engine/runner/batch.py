@@ -1,4 +1,8 @@
-"""Spans of requests to the arrays of one step.  The arrays are kept and reused: a batch is valid until the next."""
+"""Spans of requests to the arrays of one step.  The arrays stay from step to step.
+
+A step whose rows are the last step's, each one token further, changes only what changes: tokens, positions, and a page
+now and then.  Everything else is filled anew.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.core.plan import Drawn
 from penstock.engine.runner.answer import Answer
-from penstock.kernels.ops import StepBatch
-from penstock.types import PAGE_TOKENS, TokenLogprob
+from penstock.kernels.ops import Picks, SampleRow, StepBatch
+from penstock.types import PAGE_TOKENS, PageId, TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.engine.core.plan import Row
+    from penstock.engine.core.request import Request
+
+SPARE_BLOCKS = 8
+"""Columns of the page table beyond those that a step needs, for the steps after it."""
 
 
 class Span:
@@ -23,9 +32,13 @@ class Span:
 
     def __init__(self, row: Row, answer: Answer) -> None:
         self.answer = answer
-        self.start = row.start
-        self.tokens: Sequence[int] = row.request.tokens(row.start, row.start + row.count)
         self.samples = row.samples
+        self.begin(row.start, row.request.tokens(row.start, row.start + row.count))
+
+    def begin(self, start: int, tokens: Sequence[int]) -> None:
+        """These tokens from ``start`` on; nothing is brought yet."""
+        self.start = start
+        self.tokens = tokens
         self.drawn: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -49,18 +62,33 @@ class Span:
 
 
 class StepArrays:
-    """Owner of the arrays that a ``StepBatch`` shows."""
+    """Owner of the arrays that ``batch`` and ``picks`` show, and of the spans that they stand for.
+
+    Wanted rows: first the ``scored`` ones, then those of the spans ``listed``, which draw from logits, then those of
+    the spans ``picked``.
+    """
 
     def __init__(self) -> None:
         self._tokens = np.empty(0, np.int32)
         self._positions = np.empty(0, np.int32)
         self._starts = np.empty(0, np.int32)
         self._table = np.empty(0, np.int32)
+        self._requests: list[Request] = []
+        self._pages: list[list[PageId]] = []
+        self._at: list[int] = []  # position of each span's only token; empty when some span has more
+        self.spans: list[Span] = []
+        self.listed: list[Span] = []
+        self.picked: list[Span] = []
+        self.scored = 0
+        self.batch = StepBatch(self._tokens, self._positions, self._starts, self._table.reshape(0, 0), self._tokens)
+        self.picks = Picks.empty(0)
 
-    def fill(self, spans: Sequence[Span], wanted_R: NDArray[np.int32]) -> StepBatch:
-        """The batch of these spans, one after another; ``wanted_R`` are the rows whose logits are wanted."""
+    # --- anew ---------------------------------------------------------------------------------------------------------
+
+    def fill(self, spans: list[Span]) -> None:
+        """The arrays of these spans, one after another."""
         count = sum(len(span.tokens) for span in spans)
-        blocks = max(-(-span.stop // PAGE_TOKENS) for span in spans)
+        blocks = max(-(-span.stop // PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
         self._reserve(count, len(spans), blocks)
         table_SP = self._table[: len(spans) * blocks].reshape(len(spans), blocks)
         begin = 0
@@ -75,9 +103,44 @@ class StepArrays:
             self._starts[index + 1] = begin = end
             pages_P = span.answer.pages()[: -(-span.stop // PAGE_TOKENS)]
             table_SP[index, : len(pages_P)] = pages_P
-        return StepBatch(
+        self.spans = spans
+        wanted_R = self._want()
+        self.batch = StepBatch(
             self._tokens[:count], self._positions[:count], self._starts[: len(spans) + 1], table_SP, wanted_R
         )
+        self._fill_picks()
+        self._requests = [span.answer.request for span in spans]
+        self._pages = [request.pages for request in self._requests]
+        single = self.scored == 0 and count == len(spans) == len(wanted_R)
+        self._at = [span.start for span in spans] if single else []
+
+    def _want(self) -> NDArray[np.int32]:
+        """Which rows are wanted, and in which order; sets ``scored``, ``listed`` and ``picked``."""
+        scored: list[int] = []
+        listed: list[int] = []
+        picked: list[int] = []
+        self.listed, self.picked = [], []
+        begin = 0
+        for span in self.spans:
+            scored.extend(range(begin, begin + len(span.targets)))
+            begin += len(span.tokens)
+            if span.samples and span.answer.picks(span.stop):
+                picked.append(begin - 1)
+                self.picked.append(span)
+            elif span.samples:
+                listed.append(begin - 1)
+                self.listed.append(span)
+        self.scored = len(scored)
+        return np.array(scored + listed + picked, np.int32)
+
+    def _fill_picks(self) -> None:
+        self.picks = picks = Picks.empty(len(self.picked))
+        for index, span in enumerate(self.picked):
+            sampling = span.answer.request.sampling
+            picks.seeds_F[index] = sampling.seed
+            picks.positions_F[index] = span.stop
+            picks.choices_F[index] = sampling.choice
+            picks.temperatures_F[index] = sampling.temperature
 
     def _reserve(self, tokens: int, spans: int, blocks: int) -> None:
         if tokens > len(self._tokens):
@@ -87,6 +150,75 @@ class StepArrays:
             self._starts = np.zeros(_room(spans + 1), np.int32)
         if spans * blocks > len(self._table):
             self._table = np.zeros(_room(spans * blocks), np.int32)
+
+    # --- one token further --------------------------------------------------------------------------------------------
+
+    @property
+    def only_picks(self) -> bool:
+        """Does every span bring one picked token and nothing else?"""
+        return len(self.picked) == len(self._at) == len(self.spans)
+
+    def go_on(self, rows: Sequence[Row], *, spans: bool) -> bool:
+        """Move on to these rows, if they are the last step's, each with the one token that was drawn since.
+
+        False when they are others: then nothing was changed.  ``spans``: keep the spans up to date too.
+        """
+        if len(rows) != len(self._at):
+            return False
+        for row, request, pages, at in zip(rows, self._requests, self._pages, self._at, strict=True):
+            start = row.start
+            if row.request is not request or start != at + 1 or request.known != start + 1 or row.count != 1:
+                return False
+            # Pages taken back and given anew are another list.
+            if not row.samples or request.pages is not pages or not request.output:
+                return False
+        tokens = [request.output[-1] for request in self._requests]
+        if not self._move(tokens):
+            return False
+        if spans or not self.only_picks:
+            for span, start, token in zip(self.spans, self._at, tokens, strict=True):
+                span.begin(start, (token,))
+        return True
+
+    def advance(self) -> None:
+        """Every span goes on with the token that it has drawn."""
+        for span in self.spans:
+            span.advance()
+        if not (self._at and self._move([span.tokens[0] for span in self.spans])):
+            self.fill(self.spans)
+
+    def _move(self, tokens: list[int]) -> bool:
+        """One position further with these tokens.  False, and nothing changed, when the table is too narrow."""
+        table_SP = self.batch.table_SP
+        at = [position + 1 for position in self._at]
+        if max(at) >= table_SP.shape[1] * PAGE_TOKENS:
+            return False
+        for index, position in enumerate(at):
+            if position % PAGE_TOKENS == 0:
+                block = position // PAGE_TOKENS
+                table_SP[index, block] = self._pages[index][block]
+        self._at = at
+        self.batch.tokens_T[:] = tokens
+        self._positions[: len(at)] += 1
+        if self.picked:
+            positions_F = self.picks.positions_F
+            positions_F += 1
+        return True
+
+    # --- what came of it ----------------------------------------------------------------------------------------------
+
+    def draws(self) -> list[SampleRow]:
+        """How the spans ``listed`` draw."""
+        return [span.answer.row(span.stop, span.drawn) for span in self.listed]
+
+    def take_picks(self) -> None:
+        """Hand out the picked tokens."""
+        for span, token in zip(self.picked, self.picks.tokens_F.tolist(), strict=True):
+            span.drawn.append(token)
+
+    def drawn(self) -> list[Drawn]:
+        """What the spans have brought."""
+        return [Drawn(tuple(span.drawn), tuple(span.logprobs), tuple(span.prompt_logprobs)) for span in self.spans]
 
 
 def _room(wanted: int) -> int:

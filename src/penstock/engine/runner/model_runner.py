@@ -1,7 +1,7 @@
-"""Plan -> arrays -> model -> drawn tokens.
+"""Plan -> arrays -> program -> drawn tokens.
 
-Knows the model only as ``Model``, the backend only as ``Ops``.  Holds no page and no request of its own: pages are the
-scheduler's, and what it keeps between steps can be made again (``answer``).
+Knows the model only as ``Model``, the backend only as ``Ops``, which makes one program of a whole step.  Holds no page
+and no request of its own: pages are the scheduler's, and what it keeps between steps can be made again (``answer``).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.models.port import Model
 from penstock.engine.runner.answer import Answers
 from penstock.engine.runner.batch import Span, StepArrays
-from penstock.kernels.ops import Array, Ops, Sampled
+from penstock.kernels.ops import Array, Ops, Sampled, StepProgram
 from penstock.types import RequestId, TokenLogprob
 
 SCORED_ROWS = 64
@@ -25,50 +24,46 @@ SCORED_ROWS = 64
 class ModelRunner:
     """See ``engine.runner.port.Runner``."""
 
-    def __init__(self, model: Model, ops: Ops, kv: Array) -> None:
-        """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of."""
+    def __init__(self, model: Model, ops: Ops, kv: Array, program: StepProgram | None = None) -> None:
+        """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of.
+
+        ``program``: the model's step over this memory; by default as the backend records it.
+        """
         self._model = model
         self._ops = ops
-        self._kv = kv
+        self.program = ops.record(model, kv) if program is None else program
         self._answers = Answers()
         self._arrays = StepArrays()
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
-        spans = [Span(row, self._answers.of(row.request)) for row in plan.rows]
-        if not spans:
+        if not plan.rows:
             return ()
-        self._step(spans)
+        arrays = self._arrays
+        if not arrays.go_on(plan.rows, spans=plan.steps > 1):
+            arrays.fill([Span(row, self._answers.of(row.request)) for row in plan.rows])
+        if plan.steps == 1 and arrays.only_picks:
+            self.program.run(arrays.batch, 0, [], arrays.picks)
+            return [Drawn((token,)) for token in arrays.picks.tokens_F.tolist()]
+        self._step()
         for _ in range(plan.steps - 1):
-            for span in spans:
-                span.advance()
-            self._step(spans)
-        return [Drawn(tuple(span.drawn), tuple(span.logprobs), tuple(span.prompt_logprobs)) for span in spans]
+            arrays.advance()
+            self._step()
+        return arrays.drawn()
 
     def forget(self, request: RequestId) -> None:
         self._answers.forget(request)
 
-    def _step(self, spans: list[Span]) -> None:
+    def _step(self) -> None:
         """Compute every span; draw and score what was asked for."""
-        scored_R, sampled_R = _wanted_rows(spans)
-        wanted_R = np.concatenate((scored_R, sampled_R)) if len(scored_R) else sampled_R
-        batch = self._arrays.fill(spans, wanted_R)
-        hidden_RD = self._model.forward(self._ops, batch, self._kv)
-        if hidden_RD is None:
-            return
-        if len(scored_R):
-            self._score(spans, hidden_RD)
-            if not len(sampled_R):
-                return
-            hidden_RD = self._ops.rows(hidden_RD, np.arange(len(scored_R), len(wanted_R), dtype=np.int32))
-        self._draw([span for span in spans if span.samples], hidden_RD)
-
-    def _draw(self, spans: list[Span], hidden_RD: Array) -> None:
-        rows = [span.answer.row(span.stop, span.drawn) for span in spans]
-        drawn = self._ops.sample(self._model.logits(self._ops, hidden_RD), rows)
-        for span, one in zip(spans, drawn, strict=True):
+        arrays = self._arrays
+        answers = self.program.run(arrays.batch, arrays.scored, arrays.draws(), arrays.picks)
+        arrays.take_picks()
+        for span, one in zip(arrays.listed, answers, strict=True):
             span.drawn.append(one.token)
             if span.answer.request.sampling.logprobs is not None:
                 span.logprobs.append(_token_logprob(one))
+        if arrays.scored:
+            self._score(arrays.spans, self.program.hidden())
 
     def _score(self, spans: list[Span], hidden_RD: Array) -> None:
         """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""
@@ -83,19 +78,6 @@ class ModelRunner:
                 scored = self._ops.token_logprobs(logits_RV, piece_R, top)
                 span.prompt_logprobs.extend(_token_logprob(one) for one in scored)
             begin += len(targets_R)
-
-
-def _wanted_rows(spans: list[Span]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Rows of the batch whose prompt targets are scored, and rows that sample."""
-    scored: list[int] = []
-    sampled: list[int] = []
-    begin = 0
-    for span in spans:
-        scored.extend(range(begin, begin + len(span.targets)))
-        begin += len(span.tokens)
-        if span.samples:
-            sampled.append(begin - 1)
-    return np.array(scored, np.int32), np.array(sampled, np.int32)
 
 
 def _token_logprob(one: Sampled) -> TokenLogprob:

@@ -92,13 +92,19 @@ struct Batch {
     view = {positions.data(), starts.data(),     table.data(),
             dim(positions, 0), dim(starts, 0) - 1, dim(table, 1)};
     require(view.sequences >= 0 && dim(table, 0) >= view.sequences, "a table row for every sequence");
-    require(view.starts[0] == 0 && view.starts[view.sequences] == view.tokens, "starts must span all tokens");
     sequence_of.resize(static_cast<size_t>(view.tokens));
+    check();
+  }
+
+  // The arrays' content, which may have changed since.
+  void check() {
+    require(view.starts[0] == 0 && view.starts[view.sequences] == view.tokens, "starts must span all tokens");
+    last_position = -1;
     for (long s = 0; s < view.sequences; ++s) check_sequence(s);
   }
 
   void check_sequence(long s) {
-    require(view.starts[s] <= view.starts[s + 1], "starts must ascend");
+    require(view.starts[s] <= view.starts[s + 1] && view.starts[s + 1] <= view.tokens, "starts must ascend");
     for (long t = view.starts[s]; t < view.starts[s + 1]; ++t) {
       require(view.positions[t] >= 0, "positions start at 0");
       require(t == view.starts[s] || view.positions[t] == view.positions[t - 1] + 1, "positions must be consecutive");

@@ -20,4 +20,7 @@ void without_gil(const Fn& fn) {
 // Declares the functions and classes of compressed weights (module_compressed.cpp).
 void bind_compressed(nb::module_& m);
 
+// Declares recorded steps (module_program.cpp); after everything that they are made of.
+void bind_program(nb::module_& m);
+
 }  // namespace penstock

@@ -50,6 +50,8 @@ struct CompressedLinearArgs {
   CompressedView weight;
   float* out;  // [rows, n]
   bool add;
+  Pick* picks = nullptr;  // as in LinearArgs
+  long stored = 0;
 };
 
 struct CompressedEmbedArgs {

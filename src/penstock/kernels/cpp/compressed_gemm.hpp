@@ -34,6 +34,11 @@ struct Sums {
   }
 };
 
+// The same product for what does not look at cells.
+PS_INLINE LinearArgs as_plain(const CompressedLinearArgs& args) {
+  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored};
+}
+
 // Equal codes for panels [from, from + count)?
 PS_INLINE bool same_code(const CompressedView& w, long from, int count) {
   for (int p = 1; p < count; ++p)
@@ -114,8 +119,7 @@ void register_panels_block(const CompressedLinearArgs& args, const Inputs& x, lo
         x, escapes, sums.own());
     sums.close(s);
   }
-  const LinearArgs plain{args.x, args.rows, layout, args.out, args.add};
-  write_tile(plain, slots, 0, static_cast<int>(args.rows), panel, panels);
+  write_tile(as_plain(args), slots, 0, static_cast<int>(args.rows), panel, panels);
 }
 #endif
 
@@ -175,7 +179,7 @@ void linear_compressed(const CompressedLinearArgs& args) {
   if (args.rows == 0) return;
   const RowCut cut{args.rows};
   const PackedView& layout = args.weight.layout;
-  const LinearArgs plain{args.x, args.rows, layout, args.out, args.add};
+  const LinearArgs plain = as_plain(args);
   const bool in_registers = kInRegisters && args.rows <= kMaxRegisterRows;
   const Inputs x = in_registers ? register_inputs(plain) : prepare_inputs<Bf16>(plain, cut);
   const int wide = in_registers ? register_panels(static_cast<int>(args.rows))

@@ -43,12 +43,29 @@ struct PackedView {
   }
 };
 
+struct DrawKey {
+  uint32_t seed_low;
+  uint32_t seed_high;
+  uint32_t position;
+  uint32_t choice;
+};
+
+// The best token of a row, found while the head's panels are computed: its logits are never stored.
+struct alignas(64) Pick {
+  uint64_t best;      // 0: nothing yet; else the value's place among all floats, then the complement of the id
+  DrawKey key;
+  float temperature;  // unless greedy
+  bool greedy;        // without noise
+};
+
 struct LinearArgs {
   const void* x;  // [rows, k]
   long rows;
   PackedView weight;
   float* out;  // [rows, n]
   bool add;    // out += product, else out = product
+  Pick* picks = nullptr;  // null, or of the rows from `stored` on, whose products only go there
+  long stored = 0;
 };
 
 struct EmbedArgs {
@@ -134,13 +151,6 @@ struct AttentionArgs {
   float* partial;  // null, or [part_count * kv_heads, max_rows, ceil(C / 16) * 16 + 2]: partitions computed apart
   double work;     // multiply-adds, roughly
   void* out;       // [tokens, heads * C]
-};
-
-struct DrawKey {
-  uint32_t seed_low;
-  uint32_t seed_high;
-  uint32_t position;
-  uint32_t choice;
 };
 
 struct Best {

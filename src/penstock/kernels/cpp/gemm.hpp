@@ -5,6 +5,7 @@
 #pragma once
 
 #include "family.hpp"
+#include "pick.hpp"
 #include "pool.hpp"
 #include "tile.hpp"
 
@@ -100,9 +101,13 @@ void add_into(float* to, const float* from, long count) {
   for (long i = 0; i < count; i += 16) store(to + i, load(to + i) + load(from + i));
 }
 
-// One tile's finished sums [rows][panels * 16] to their place in the output.
+// One tile's finished sums [rows][panels * 16] to their place in the output, or to the best tokens of their rows.
 void write_tile(const LinearArgs& args, const float* sums, long row, int rows, long panel, int panels) {
-  for (int m = 0; m < rows; ++m)
+  for (int m = 0; m < rows; ++m) {
+    if (args.picks != nullptr && row + m >= args.stored) {
+      offer(args.picks[row + m - args.stored], sums + m * panels * 16, panel * 16, min_of(panels * 16, args.weight.n - panel * 16));
+      continue;
+    }
     for (int p = 0; p < panels; ++p) {
       const long column = (panel + p) * 16;
       float* to = args.out + (row + m) * args.weight.n + column;
@@ -111,6 +116,7 @@ void write_tile(const LinearArgs& args, const float* sums, long row, int rows, l
       if (args.add) sum = load_part<F16>(to, count) + sum;
       store_part(to, sum, count);
     }
+  }
 }
 
 // Tile t of a span fetches its share of what is multiplied after the span: the same panels from step `next` on, or the

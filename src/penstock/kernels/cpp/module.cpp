@@ -7,6 +7,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "answers.hpp"
+#include "attention_cut.hpp"
 #include "binding.hpp"
 #include "dispatch.hpp"
 #include "philox.hpp"
@@ -15,19 +17,6 @@
 using namespace penstock;
 
 namespace {
-
-using Answer = std::tuple<int32_t, float, std::vector<std::pair<int32_t, float>>>;
-
-std::vector<Answer> answers_of(std::vector<Drawn>& drawn) {
-  std::vector<Answer> answers;
-  for (Drawn& own : drawn) answers.emplace_back(own.token, own.logprob, std::move(own.top));
-  return answers;
-}
-
-template <class Fn>
-void for_rows(long rows, const Fn& fn) {
-  parallel(rows, const_cast<Fn*>(&fn), [](void* f, long row, int) { (*static_cast<const Fn*>(f))(row); });
-}
 
 // One family and one compute type.
 class Kernels {
@@ -87,15 +76,14 @@ class Kernels {
     const auto count = static_cast<size_t>(batch.view.tokens * heads * kv.view.head_dim);
     require(q.size() == count && q.itemsize() == size(), "q must be compute [T, H, C]");
     check_out(out, count);
-    AttentionArgs args{};
+    AttentionCut cut;
+    AttentionArgs args;
+    cut.cut(kv.view, batch.view, heads, args);
     args.q = q.data();
-    args.kv = kv.view;
-    args.batch = batch.view;
     args.layer = layer;
-    args.heads = heads;
     args.scale = scale;
     args.out = out.data();
-    without_gil([&] { attend(args); });
+    without_gil([&] { family_->attention(args, compute_); });
   }
 
   void to_compute(const In<float, 1>& values, const AnyOut& out) const {
@@ -107,13 +95,8 @@ class Kernels {
     const long vocabulary = dim(logits, 1);
     require(dim(logits, 0) == static_cast<long>(rows.size()) && vocabulary > 0, "a row of logits for every draw");
     for (const DrawRow* row : rows) row->check(vocabulary);
-    std::vector<Drawn> drawn(rows.size());
-    without_gil([&] {
-      for_rows(dim(logits, 0), [&](long row) {
-        drawn[static_cast<size_t>(row)] =
-            draw(*family_, logits.data() + row * vocabulary, vocabulary, rows[static_cast<size_t>(row)]->how);
-      });
-    });
+    std::vector<Drawn> drawn;
+    without_gil([&] { draw_rows(*family_, logits.data(), vocabulary, rows, drawn); });
     return answers_of(drawn);
   }
 
@@ -166,32 +149,6 @@ class Kernels {
     batch.check_pages(kv.view.pages);
   }
 
-  // Cuts the step into chunks; computes partitions apart when there are too few chunks for the threads.
-  void attend(AttentionArgs& args) const {
-    constexpr long kRows = 64;
-    const BatchView& batch = args.batch;
-    const long group = args.heads / args.kv.kv_heads, tokens = std::max(1L, kRows / group);
-    std::vector<Chunk> chunks;
-    for (long s = 0; s < batch.sequences; ++s)
-      for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += tokens) {
-        const long count = std::min<long>(tokens, batch.starts[s + 1] - t);
-        const long keys = batch.positions[t + count - 1] + 1, parts = (keys + kPartitionKeys - 1) / kPartitionKeys;
-        chunks.push_back({s, t, count, args.part_count, parts});
-        args.part_count += parts;
-        args.max_rows = std::max(args.max_rows, count * group);
-        args.work += static_cast<double>(count * args.heads) * static_cast<double>(keys * args.kv.head_dim) * 2;
-      }
-    args.chunks = chunks.data();
-    args.chunk_count = static_cast<long>(chunks.size());
-    std::vector<float> partial;
-    if (args.part_count > args.chunk_count && args.chunk_count * args.kv.kv_heads < 2 * thread_count()) {
-      const long row = (args.kv.head_dim + 15) / 16 * 16 + 2;
-      partial.resize(static_cast<size_t>(args.part_count * args.kv.kv_heads * args.max_rows * row));
-      args.partial = partial.data();
-    }
-    family_->attention(args, compute_);
-  }
-
   const Family* family_;
   Compute compute_;
 };
@@ -241,4 +198,5 @@ NB_MODULE(_native, m) {
       .def("read_cells", &Kernels::read_cells)
       .def("multiply", &Kernels::multiply);
   bind_compressed(m);
+  bind_program(m);
 }

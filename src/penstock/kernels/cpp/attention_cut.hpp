@@ -1,0 +1,49 @@
+// How a step's attention is cut into chunks and partitions: the same for all layers with so many heads.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "family.hpp"
+#include "pool.hpp"
+
+namespace penstock {
+
+// Keeps its memory from step to step.
+class AttentionCut {
+ public:
+  // Fills what depends on the batch; `args` then points into this object until the next call.
+  void cut(const KvView& kv, const BatchView& batch, int heads, AttentionArgs& args) {
+    constexpr long kRows = 64;
+    const long group = heads / kv.kv_heads, tokens = std::max(1L, kRows / group);
+    args = {};
+    args.kv = kv;
+    args.batch = batch;
+    args.heads = heads;
+    chunks_.clear();
+    for (long s = 0; s < batch.sequences; ++s)
+      for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += tokens) {
+        const long count = std::min<long>(tokens, batch.starts[s + 1] - t);
+        const long keys = batch.positions[t + count - 1] + 1, parts = (keys + kPartitionKeys - 1) / kPartitionKeys;
+        chunks_.push_back({s, t, count, args.part_count, parts});
+        args.part_count += parts;
+        args.max_rows = std::max(args.max_rows, count * group);
+        args.work += static_cast<double>(count * heads) * static_cast<double>(keys * kv.head_dim) * 2;
+      }
+    args.chunks = chunks_.data();
+    args.chunk_count = static_cast<long>(chunks_.size());
+    // Partitions are computed apart when there are too few chunks for the threads.
+    if (args.part_count > args.chunk_count && args.chunk_count * kv.kv_heads < 2 * thread_count()) {
+      const long row = (kv.head_dim + 15) / 16 * 16 + 2;
+      const auto wanted = static_cast<size_t>(args.part_count * kv.kv_heads * args.max_rows * row);
+      if (partial_.size() < wanted) partial_.resize(wanted);
+      args.partial = partial_.data();
+    }
+  }
+
+ private:
+  std::vector<Chunk> chunks_;
+  std::vector<float> partial_;
+};
+
+}  // namespace penstock

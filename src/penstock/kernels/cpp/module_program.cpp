@@ -1,0 +1,214 @@
+// The Python face of recorded steps: recording operation by operation, and running all of them in one call.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "answers.hpp"
+#include "binding.hpp"
+#include "compressed_weights.hpp"
+#include "dispatch.hpp"
+#include "program.hpp"
+
+namespace penstock {
+namespace {
+
+// The arrays of a step, whose content may change from run to run while their sizes do not.
+struct StepInputs {
+  In<int32_t, 1> tokens, wanted;
+  Batch batch;
+  In<uint64_t, 1> seeds;
+  In<uint32_t, 1> positions, choices;
+  In<float, 1> temperatures;
+  Out<int32_t, 1> drawn;
+  std::vector<Pick> picks;
+
+  StepInputs(In<int32_t, 1> tokens_T, In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP,
+             In<int32_t, 1> wanted_R)
+      : tokens(std::move(tokens_T)),
+        wanted(std::move(wanted_R)),
+        batch(std::move(positions_T), std::move(starts_S1), std::move(table_SP)) {
+    require(dim(tokens, 0) == batch.view.tokens && batch.view.tokens > 0, "a position for every token");
+  }
+
+  // How the last rows draw: seeds, positions, choices, temperatures; where their tokens go.
+  void pick(In<uint64_t, 1> seeds_F, In<uint32_t, 1> positions_F, In<uint32_t, 1> choices_F,
+            In<float, 1> temperatures_F, Out<int32_t, 1> drawn_F) {
+    const long count = dim(drawn_F, 0);
+    require(dim(seeds_F, 0) == count && dim(positions_F, 0) == count && dim(choices_F, 0) == count &&
+                dim(temperatures_F, 0) == count && count <= dim(wanted, 0),
+            "one seed, position, choice and temperature for every picked row");
+    seeds = std::move(seeds_F);
+    positions = std::move(positions_F);
+    choices = std::move(choices_F);
+    temperatures = std::move(temperatures_F);
+    drawn = std::move(drawn_F);
+    picks.resize(static_cast<size_t>(count));
+  }
+
+  StepView view(long pages, long vocabulary, long scored) {
+    require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
+    require_ids(ids_of(wanted), batch.view.tokens, "a wanted row is no row of the step");
+    batch.check();
+    batch.check_pages(pages);
+    for (size_t i = 0; i < picks.size(); ++i) {
+      const uint64_t seed = seeds.data()[i];
+      const DrawKey key{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), positions.data()[i],
+                        choices.data()[i]};
+      const float temperature = temperatures.data()[i];
+      picks[i] = {0, key, temperature, temperature < kGreedyBelow};
+    }
+    return {tokens.data(), batch.view,   batch.sequence_of.data(),        wanted.data(), dim(wanted, 0),
+            scored,        picks.data(), static_cast<long>(picks.size())};
+  }
+
+  Draw draw_of(size_t pick) const {
+    Draw how;
+    how.seed = seeds.data()[pick];
+    how.position = positions.data()[pick];
+    how.choice = choices.data()[pick];
+    how.temperature = temperatures.data()[pick];
+    return how;
+  }
+};
+
+class RecordedStep {
+ public:
+  RecordedStep(const std::string& family, const std::string& compute, const KvMemory& kv)
+      : family_(find_family(family.c_str())), pages_(kv.view.pages) {
+    require(family_ != nullptr, "this kernel family cannot run here");
+    require(compute == "bf16" || compute == "fp32", "the compute type must be bf16 or fp32");
+    per_cell_ = compute == "bf16" ? 2 : 1;
+    program_ = std::make_unique<Program>(*family_, compressed_family(family.c_str()),
+                                         per_cell_ == 2 ? Compute::kBf16 : Compute::kFp32, kv.view);
+  }
+
+  int embed(const nb::object& table) {
+    const Matrix matrix = matrix_of(table);
+    tokens_below_ = matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n;
+    return program_->embed(matrix);
+  }
+  int rms_norm(int hidden, const In<float, 1>& weight, float eps) {
+    held_.push_back(nb::cast(weight));
+    return program_->rms_norm(hidden, weight.data(), dim(weight, 0), eps);
+  }
+  int linear(int x, const nb::object& weight) { return program_->linear(x, matrix_of(weight)); }
+  void linear_add(int x, const nb::object& weight, int hidden) { program_->linear_add(x, matrix_of(weight), hidden); }
+  int rope_and_write(int qkv, const In<float, 3>& rope, int layer, int heads, int head_dim) {
+    require(dim(rope, 1) == 2 && dim(rope, 2) * 2 == head_dim, "the rope table must be [positions, 2, C / 2]");
+    held_.push_back(nb::cast(rope));
+    positions_below_ = positions_below_ < 0 ? dim(rope, 0) : std::min(positions_below_, dim(rope, 0));
+    return program_->rope_and_write(qkv, rope.data(), layer, heads);
+  }
+  int attention(int q, int layer, float scale) { return program_->attention(q, layer, scale); }
+  int silu_mul(int gate_up) { return program_->silu_mul(gate_up); }
+  int wanted_rows(int x) { return program_->wanted_rows(x); }
+  int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
+  void finish(int logits) { program_->finish(logits); }
+
+  // The answers of `rows`, which follow the `scored` ones; those of the picks are in their array.
+  std::vector<Answer> run(StepInputs& inputs, long scored, const std::vector<const DrawRow*>& rows) {
+    const auto picked = static_cast<long>(inputs.picks.size()), listed = static_cast<long>(rows.size());
+    require(scored >= 0 && scored + listed + picked == dim(inputs.wanted, 0), "a draw for every row that is not scored");
+    require(program_->finished(), "the recording is not finished");
+    const StepView step = inputs.view(pages_, tokens_below_, scored);
+    require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
+            "the rope table must reach the last position");
+    for (const DrawRow* row : rows) row->check(program_->vocabulary());
+    without_gil([&] {
+      program_->run(step);
+      draw_rows(*family_, program_->logits(), program_->vocabulary(), rows, drawn_);
+      for (size_t i = 0; i < inputs.picks.size(); ++i) inputs.drawn.data()[i] = picked_token(inputs, i, rows.size() + i);
+    });
+    last_ = {step.wanted_count, program_->stored()};
+    return answers_of(drawn_);
+  }
+
+  // Hidden states of the first wanted rows of the last run.
+  void read_hidden(const Out<float, 2>& out) const {
+    require(dim(out, 0) <= last_.wanted && dim(out, 1) == program_->hidden_width(), "out must be [wanted, D]");
+    std::copy_n(program_->hidden(), out.size(), out.data());
+  }
+  // Logits of the first drawn rows of the last run: those that did not pick.
+  void read_logits(const Out<float, 2>& out) const {
+    require(dim(out, 0) <= last_.stored && dim(out, 1) == program_->vocabulary(), "out must be [stored, V]");
+    std::copy_n(program_->logits(), out.size(), out.data());
+  }
+  std::pair<long, long> hidden_shape() const { return {last_.wanted, program_->hidden_width()}; }
+  std::pair<long, long> logits_shape() const { return {last_.stored, program_->vocabulary()}; }
+  size_t arena_bytes() const { return program_->arena_bytes(); }
+  long buffers() const { return program_->buffers(); }
+  long nodes() const { return program_->nodes(); }
+
+ private:
+  struct Last {
+    long wanted = 0;
+    long stored = 0;
+  };
+
+  Matrix matrix_of(const nb::object& weight) {
+    held_.push_back(weight);
+    Matrix matrix;
+    if (nb::isinstance<CompressedWeights>(weight)) {
+      const auto& own = nb::cast<const CompressedWeights&>(weight);
+      require(own.whole_blocks && per_cell_ == 2, "compressed weights are bf16, and segments end with a block");
+      matrix.compressed = own.view;
+      matrix.is_compressed = true;
+      return matrix;
+    }
+    matrix.plain = nb::cast<const Weights&>(weight).view;
+    require(matrix.plain.per_cell == per_cell_, "the weight was packed for the other compute type");
+    return matrix;
+  }
+
+  int32_t picked_token(const StepInputs& inputs, size_t pick, size_t drawn_row) const {
+    if (program_->picks()) {
+      const uint64_t best = inputs.picks[pick].best;
+      return best == 0 ? 0 : static_cast<int32_t>(~static_cast<uint32_t>(best));
+    }
+    const float* logits = program_->logits() + static_cast<long>(drawn_row) * program_->vocabulary();
+    return draw(*family_, logits, program_->vocabulary(), inputs.draw_of(pick)).token;
+  }
+
+  const Family* family_;
+  long pages_;
+  int per_cell_;
+  long tokens_below_ = 0;
+  long positions_below_ = -1;  // rows of the shortest rotary table
+  Last last_;
+  std::unique_ptr<Program> program_;
+  std::vector<nb::object> held_;  // what the recorded operations point into
+  std::vector<Drawn> drawn_;
+};
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  nb::class_<StepInputs>(m, "StepInputs")
+      .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>, In<int32_t, 1>>())
+      .def("pick", &StepInputs::pick);
+  nb::class_<RecordedStep>(m, "RecordedStep")
+      .def(nb::init<const std::string&, const std::string&, const KvMemory&>(), nb::keep_alive<1, 4>())
+      .def("embed", &RecordedStep::embed)
+      .def("rms_norm", &RecordedStep::rms_norm)
+      .def("linear", &RecordedStep::linear)
+      .def("linear_add", &RecordedStep::linear_add)
+      .def("rope_and_write", &RecordedStep::rope_and_write)
+      .def("attention", &RecordedStep::attention)
+      .def("silu_mul", &RecordedStep::silu_mul)
+      .def("wanted_rows", &RecordedStep::wanted_rows)
+      .def("drawn_rows", &RecordedStep::drawn_rows)
+      .def("finish", &RecordedStep::finish)
+      .def("run", &RecordedStep::run)
+      .def("read_hidden", &RecordedStep::read_hidden)
+      .def("read_logits", &RecordedStep::read_logits)
+      .def_prop_ro("hidden_shape", &RecordedStep::hidden_shape)
+      .def_prop_ro("logits_shape", &RecordedStep::logits_shape)
+      .def_prop_ro("arena_bytes", &RecordedStep::arena_bytes)
+      .def_prop_ro("buffers", &RecordedStep::buffers)
+      .def_prop_ro("nodes", &RecordedStep::nodes);
+}
+
+}  // namespace penstock

@@ -1,0 +1,291 @@
+#include "program.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace penstock {
+namespace {
+
+constexpr size_t kLine = 64;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+void expect(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+size_t rounded_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+long outputs(const Matrix& matrix) { return matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n; }
+long inputs(const Matrix& matrix) { return matrix.is_compressed ? matrix.compressed.layout.k : matrix.plain.k; }
+
+}  // namespace
+
+Arena::~Arena() { std::free(data_); }
+
+char* Arena::reserve(size_t bytes) {
+  if (bytes <= bytes_) return data_;
+  std::free(data_);
+  const size_t unit = bytes < kHugePage ? 4096 : kHugePage;
+  bytes_ = rounded_up(bytes + bytes / 8, unit);
+  data_ = static_cast<char*>(std::aligned_alloc(unit, bytes_));
+  if (data_ == nullptr) {
+    bytes_ = 0;
+    throw std::bad_alloc();
+  }
+#if defined(MADV_HUGEPAGE)
+  if (unit == kHugePage) madvise(data_, bytes_, MADV_HUGEPAGE);
+#endif
+  return data_;
+}
+
+Program::Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv)
+    : family_(family), compressed_(compressed), compute_(compute), kv_(kv) {
+  expect(kv.per_cell == (compute == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
+}
+
+// --- recording ------------------------------------------------------------------------------------------------------
+
+const Program::Slot& Program::given(int slot, bool compute, const char* what) const {
+  expect(!finished_, "the recording is finished");
+  expect(slot >= 0 && static_cast<size_t>(slot) < slots_.size(), "no such value");
+  expect(slots_[static_cast<size_t>(slot)].compute == compute, what);
+  return slots_[static_cast<size_t>(slot)];
+}
+
+void Program::check_heads(int layer, int heads) const {
+  expect(layer >= 0 && layer < kv_.layers, "no such layer");
+  expect(heads > 0 && heads % kv_.kv_heads == 0, "query heads must be a multiple of key-value heads");
+}
+
+int Program::add(Node node, long width, RowsOf rows, bool compute) {
+  node.out = static_cast<int>(slots_.size());
+  slots_.push_back({width, rows, compute});
+  nodes_.push_back(node);
+  return node.out;
+}
+
+int Program::embed(const Matrix& table) {
+  expect(nodes_.empty(), "a step begins with one look at the table");
+  return add({.op = Op::kEmbed, .in = -1, .out = -1, .matrix = table}, inputs(table), RowsOf::kTokens, false);
+}
+
+int Program::rms_norm(int hidden, const float* weight, long width, float eps) {
+  const Slot& in = given(hidden, false, "the norm takes hidden values");
+  expect(width == in.width, "weight must be [D]");
+  return add({.op = Op::kNorm, .in = hidden, .out = -1, .vector = weight, .number = eps}, in.width, in.rows, true);
+}
+
+int Program::linear(int x, const Matrix& weight) {
+  const Slot& in = given(x, true, "a linear takes values of the compute type");
+  expect(in.width == inputs(weight), "x must be compute [T, K]");
+  return add({.op = Op::kLinear, .in = x, .out = -1, .matrix = weight}, outputs(weight), in.rows, false);
+}
+
+void Program::linear_add(int x, const Matrix& weight, int hidden) {
+  const Slot &in = given(x, true, "a linear takes values of the compute type"),
+             &to = given(hidden, false, "a sum is of hidden values");
+  expect(in.width == inputs(weight) && to.width == outputs(weight), "x must be [T, K] and hidden [T, N]");
+  expect(in.rows == to.rows, "x and hidden have other rows");
+  nodes_.push_back({.op = Op::kLinear, .in = x, .out = hidden, .matrix = weight, .add = true});
+}
+
+int Program::rope_and_write(int qkv, const float* rope, int layer, int heads) {
+  const Slot& in = given(qkv, false, "rotation takes hidden values");
+  check_heads(layer, heads);
+  expect(in.width == (heads + 2L * kv_.kv_heads) * kv_.head_dim, "qkv must be [T, (H + 2 G) C]");
+  expect(in.rows == RowsOf::kTokens, "keys and values are those of all tokens");
+  return add({.op = Op::kRope, .in = qkv, .out = -1, .vector = rope, .layer = layer, .heads = heads},
+             static_cast<long>(heads) * kv_.head_dim, in.rows, true);
+}
+
+int Program::attention(int q, int layer, float scale) {
+  const Slot& in = given(q, true, "attention takes values of the compute type");
+  const int heads = static_cast<int>(in.width / kv_.head_dim);
+  check_heads(layer, heads);
+  expect(in.width == static_cast<long>(heads) * kv_.head_dim, "q must be compute [T, H, C]");
+  expect(in.rows == RowsOf::kTokens, "attention is that of all tokens");
+  return add({.op = Op::kAttention, .in = q, .out = -1, .number = scale, .layer = layer, .heads = heads}, in.width,
+             in.rows, true);
+}
+
+int Program::silu_mul(int gate_up) {
+  const Slot& in = given(gate_up, false, "the activation takes hidden values");
+  expect(in.width % 2 == 0, "gate_up must be [T, 2 I]");
+  return add({.op = Op::kSilu, .in = gate_up, .out = -1}, in.width / 2, in.rows, true);
+}
+
+int Program::wanted_rows(int x) {
+  expect(x >= 0 && static_cast<size_t>(x) < slots_.size(), "no such value");
+  const Slot in = given(x, slots_[static_cast<size_t>(x)].compute, "");
+  expect(in.rows == RowsOf::kTokens, "the wanted rows are rows of the step's tokens");
+  return add({.op = Op::kWanted, .in = x, .out = -1}, in.width, RowsOf::kWanted, in.compute);
+}
+
+int Program::drawn_rows(int hidden) {
+  const Slot in = given(hidden, false, "the head begins with hidden values");
+  expect(in.rows == RowsOf::kWanted && hidden_ < 0, "the head begins once, with the wanted rows");
+  hidden_ = hidden;
+  const int slot = add({.op = Op::kDrawn, .in = hidden, .out = -1}, in.width, RowsOf::kDrawn, false);
+  slots_.back().inside = hidden;
+  return slot;
+}
+
+void Program::finish(int logits) {
+  const Slot& last = given(logits, false, "logits are hidden values");
+  expect(last.rows == RowsOf::kDrawn && hidden_ >= 0, "logits are those of drawn rows");
+  logits_ = logits;
+  const Node& node = nodes_.back();
+  picks_ = node.op == Op::kLinear && node.out == logits && !node.add;
+  if (picks_) slots_[static_cast<size_t>(logits)].rows = RowsOf::kStored;
+  drop_unused();
+  assign_buffers();
+  finished_ = true;
+}
+
+// Marks what need not be run when no rows are wanted: whatever is neither kept in pages nor read by what is.
+void Program::drop_unused() {
+  std::vector<bool> needed(slots_.size());
+  for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
+    const RowsOf rows = slots_[static_cast<size_t>(node->out)].rows;
+    node->always = node->op == Op::kRope || (rows == RowsOf::kTokens && needed[static_cast<size_t>(node->out)]);
+    if (node->always && node->in >= 0) needed[static_cast<size_t>(node->in)] = true;
+  }
+}
+
+// A slot takes the widest buffer of its kind of rows that no later node reads, or a new one.
+void Program::assign_buffers() {
+  for (size_t n = 0; n < nodes_.size(); ++n)
+    for (const int slot : {nodes_[n].in, nodes_[n].out})
+      for (int s = slot; s >= 0; s = slots_[static_cast<size_t>(s)].inside)
+        slots_[static_cast<size_t>(s)].last_use = static_cast<int>(n);
+  const int never = static_cast<int>(nodes_.size());
+  slots_[static_cast<size_t>(hidden_)].last_use = slots_[static_cast<size_t>(logits_)].last_use = never;
+  std::vector<int> busy_until;  // of each buffer: the last node that reads it
+  std::vector<RowsOf> kind;
+  for (size_t n = 0; n < nodes_.size(); ++n) {
+    Slot& slot = slots_[static_cast<size_t>(nodes_[n].out)];
+    if (slot.buffer >= 0 || slot.inside >= 0) continue;
+    int best = -1;
+    for (size_t b = 0; b < busy_until.size(); ++b)
+      if (busy_until[b] < static_cast<int>(n) && kind[b] == slot.rows &&
+          (best < 0 || widths_[b] > widths_[static_cast<size_t>(best)]))
+        best = static_cast<int>(b);
+    if (best < 0) {
+      best = static_cast<int>(busy_until.size());
+      busy_until.push_back(0);
+      kind.push_back(slot.rows);
+      widths_.push_back(0);
+      users_.emplace_back();
+    }
+    const auto own = static_cast<size_t>(best);
+    slot.buffer = best;
+    busy_until[own] = slot.last_use;
+    widths_[own] = std::max(widths_[own], static_cast<long>(row_bytes(slot)));
+    users_[own].push_back(nodes_[n].out);
+  }
+  offsets_.resize(widths_.size());
+}
+
+// --- running --------------------------------------------------------------------------------------------------------
+
+char* Program::data(int index) const {
+  const Slot& slot = slots_[static_cast<size_t>(index)];
+  if (slot.inside < 0) return base_ + offsets_[static_cast<size_t>(slot.buffer)];
+  const long before = count(RowsOf::kWanted) - count(RowsOf::kDrawn);
+  return data(slot.inside) + static_cast<size_t>(before) * row_bytes(slot);
+}
+
+void Program::place(const StepView& step) {
+  counts_[static_cast<int>(RowsOf::kTokens)] = step.batch.tokens;
+  counts_[static_cast<int>(RowsOf::kWanted)] = step.wanted_count;
+  counts_[static_cast<int>(RowsOf::kDrawn)] = step.wanted_count - step.scored;
+  counts_[static_cast<int>(RowsOf::kStored)] = step.wanted_count - step.scored - (picks_ ? step.picked : 0);
+  size_t end = 0;
+  for (size_t b = 0; b < widths_.size(); ++b) {
+    const RowsOf rows = slots_[static_cast<size_t>(users_[b].front())].rows;
+    offsets_[b] = end;
+    end += rounded_up(static_cast<size_t>(widths_[b]) * static_cast<size_t>(count(rows)), kLine) + kLine;
+  }
+  base_ = arena_.reserve(end);
+  attention_.heads = 0;
+}
+
+void Program::run(const StepView& step) {
+  expect(finished_, "the recording is not finished");
+  place(step);
+  for (const Node& node : nodes_) {
+    const bool any = node.op == Op::kLinear && node.out == logits_
+                         ? count(RowsOf::kDrawn) > 0
+                         : count(slots_[static_cast<size_t>(node.out)].rows) > 0;
+    if (any && (node.always || step.wanted_count > 0)) run_node(node, step);
+  }
+}
+
+void Program::run_node(const Node& node, const StepView& step) {
+  const Slot& out = slots_[static_cast<size_t>(node.out)];
+  const long rows = count(out.rows);
+  switch (node.op) {
+    case Op::kEmbed:
+      if (node.matrix.is_compressed)
+        compressed_.embed({node.matrix.compressed, step.tokens, rows, reinterpret_cast<float*>(data(node.out))});
+      else
+        family_.embed({node.matrix.plain, step.tokens, rows, reinterpret_cast<float*>(data(node.out))}, compute_);
+      return;
+    case Op::kNorm: {
+      const auto* hidden = reinterpret_cast<const float*>(data(node.in));
+      family_.rms_norm({hidden, node.vector, rows, out.width, node.number, data(node.out)}, compute_);
+      return;
+    }
+    case Op::kLinear: return run_linear(node, step);
+    case Op::kRope: {
+      const auto* qkv = reinterpret_cast<const float*>(data(node.in));
+      family_.rope_and_write(
+          {qkv, node.vector, step.sequence_of, step.batch, kv_, node.layer, node.heads, data(node.out)}, compute_);
+      return;
+    }
+    case Op::kAttention: return attend(node, step);
+    case Op::kSilu: {
+      const auto* gate_up = reinterpret_cast<const float*>(data(node.in));
+      family_.silu_mul({gate_up, rows, out.width, data(node.out)}, compute_);
+      return;
+    }
+    case Op::kWanted: return gather(node, step);
+    case Op::kDrawn: return;  // a part of its input
+  }
+}
+
+void Program::run_linear(const Node& node, const StepView& step) {
+  const bool head = picks_ && node.out == logits_;
+  const long rows = count(slots_[static_cast<size_t>(node.in)].rows);
+  const void* x = data(node.in);
+  auto* out = reinterpret_cast<float*>(data(node.out));
+  Pick* picks = head && step.picked > 0 ? step.picks : nullptr;
+  const long stored = count(RowsOf::kStored);
+  if (node.matrix.is_compressed)
+    compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored});
+  else
+    family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored}, compute_);
+}
+
+void Program::attend(const Node& node, const StepView& step) {
+  if (attention_.heads != node.heads) cut_.cut(kv_, step.batch, node.heads, attention_);
+  attention_.q = data(node.in);
+  attention_.layer = node.layer;
+  attention_.scale = node.number;
+  attention_.out = data(node.out);
+  family_.attention(attention_, compute_);
+}
+
+void Program::gather(const Node& node, const StepView& step) {
+  const size_t bytes = row_bytes(slots_[static_cast<size_t>(node.out)]);
+  const char* from = data(node.in);
+  char* to = data(node.out);
+  for (long row = 0; row < step.wanted_count; ++row, to += bytes) std::memcpy(to, from + step.wanted[row] * bytes, bytes);
+}
+
+}  // namespace penstock

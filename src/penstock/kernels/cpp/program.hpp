@@ -1,0 +1,149 @@
+// A model's step as one list of operations over pooled buffers: recorded once, run by one call for any tokens and rows.
+//
+// A value of the list ("slot") has a fixed width and a number of rows that is known when the list is run.  Slots that
+// never live at once share a buffer; all buffers lie in one arena, which grows when a step needs more than any before.
+// Knows nothing about Python.  Recording checks shapes once; what changes from step to step the caller has checked.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention_cut.hpp"
+#include "compressed.hpp"
+#include "family.hpp"
+
+namespace penstock {
+
+// What a slot has a row for.
+enum class RowsOf : uint8_t {
+  kTokens,  // every token of the step
+  kWanted,  // every row whose hidden state is wanted
+  kDrawn,   // wanted rows that draw a token: all but the first `scored`
+  kStored,  // drawn rows whose logits are stored: the first `stored` of them
+};
+
+struct StepView {
+  const int32_t* tokens;  // [batch.tokens]
+  BatchView batch;
+  const int32_t* sequence_of;
+  const int32_t* wanted;  // [wanted_count], rows of the step
+  long wanted_count;
+  long scored;  // the first wanted rows, of which only the hidden state is asked for
+  Pick* picks;  // [picked]: of the last drawn rows, whose tokens are wanted without logits
+  long picked;
+};
+
+// A weight in either form.
+struct Matrix {
+  PackedView plain{};  // without cells when compressed
+  CompressedView compressed{};
+  bool is_compressed = false;
+};
+
+// Memory that keeps its size from step to step, in huge pages where it is large.
+class Arena {
+ public:
+  Arena() = default;
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  char* reserve(size_t bytes);  // old content is lost when it grows
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Every recording method returns the slot of its result.  They throw std::invalid_argument for what does not fit.
+class Program {
+ public:
+  Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv);
+
+  int embed(const Matrix& table);
+  int rms_norm(int hidden, const float* weight, long width, float eps);
+  int linear(int x, const Matrix& weight);
+  void linear_add(int x, const Matrix& weight, int hidden);
+  int rope_and_write(int qkv, const float* rope, int layer, int heads);
+  int attention(int q, int layer, float scale);
+  int silu_mul(int gate_up);
+  int wanted_rows(int x);
+  int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
+  void finish(int logits);     // once, as the last
+
+  // Runs everything; the picks of `step` end with the tokens.  Valid until the next run: hidden(), logits().
+  void run(const StepView& step);
+
+  const float* hidden() const { return reinterpret_cast<const float*>(data(hidden_)); }  // [wanted, hidden_width()]
+  const float* logits() const { return reinterpret_cast<const float*>(data(logits_)); }  // [drawn, vocabulary()], see stored()
+  long hidden_width() const { return slots_[static_cast<size_t>(hidden_)].width; }
+  long vocabulary() const { return slots_[static_cast<size_t>(logits_)].width; }
+  // Can tokens be picked without logits?  If not, every drawn row has logits.
+  bool picks() const { return picks_; }
+  long stored() const { return counts_[static_cast<int>(RowsOf::kStored)]; }
+  bool finished() const { return finished_; }
+  size_t arena_bytes() const { return arena_.bytes(); }
+  long buffers() const { return static_cast<long>(widths_.size()); }
+  long nodes() const { return static_cast<long>(nodes_.size()); }
+
+ private:
+  enum class Op : uint8_t { kEmbed, kNorm, kLinear, kRope, kAttention, kSilu, kWanted, kDrawn };
+
+  struct Slot {
+    long width;  // values a row
+    RowsOf rows;
+    bool compute;  // in the compute type, else fp32
+    int inside = -1;  // the slot that this one is a part of
+    int buffer = -1;
+    int last_use = -1;
+  };
+
+  struct Node {
+    Op op;
+    int in;
+    int out;
+    Matrix matrix{};
+    const float* vector = nullptr;  // norm weights, rotary table
+    float number = 0;               // eps, scale
+    int layer = 0;
+    int heads = 0;
+    bool add = false;
+    bool always = true;  // also when no rows are wanted: something of it stays
+  };
+
+  size_t value_bytes(const Slot& slot) const { return slot.compute && compute_ == Compute::kBf16 ? 2 : 4; }
+  size_t row_bytes(const Slot& slot) const { return static_cast<size_t>(slot.width) * value_bytes(slot); }
+  long count(RowsOf rows) const { return counts_[static_cast<int>(rows)]; }
+  char* data(int slot) const;
+  const Slot& given(int slot, bool compute, const char* what) const;
+  void check_heads(int layer, int heads) const;
+  int add(Node node, long width, RowsOf rows, bool compute);
+  void drop_unused();
+  void assign_buffers();
+  void place(const StepView& step);
+  void run_node(const Node& node, const StepView& step);
+  void run_linear(const Node& node, const StepView& step);
+  void gather(const Node& node, const StepView& step);
+  void attend(const Node& node, const StepView& step);
+
+  const Family& family_;
+  const CompressedFamily& compressed_;
+  Compute compute_;
+  KvView kv_;
+  std::vector<Slot> slots_;
+  std::vector<Node> nodes_;
+  std::vector<std::vector<int>> users_;  // slots of each buffer
+  std::vector<size_t> offsets_;          // of each buffer in the arena, in this run
+  std::vector<long> widths_;             // largest bytes a row of each buffer
+  int hidden_ = -1;
+  int logits_ = -1;
+  bool picks_ = false;
+  bool finished_ = false;
+  long counts_[4] = {};
+  Arena arena_;
+  char* base_ = nullptr;
+  AttentionCut cut_;
+  AttentionArgs attention_{};
+};
+
+}  // namespace penstock

@@ -1,0 +1,45 @@
+"""A model's step run as it is, operation by operation: ``StepProgram`` for a backend, or a model, that records nothing.
+
+Also the oracle of recorded programs: both must give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.kernels.ops import Array, Ops, Picks, Sampled, SampleRow, StepBatch, Steps
+
+
+class RecordingError(Exception):
+    """The steps do something that no recording can keep, such as looking into an array."""
+
+
+class DirectProgram:
+    """See ``ops.StepProgram``: every row draws from stored logits."""
+
+    def __init__(self, ops: Ops, steps: Steps, kv: Array) -> None:
+        self._ops = ops
+        self._steps = steps
+        self._kv = kv
+        self._hidden: Array = None
+
+    def run(self, batch: StepBatch, scored: int, rows: list[SampleRow], picks: Picks) -> list[Sampled]:
+        """See ``StepProgram.run``."""
+        self._hidden = self._steps.forward(self._ops, replace(batch), self._kv)
+        wanted = batch.sample_rows_R
+        if len(wanted) == scored:
+            return []
+        hidden_RD = (
+            self._hidden
+            if scored == 0
+            else self._ops.rows(self._hidden, np.arange(scored, len(wanted), dtype=np.int32))
+        )
+        drawn = self._ops.sample(self._steps.logits(self._ops, hidden_RD), [*rows, *picks.rows()])
+        picks.tokens_F[:] = [one.token for one in drawn[len(rows) :]]
+        return drawn[: len(rows)]
+
+    def hidden(self) -> Array:
+        """See ``StepProgram.hidden``."""
+        return self._hidden

@@ -1,0 +1,152 @@
+"""A model's step recorded for the C++ kernels: the layers call ``Ops`` once, on values that are only names.
+
+What comes out is valid for any tokens and rows: shapes are multiples of their numbers, and an operation that chooses
+its path by them does so inside.  Running it is one call that lets other threads run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels import _native
+from penstock.kernels.native_arguments import NativeKv, draw_row, sampled
+from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, Sampled, SampleRow, StepBatch, Steps
+from penstock.kernels.program import RecordingError
+
+
+class Value:
+    """An array that will be there in every run, by its number.  Nothing can be learnt from it."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RecordingError(f"a step that asks for .{name} of an array cannot be recorded")
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RecordingError("a step that looks into an array, or computes with one itself, cannot be recorded")
+
+    __len__ = __bool__ = __iter__ = __getitem__ = __setitem__ = __neg__ = __eq__ = __lt__ = __le__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
+
+
+class _Rows:
+    """Tokens or wanted rows of any step.  There are some: operations for wanted rows are left out where none are."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+class RecordingOps:
+    """The operations of a step, written down.  Whatever else ``Ops`` has cannot be recorded."""
+
+    def __init__(self, family: str, compute_dtype: str, kv: NativeKv) -> None:
+        self.compute_dtype = compute_dtype
+        self.step = _native.RecordedStep(family, compute_dtype, kv.handle)
+        self.kv = kv
+        self.tokens, self.wanted = _Rows(), _Rows()
+        self.batch = StepBatch(*(cast(Any, name) for name in (self.tokens, _Rows(), _Rows(), _Rows(), self.wanted)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RecordingError(f"{name} cannot be recorded")
+
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Value:
+        """See ``Ops.embed``."""
+        if cast(object, tokens_T) is not self.tokens:
+            raise RecordingError("only the step's own tokens are looked up")
+        return Value(self.step.embed(table.data))
+
+    def rms_norm(self, hidden_TD: Value, weight_D: Array, eps: float) -> Value:
+        """See ``Ops.rms_norm``."""
+        return Value(self.step.rms_norm(hidden_TD.slot, weight_D, eps))
+
+    def linear(self, x_TK: Value, weight: PackedLinear) -> Value:
+        """See ``Ops.linear``."""
+        return Value(self.step.linear(x_TK.slot, weight.data))
+
+    def linear_add(self, x_TK: Value, weight: PackedLinear, hidden_TN: Value) -> None:
+        """See ``Ops.linear_add``."""
+        self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
+
+    def rope_and_write(
+        self, qkv_TN: Value, rope: Array, kv: NativeKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+    ) -> Value:
+        """See ``Ops.rope_and_write``."""
+        self._check(batch, kv)
+        if kv_heads != kv.kv_heads:
+            raise RecordingError(f"the KV memory has {kv.kv_heads} heads, not {kv_heads}")
+        return Value(self.step.rope_and_write(qkv_TN.slot, rope, layer, heads, kv.head_dim))
+
+    def paged_attention(self, q_THC: Value, kv: NativeKv, layer: int, batch: StepBatch, *, scale: float) -> Value:
+        """See ``Ops.paged_attention``."""
+        self._check(batch, kv)
+        return Value(self.step.attention(q_THC.slot, layer, scale))
+
+    def silu_mul(self, gate_up_T2I: Value) -> Value:
+        """See ``Ops.silu_mul``."""
+        return Value(self.step.silu_mul(gate_up_T2I.slot))
+
+    def rows(self, x_TD: Value, rows_R: NDArray[np.int32]) -> Value:
+        """See ``Ops.rows``."""
+        if cast(object, rows_R) is not self.wanted:
+            raise RecordingError("only the step's wanted rows are picked out")
+        return Value(self.step.wanted_rows(x_TD.slot))
+
+    def _check(self, batch: StepBatch, kv: NativeKv) -> None:
+        if batch is not self.batch or kv is not self.kv:
+            raise RecordingError("a step has one batch and one KV memory")
+
+
+class RecordedProgram:
+    """See ``ops.StepProgram``."""
+
+    def __init__(self, step: _native.RecordedStep) -> None:
+        self.step = step
+        self._inputs: tuple[StepBatch, Picks, _native.StepInputs] | None = None
+
+    def run(self, batch: StepBatch, scored: int, rows: list[SampleRow], picks: Picks) -> list[Sampled]:
+        """See ``StepProgram.run``."""
+        known = self._inputs
+        if known is None or known[0] is not batch or known[1] is not picks:
+            known = self._inputs = (batch, picks, _inputs_of(batch, picks))
+        answers = self.step.run(known[2], scored, [draw_row(row) for row in rows])
+        return sampled(rows, answers) if rows else []
+
+    def hidden(self) -> NDArray[np.float32]:
+        """See ``StepProgram.hidden``."""
+        out_RD = np.empty(self.step.hidden_shape, np.float32)
+        self.step.read_hidden(out_RD)
+        return out_RD
+
+    def logits(self) -> NDArray[np.float32]:
+        """hidden [R, V] of the last run's rows that drew from logits (tests and tools)."""
+        out_RV = np.empty(self.step.logits_shape, np.float32)
+        self.step.read_logits(out_RV)
+        return out_RV
+
+
+def recorded(steps: Steps, family: str, compute_dtype: str, kv: NativeKv) -> RecordedProgram:
+    """The steps over this KV memory as a program.  Raises RecordingError."""
+    recorder = RecordingOps(family, compute_dtype, kv)
+    ops = cast(Ops, recorder)
+    try:
+        hidden_RD = steps.forward(ops, recorder.batch, kv)
+        if not isinstance(hidden_RD, Value):
+            raise RecordingError("forward gave no array for the wanted rows")
+        logits_RV = steps.logits(ops, Value(recorder.step.drawn_rows(hidden_RD.slot)))
+        recorder.step.finish(logits_RV.slot)
+    except ValueError as error:  # operations in an order that is not kept
+        raise RecordingError(str(error)) from error
+    return RecordedProgram(recorder.step)
+
+
+def _inputs_of(batch: StepBatch, picks: Picks) -> _native.StepInputs:
+    table_SP = np.ascontiguousarray(batch.table_SP, np.int32)
+    inputs = _native.StepInputs(batch.tokens_T, batch.positions_T, batch.starts_S1, table_SP, batch.sample_rows_R)
+    inputs.pick(picks.seeds_F, picks.positions_F, picks.choices_F, picks.temperatures_F, picks.tokens_F)
+    return inputs
