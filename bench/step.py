@@ -2,14 +2,15 @@
 
 A gateway in this process asks for answers; the worker's loop is turned by hand and only its turns are timed.  Parts:
 
-    drain     messages in                      kernels   inside the C++ kernels, interpreter lock released
-    plan      the scheduler's decision         draw      what the runner makes of the drawn tokens
-    arrays    requests to arrays, and calls    commit, publish   tokens taken up, messages out
+    drain     messages in                                kernels   the one call of the recorded step
+    plan      the scheduler's decision                   commit    the tokens taken up
+    arrays    from requests to arrays, and back          publish   messages out
 
 The parts come from a run with a stopwatch around each, "step" and the allocations from another run without.  Medians
 over the steps, in microseconds; the machine should have nothing else to do.
 
     python bench/step.py
+    python bench/step.py --direct              # operation by operation instead of as recorded
     python bench/step.py --model DIR --rows 1 16 --threads 2 --temperature 0 --json
 """
 
@@ -38,6 +39,7 @@ from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.service.mailbox import HandOver, WorkerMailbox
 from penstock.hashing import chain_root
+from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
@@ -52,7 +54,7 @@ from penstock.wire.keys import Keys
 from penstock.wire.messages import Cancel, Hello, Submit, Tokens
 from penstock.wire.zeromq import ZmqTransport
 
-PARTS = ("drain", "plan", "arrays", "kernels", "draw", "commit", "publish")
+PARTS = ("drain", "plan", "arrays", "kernels", "commit", "publish")
 REST = "rest"
 PROMPT = 24
 WARM_STEPS = 30
@@ -144,8 +146,9 @@ class Worker:
         clock = MonotonicClock()
         hand_over = HandOver(self.identity, sender, receiver)
         self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, self.transport, clock)
-        kv = self.ops.new_kv(pages=pages, **sizes, memory=memory.buffer)
-        self.runner = ModelRunner(self.model, self.ops, kv)
+        self.kv = kv = self.ops.new_kv(pages=pages, **sizes, memory=memory.buffer)
+        program = DirectProgram(self.ops, self.model, kv) if args.direct else None
+        self.runner = ModelRunner(self.model, self.ops, kv, program)
         self.loop = EngineLoop(self.mailbox, self.scheduler, self.runner, clock)
         self.loop.on_plan = self.mailbox.planned
         self.link = self.transport.connect(config.endpoint)
@@ -198,21 +201,21 @@ class Worker:
     @contextmanager
     def watched(self, watch: Stopwatch) -> Iterator[None]:
         """Every part times itself while this is open."""
-        loop, ops, runner = self.loop, self.ops, self.runner
-        before = dict(loop.__dict__), dict(ops.__dict__), dict(runner.__dict__)
+        loop, ops, program = self.loop, self.ops, self.runner.program
+        before = [dict(owner.__dict__) for owner in (loop, ops, program)]
         loop.mailbox = Both(Watched(self.mailbox, watch, "publish"), Watched(self.mailbox, watch, "drain"), ("drain",))
         loop.scheduler = Both(
             Watched(self.scheduler, watch, "commit"), Watched(self.scheduler, watch, "plan"), ("plan", "apply")
         )
         loop.on_plan = watch.wrap("plan", self.mailbox.planned)
-        loop.runner = Watched(runner, watch, "arrays")
-        runner.__dict__["_draw"] = watch.wrap("draw", runner._draw)
-        for name in ("_kernels", "_compressed"):
-            setattr(ops, name, Watched(getattr(ops, name), watch, "kernels"))
+        loop.runner = Watched(self.runner, watch, "arrays")
+        for owner, name in ((ops, "_kernels"), (ops, "_compressed"), (program, "step")):
+            if hasattr(owner, name):
+                setattr(owner, name, Watched(getattr(owner, name), watch, "kernels"))
         try:
             yield
         finally:
-            for owner, kept in zip((loop, ops, runner), before, strict=True):
+            for owner, kept in zip((loop, ops, program), before, strict=True):
                 owner.__dict__.clear()
                 owner.__dict__.update(kept)
 
@@ -280,7 +283,8 @@ def figures(worker: Worker, rows: int, args: argparse.Namespace) -> dict[str, fl
     kept = allocations(worker, ALLOCATION_STEPS)
     worker.forget(ids)
     step = statistics.median(steps) * 1e6
-    return {"rows": rows, "step": step, "python": step - parts["kernels"], **parts, **kept}
+    python = sum(us for part, us in parts.items() if part != "kernels")
+    return {"rows": rows, "step": step, "python": python, **parts, **kept}
 
 
 def main() -> None:
@@ -292,6 +296,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 draws the likeliest token")
     parser.add_argument("--family", help="kernel family")
     parser.add_argument("--compute", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--direct", action="store_true", help="operation by operation instead of as recorded")
     parser.add_argument("--json", action="store_true", help="one object a line")
     args = parser.parse_args()
     worker = Worker(args.model, args)

@@ -101,13 +101,10 @@ def test_wanted_rows_stand_in_order() -> None:
 
 
 @given(
-    known=st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    kinds=st.lists(
-        st.sampled_from([SAMPLING, SamplingParams(seed=3, max_tokens=100, top_k=2)]), min_size=4, max_size=4
-    ),
+    begun=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
     moves=st.lists(st.tuples(st.sampled_from(["on", "on", "on", "pages", "leave", "twice"]), st.integers(0, 3))),
 )
-def test_going_on_is_filling_anew(known: list[int], kinds: list[SamplingParams], moves: list[tuple[str, int]]) -> None:
+def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tuple[str, int]]) -> None:
     """Whatever happens between two steps, the arrays are those of spans made afresh."""
     arrays, serial = StepArrays(), 1000
     cut = SamplingParams(seed=3, max_tokens=100, top_k=2)
