@@ -12,7 +12,7 @@ extern const CompressedFamily compressed_avx512_bf16;
 extern const CompressedFamily compressed_avx512_bf16_vbmi2;
 #endif
 
-const CompressedFamily& compressed_family(const char* name) {
+const CompressedFamily& compressed_family([[maybe_unused]] const char* name) {
 #if defined(PENSTOCK_X86)
   __builtin_cpu_init();
   if (std::strcmp(name, "avx512_bf16") == 0) {

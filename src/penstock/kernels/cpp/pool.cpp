@@ -1,9 +1,11 @@
 #include "pool.hpp"
 
-#include <linux/futex.h>
 #include <pthread.h>
+#if defined(__linux__)
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -27,12 +29,17 @@ void pause_briefly() {
 #endif
 }
 
+#if defined(__linux__) && !defined(PENSTOCK_NO_FUTEX)
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
+#else
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) { word.wait(value); }
+void wake_all(std::atomic<uint32_t>& word) { word.notify_all(); }
+#endif
 
 struct Scratch {
   void* data = nullptr;

@@ -1,0 +1,302 @@
+// The kernels without Python: runs every operation of the families that this processor has, on made-up data, with one
+// thread and with several, and prints a checksum of each result.
+//
+// Fails when a checksum depends on the number of threads.  Built with the thread sanitizer it finds races; built for
+// another processor its lines for the portable family must be those of this one (scripts/self-check does both).
+// Data are made with integers and exact arithmetic only: no library may make a difference.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "codec.hpp"
+#include "dispatch.hpp"
+#include "packing.hpp"
+#include "pool.hpp"
+#include "sampler.hpp"
+
+using namespace penstock;
+
+namespace {
+
+constexpr long kRows = 37, kWidth = 384, kOutputs = 400, kVocabulary = 3001;
+constexpr int kHeads = 6, kKvHeads = 2, kHeadDim = 64, kLayers = 2, kMaxThreads = 4;
+
+struct Checksum {
+  uint64_t value = 0xCBF29CE484222325u;  // FNV-1a
+
+  template <class T>
+  void add(const std::vector<T>& data) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(data.data());
+    for (size_t i = 0; i < data.size() * sizeof(T); ++i) value = (value ^ bytes[i]) * 0x100000001B3u;
+  }
+};
+
+// About bell-shaped, exactly representable: sums of four integers, scaled by a power of two.
+std::vector<float> numbers(size_t count, uint64_t seed, float scale) {
+  std::vector<float> made(count);
+  uint64_t state = seed * 0x9E3779B97F4A7C15u + 1;
+  for (float& value : made) {
+    int sum = 0;
+    for (int i = 0; i < 4; ++i) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      sum += static_cast<int>(state >> 52) - 2048;
+    }
+    value = static_cast<float>(sum) * (scale / 2048);
+  }
+  return made;
+}
+
+std::vector<uint16_t> upper_halves(const std::vector<float>& values) {
+  std::vector<uint16_t> made(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &values[i], 4);
+    made[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return made;
+}
+
+const char* name_of(Compute compute) { return compute == Compute::kBf16 ? "bf16" : "fp32"; }
+size_t size_of(Compute compute) { return compute == Compute::kBf16 ? 2 : 4; }
+int per_cell(Compute compute) { return compute == Compute::kBf16 ? 2 : 1; }
+
+// Eight segments, one of them empty, all of whole blocks.
+const std::vector<long> kEnds = {48, 96, 96, 192, 240, 288, 336, kWidth};
+
+// Results of one run: a name and a checksum each.
+using Results = std::vector<std::pair<std::string, uint64_t>>;
+
+struct Weight {
+  PackedView view;
+  std::vector<uint32_t> cells;
+
+  Weight(const std::vector<float>& from, long n, long k, const std::vector<long>& ends, Compute compute)
+      : view(packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell(compute))),
+        cells(static_cast<size_t>(view.panels() * view.steps() * 16)) {
+    pack(from.data(), Source::kFp32, view, cells.data());
+    view.cells = cells.data();
+  }
+};
+
+class Run {
+ public:
+  Run(const Family& family, Compute compute) : family_(family), compute_(compute) {}
+
+  Results all() {
+    rows_alone();
+    products();
+    attention();
+    sampling();
+    if (compute_ == Compute::kBf16) compressed();
+    return std::move(results_);
+  }
+
+ private:
+  template <class T>
+  void note(const char* what, const std::vector<T>& data) {
+    Checksum sum;
+    sum.add(data);
+    results_.emplace_back(std::string(family_.name) + " " + name_of(compute_) + " " + what, sum.value);
+  }
+
+  std::vector<char> computed(const std::vector<float>& values) const {
+    std::vector<char> made(values.size() * size_of(compute_));
+    family_.to_compute(values.data(), static_cast<long>(values.size()), made.data(), compute_);
+    return made;
+  }
+
+  void rows_alone() {
+    const auto hidden = numbers(kRows * kWidth, 1, 1), weight = numbers(kWidth, 2, 1);
+    note("to_compute", computed(hidden));
+    std::vector<char> out(hidden.size() * size_of(compute_));
+    family_.rms_norm({hidden.data(), weight.data(), kRows, kWidth, 0x1p-16f, out.data()}, compute_);
+    note("rms_norm", out);
+    out.resize(out.size() / 2);
+    family_.silu_mul({hidden.data(), kRows, kWidth / 2, out.data()}, compute_);
+    note("silu_mul", out);
+  }
+
+  void products() {
+    const auto x = computed(numbers(kRows * kWidth, 3, 1));
+    const Weight weight(numbers(kOutputs * kWidth, 4, 0.0625f), kOutputs, kWidth, kEnds, compute_);
+    for (const long rows : {1L, 8L, kRows}) {
+      std::vector<float> out(static_cast<size_t>(rows * kOutputs));
+      family_.linear({x.data(), rows, weight.view, out.data(), false}, compute_);
+      family_.linear({x.data(), rows, weight.view, out.data(), true}, compute_);
+      note("linear", out);
+    }
+    const std::vector<int32_t> tokens = {5, 0, kOutputs - 1};
+    std::vector<float> out(tokens.size() * kWidth);
+    family_.embed({weight.view, tokens.data(), static_cast<long>(tokens.size()), out.data()}, compute_);
+    note("embed", out);
+  }
+
+  // Two sequences, the second longer than a partition of keys; once with partitions joined apart.
+  void attention() {
+    const std::vector<int32_t> starts = {0, 30, 630};
+    const long tokens = starts.back(), pages = 42, width = (kHeads + 2 * kKvHeads) * kHeadDim;
+    std::vector<int32_t> positions(static_cast<size_t>(tokens)), sequence(positions.size()), table(2 * pages);
+    for (long t = 0; t < tokens; ++t) sequence[t] = t >= starts[1], positions[t] = t - starts[sequence[t]];
+    for (long i = 0; i < pages; ++i) table[i] = i < 2 ? 40 + i : 0, table[pages + i] = (i * 7 + 1) % 40;
+    KvView kv{nullptr, pages, kLayers, kKvHeads, kHeadDim, per_cell(compute_)};
+    std::vector<uint32_t> memory(static_cast<size_t>(pages) * kv.page_cells());
+    kv.cells = memory.data();
+    const BatchView batch{positions.data(), starts.data(), table.data(), tokens, 2, pages};
+    const auto qkv = numbers(static_cast<size_t>(tokens * width), 5, 0.5f), rope = numbers(640 * kHeadDim, 6, 0.25f);
+    std::vector<char> q(static_cast<size_t>(tokens) * kHeads * kHeadDim * size_of(compute_));
+    family_.rope_and_write({qkv.data(), rope.data(), sequence.data(), batch, kv, 1, kHeads, q.data()}, compute_);
+    note("rope", q);
+    note("pages", memory);
+    attend(q, kv, batch, false);
+    attend(q, kv, batch, true);
+  }
+
+  void attend(const std::vector<char>& q, const KvView& kv, const BatchView& batch, bool apart) {
+    constexpr long kTokens = 21, kGroup = kHeads / kKvHeads;
+    AttentionArgs args{};
+    std::vector<Chunk> chunks;
+    for (long s = 0; s < batch.sequences; ++s)
+      for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += kTokens) {
+        const long left = batch.starts[s + 1] - t, count = left < kTokens ? left : kTokens;
+        const long parts = (batch.positions[t + count - 1] + kPartitionKeys) / kPartitionKeys;
+        chunks.push_back({s, t, count, args.part_count, parts});
+        args.part_count += parts;
+      }
+    args.q = q.data();
+    args.kv = kv;
+    args.batch = batch;
+    args.layer = 1;
+    args.heads = kHeads;
+    args.scale = 0.125f;
+    args.chunks = chunks.data();
+    args.chunk_count = static_cast<long>(chunks.size());
+    args.max_rows = kTokens * kGroup;
+    args.work = 1e9;
+    std::vector<float> partial(static_cast<size_t>(args.part_count * kKvHeads * args.max_rows * (kHeadDim + 2)));
+    args.partial = apart ? partial.data() : nullptr;
+    std::vector<char> out(q.size());
+    args.out = out.data();
+    family_.attention(args, compute_);
+    note("attention", out);
+  }
+
+  void sampling() {
+    const auto logits = numbers(kVocabulary, 7, 2);
+    std::vector<int32_t> drawn;
+    std::vector<float> told;
+    for (uint32_t position = 0; position < 64; ++position) {
+      Draw how;
+      how.seed = 11;
+      how.position = position;
+      how.temperature = position % 4 == 0 ? 0.0f : 0.75f;
+      how.top_k = position % 3 == 0 ? 40 : 0;
+      how.top_p = position % 2 == 0 ? 0.875f : 1.0f;
+      how.logprobs = 3;
+      const Drawn one = draw(family_, logits.data(), kVocabulary, how);
+      drawn.push_back(one.token);
+      told.push_back(one.logprob);
+      for (const auto& [token, logprob] : one.top) drawn.push_back(token), told.push_back(logprob);
+    }
+    note("drawn", drawn);
+    note("logprobs", told);
+    std::vector<int32_t> ids(kVocabulary);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::vector<float> noise(ids.size());
+    family_.gumbel({1, 2, 3, 4}, ids.data(), kVocabulary, noise.data());
+    note("gumbel", noise);
+  }
+
+  // The very products of plain weights, or the program ends here.
+  void compressed() {
+    const auto original = upper_halves(numbers(kOutputs * kWidth, 8, 0.0625f));
+    const ExponentCode code{116, 1};
+    const auto counted = count_exponents(original.data(), original.size());
+    uint64_t escaped = original.size();
+    for (int c = 1; c < 8; ++c) escaped -= counted[static_cast<size_t>(code.base + c)];
+    CompressedView view{};
+    view.layout = packed_layout(kOutputs, kWidth, kEnds.data(), static_cast<int>(kEnds.size()), 2);
+    const auto panels = static_cast<size_t>(view.layout.panels());
+    std::vector<uint8_t> blocks(panels * static_cast<size_t>(view.blocks_a_panel() * kBlockBytes));
+    std::vector<uint8_t> escapes(escaped + kEscapePadding);
+    std::vector<uint32_t> counts(panels);
+    encode(original.data(), kOutputs, kWidth, code, blocks.data(), escapes.data(), counts.data());
+    note("blocks", blocks);
+    note("escapes", escapes);
+    const std::vector<PanelCode> codes(panels, rotated(code));
+    std::vector<uint64_t> begin(panels + 1);
+    view.blocks = blocks.data();
+    view.escapes = escapes.data();
+    view.codes = codes.data();
+    sum_escapes(view, begin.data());
+    view.escape_begin = begin.data();
+    multiply_compressed(view, original);
+  }
+
+  void multiply_compressed(const CompressedView& view, const std::vector<uint16_t>& original) {
+    const CompressedFamily& kernels = compressed_family(family_.name);
+    PackedView plain = view.layout;
+    std::vector<uint32_t> cells(static_cast<size_t>(plain.panels() * plain.steps() * 16));
+    pack(original.data(), Source::kBf16, plain, cells.data());
+    plain.cells = cells.data();
+    const auto x = computed(numbers(kRows * kWidth, 3, 1));
+    for (const long rows : {1L, 5L, kRows}) {
+      std::vector<float> out(static_cast<size_t>(rows * kOutputs)), wanted(out.size());
+      kernels.linear({x.data(), rows, view, out.data(), false});
+      family_.linear({x.data(), rows, plain, wanted.data(), false}, compute_);
+      note("compressed linear", out);
+      if (std::memcmp(out.data(), wanted.data(), out.size() * 4) == 0) continue;
+      std::printf("%s: compressed weights gave another product than plain ones (%ld rows)\n", family_.name, rows);
+      std::exit(1);
+    }
+  }
+
+  const Family& family_;
+  Compute compute_;
+  Results results_;
+};
+
+// Every item of many short calls is done once, while the number of threads changes.
+bool pool_does_everything_once() {
+  for (int call = 0; call < 6000; ++call) {
+    set_threads(1 + call / 100 % kMaxThreads);
+    std::vector<int> done(static_cast<size_t>(call % 23), 0);
+    parallel(static_cast<long>(done.size()), &done, [](void* context, long item, int worker) {
+      static_cast<unsigned char*>(workspace(worker, 4096))[item] = 1;
+      ++(*static_cast<std::vector<int>*>(context))[static_cast<size_t>(item)];
+    });
+    for (const int times : done)
+      if (times != 1) return false;
+  }
+  return true;
+}
+
+int check(const Family& family, Compute compute) {
+  set_threads(1);
+  const Results wanted = Run(family, compute).all();
+  for (const auto& [what, sum] : wanted) std::printf("%s %016llx\n", what.c_str(), static_cast<unsigned long long>(sum));
+  for (int threads = 2; threads <= kMaxThreads; ++threads) {
+    set_threads(threads);
+    if (Run(family, compute).all() == wanted) continue;
+    std::printf("%s: %d threads gave other results than one\n", family.name, threads);
+    return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+// Without arguments every family; with a name only that one.
+int main(int count, char** words) {
+  if (!pool_does_everything_once()) {
+    std::puts("the pool did an item never, or twice");
+    return 1;
+  }
+  int status = 0;
+  for (const Family* family : usable_families())
+    if (count < 2 || std::strcmp(words[1], family->name) == 0)
+      for (const Compute compute : {Compute::kBf16, Compute::kFp32}) status |= check(*family, compute);
+  return status;
+}
