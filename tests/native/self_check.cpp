@@ -128,10 +128,22 @@ class Run {
       family_.linear({x.data(), rows, weight.view, out.data(), true}, compute_);
       note("linear", out);
     }
+    picked(x, weight.view);
     const std::vector<int32_t> tokens = {5, 0, kOutputs - 1};
     std::vector<float> out(tokens.size() * kWidth);
     family_.embed({weight.view, tokens.data(), static_cast<long>(tokens.size()), out.data()}, compute_);
     note("embed", out);
+  }
+
+  // Tokens picked while panels are computed: greedy ones and drawn ones.
+  void picked(const std::vector<char>& x, const PackedView& weight) {
+    std::vector<Pick> picks(kRows);
+    for (uint32_t row = 0; row < kRows; ++row) picks[row] = {0, {1, 2, row, 0}, 0.75f, row % 2 == 0};
+    std::vector<float> out(kRows * kOutputs);
+    family_.linear({x.data(), kRows, weight, out.data(), false, picks.data(), 0}, compute_);
+    std::vector<uint64_t> best;
+    for (const Pick& pick : picks) best.push_back(pick.best);
+    note("picks", best);
   }
 
   // Two sequences, the second longer than a partition of keys; once with partitions joined apart.
