@@ -203,6 +203,24 @@ async def test_chat_prompts_are_fitted_with_their_template():
     assert len(body["messages"][0]["content"].split()) == 37
 
 
+async def test_llama_servers_tokenizer_is_asked_in_its_own_words():
+    async def script(exchange: Exchange) -> None:
+        await exchange.plain(200, {"tokens": [7, 8, 9] if "content" in exchange.asked.body else []})
+
+    kind, (body,) = await make("/v1/completions", [Wanted(input_len=40, output_len=5)], script)
+    assert kind is PromptKind.IDS
+    assert len(body["prompt"]) == 40
+    assert set(body["prompt"]) <= {7, 8, 9}
+
+
+async def test_a_tokenizer_that_finds_no_token_is_none():
+    async def script(exchange: Exchange) -> None:
+        await exchange.plain(200, {"tokens": []})
+
+    kind, _ = await make("/v1/completions", [Wanted(input_len=40, output_len=5)], script)
+    assert kind is PromptKind.WORDS
+
+
 async def test_a_server_without_a_tokenizer_gets_words():
     async def script(exchange: Exchange) -> None:
         await exchange.plain(404, {})

@@ -79,7 +79,11 @@ class PromptMaker:
         """Find out what the server can do: which token ids are harmless words, whether it counts tokens."""
         try:
             tokens = await self._tokenize({"prompt": " " + WORD_TEXT, "add_special_tokens": False})
+            if not tokens:  # llama-server reads another field, and takes no offence at this one
+                tokens = await self._tokenize({"content": " " + WORD_TEXT})
         except (StreamError, msgspec.DecodeError, KeyError):
+            return
+        if not tokens:
             return
         self._pool = np.unique(np.asarray(tokens, np.int64))
         self.kind = PromptKind.FITTED if self._shape.chat else PromptKind.IDS

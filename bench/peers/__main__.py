@@ -1,0 +1,161 @@
+"""``python -m bench.peers``: install the peers, make the models, run the comparison, write the report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.peers import install, matrix, models
+from bench.peers.places import PEERS, SHAPES, Workplace, cores, default_workdir
+from bench.peers.records import Records
+
+EPILOG = """\
+examples:
+  python -m bench.peers install                      each peer in a virtual environment of its own (15 minutes)
+  python -m bench.peers models                       random weights of the shape of Llama-3.2-1B, and of 97 M parameters
+  python -m bench.peers run                          five rounds of everything
+  python -m bench.peers run --measures decode,prefill --systems penstock,llama.cpp --rounds 1
+  python -m bench.peers report --plot docs/peers.png > section.md
+
+Run it from the repository's root, with Penstock built or installed.  A run that was cut goes on where it stopped;
+`run --measures http8` and a later `run --measures decode` write into one file.  Only one thing should run on the
+machine meanwhile.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers",
+        description="Compare Penstock with transformers, llama.cpp and vLLM on this machine's processor.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        default=default_workdir(),
+        help="environments, models, results: some 20 GB (default: %(default)s)",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_install(commands.add_parser("install", help="install the peers, with exact versions"))
+    _add_models(commands.add_parser("models", help="make the checkpoints, one for each system's format"))
+    _add_run(commands.add_parser("run", help="measure; appends to the results"))
+    _add_report(commands.add_parser("report", help="medians, ratios, spread and a plot out of the results"))
+    return parser
+
+
+def _add_install(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_install)
+    parser.add_argument("--peers", type=_names(PEERS), default=PEERS, metavar="P,P", help="default: all")
+    parser.add_argument("--python", default=sys.executable, help="makes the environments (default: this one)")
+    parser.add_argument("--torch-index", metavar="URL", help="a further package index, with CPU builds of torch")
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_models)
+    parser.add_argument("--model", type=_names(SHAPES), default=tuple(SHAPES), metavar="M,M", help="default: 1b,100m")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_run)
+    parser.add_argument("--model", choices=tuple(SHAPES), default="1b", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="in all, done ones included (default: 5)")
+    parser.add_argument(
+        "--systems",
+        type=_names(matrix.SYSTEMS),
+        default=matrix.SYSTEMS,
+        metavar="S,S",
+        help="default: " + ",".join(matrix.SYSTEMS),
+    )
+    parser.add_argument(
+        "--measures",
+        type=_names(matrix.MEASURES),
+        default=matrix.MEASURES,
+        metavar="M,M",
+        help="default: " + ",".join(matrix.MEASURES),
+    )
+    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="timed steps of decode (default: 16)")
+    parser.add_argument("--requests", type=int, default=16, metavar="N", help="of eight clients (default: 16)")
+    parser.add_argument(
+        "--stutter-seconds", type=float, default=20.0, metavar="S", help="long prompts amid answers (default: 20)"
+    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="default: results.jsonl in the work folder")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_report)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="default: results.jsonl in the work folder")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it as well (needs matplotlib)")
+
+
+def _names(known: object):
+    """A parser of comma-separated names."""
+    allowed = tuple(known)
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name for name in text.split(",") if name)
+        unknown = [name for name in names if name not in allowed]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'nothing'}: known are {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def _install(args: argparse.Namespace, place: Workplace) -> int:
+    install.install(place, args.peers, python=args.python, torch_index=args.torch_index)
+    return 0
+
+
+def _models(args: argparse.Namespace, place: Workplace) -> int:
+    models.make(place, args.model)
+    return 0
+
+
+def _run(args: argparse.Namespace, place: Workplace) -> int:
+    absent = models.missing(place, args.model)
+    if absent:
+        raise install.InstallError(f"not there: {', '.join(absent)}\nmake them: python -m bench.peers models")
+    lacking = [peer for peer in install.missing(place) if peer in args.systems]
+    if lacking:
+        raise install.InstallError(f"not installed: {', '.join(lacking)}\nfirst: python -m bench.peers install")
+    wanted = matrix.Wanted(
+        model=args.model,
+        rounds=args.rounds,
+        systems=args.systems,
+        measures=args.measures,
+        threads=args.threads,
+        steps=args.steps,
+        requests=args.requests,
+        stutter_s=args.stutter_seconds,
+    )
+    failures = matrix.Matrix(place, Records(args.results or place.results), wanted).run()
+    return 1 if failures else 0
+
+
+def _report(args: argparse.Namespace, place: Workplace) -> int:
+    from bench.peers import plot, report
+
+    records = list(Records(args.results or place.results))
+    if not records:
+        raise install.InstallError(f"no results in {args.results or place.results}: python -m bench.peers run")
+    print(report.section(records))
+    if args.plot is not None:
+        plot.draw(records, args.plot)
+    return 0
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    place = Workplace(args.workdir.expanduser().absolute())
+    try:
+        return args.command(args, place)
+    except (install.InstallError, ValueError) as error:
+        print(f"bench.peers: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What every offline driver is asked and answers.  Standard library only: it runs in each peer's own environment.
+
+A driver gets one JSON object as its argument and prints one as its last line::
+
+    {"prefill": {"128": [tokens/s, ...]}, "decode": {"1": [tokens/s]}, "load_s": s}
+
+Prefill of N tokens: from handing over one prompt of N tokens to having its first new token.
+Decode of N streams: N prompts of ``context`` tokens have been read and each stream has had ``WARM_STEPS`` tokens; then
+``steps`` more tokens of every stream are timed.  Greedy, nothing ends early.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import dataclass
+
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    model: str
+    threads: int
+    prefill: list  # of token counts
+    decode: list  # of numbers of streams
+    steps: int
+    context: int
+    seed: int
+
+    @classmethod
+    def from_arguments(cls):
+        return cls(**json.loads(sys.argv[1]))
+
+    def repeats(self, tokens):
+        """Short prompts are read more often: they are over sooner."""
+        return 3 if tokens <= 256 else 2 if tokens <= 1024 else 1
+
+    def prompt(self, tokens, *salt):
+        """Token ids that no other prompt of the run begins with."""
+        draw = random.Random(f"{self.seed} {tokens} {salt}")
+        return [draw.randrange(300, 100_000) for _ in range(tokens)]
+
+    def prompts(self, streams):
+        return [self.prompt(self.context, "stream", streams, i) for i in range(streams)]
+
+
+def answer(prefill, decode, load_s):
+    print(json.dumps({"prefill": prefill, "decode": decode, "load_s": load_s}), flush=True)

@@ -1,0 +1,201 @@
+"""Runs the comparison: rounds, and in each the machine's own limits and then every system, in an order that turns.
+
+What has been measured in an earlier run of the same file is not measured again.  A system that fails is said to have
+failed, and the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.peers import offline, online
+from bench.peers.offline import Ask, MeasureError
+from bench.peers.places import OFFLINE_SYSTEMS, SERVERS, Workplace
+from bench.peers.processes import own_environment
+from bench.peers.records import ABOUT, Record, Records
+from bench.peers.servers import running
+
+OFFLINE: Final = ("decode", "prefill")
+ONLINE: Final = ("start", "http1", "http8", "stutter", "memory", "kill")
+MACHINE: Final = "machine"
+ROOFLINE: Final = "roofline"
+MEASURES: Final = (*OFFLINE, *ONLINE)
+SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *SERVERS)))
+
+DECODE_STREAMS: Final = (1, 4, 16)
+PREFILL_TOKENS: Final = (128, 512, 2048)
+LITTLE_WARM_UP_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which part of the matrix."""
+
+    model: str
+    rounds: int
+    systems: tuple[str, ...]
+    measures: tuple[str, ...]
+    threads: int
+    steps: int
+    requests: int
+    stutter_s: float
+
+
+class Matrix:
+    """One run."""
+
+    def __init__(self, place: Workplace, records: Records, wanted: Wanted) -> None:
+        self._place = place
+        self._records = records
+        self._wanted = wanted
+        self._began = time.monotonic()
+        self._failures = 0
+
+    def run(self) -> int:
+        """Everything that is missing; returns how many measurements failed."""
+        wanted = self._wanted
+        keep_to_cores(wanted.threads)
+        self._records.add(Record(model=wanted.model, round=-1, system=MACHINE, measure=ABOUT, figures=about()))
+        warm_page_cache(self._place, wanted.model)
+        for number in range(wanted.rounds):
+            self._round(number)
+        return self._failures
+
+    def _round(self, number: int) -> None:
+        done = self._records.done()
+        offline_jobs = list(self._missing(done, number, OFFLINE_SYSTEMS, OFFLINE))
+        online_jobs = list(self._missing(done, number, SERVERS, ONLINE))
+        if not offline_jobs and not online_jobs:
+            return
+        if (self._wanted.model, number, MACHINE, ROOFLINE) not in done:
+            self._roofline(number)
+        for system, measures in offline_jobs:
+            self._offline(number, system, measures)
+        for system, measures in online_jobs:
+            self._online(number, system, measures)
+
+    def _missing(
+        self, done: set[tuple[str, int, str, str]], number: int, systems: Sequence[str], measures: Sequence[str]
+    ) -> Iterator[tuple[str, list[str]]]:
+        """(system, measures) in this round's order."""
+        for system in turned(systems, number):
+            if system not in self._wanted.systems:
+                continue
+            known = [m for m in measures if m in self._wanted.measures and (m != "kill" or kills(system))]
+            left = [m for m in known if (self._wanted.model, number, system, m) not in done]
+            if left:
+                yield system, left
+
+    def _roofline(self, number: int) -> None:
+        command = [sys.executable, "-m", "bench.peers.roofline", str(self._wanted.threads)]
+        self._note(number, MACHINE, ROOFLINE, json.loads(offline.run(command, own_environment())))
+
+    def _offline(self, number: int, system: str, measures: Sequence[str]) -> None:
+        ask = Ask(
+            threads=self._wanted.threads,
+            seed=number,
+            steps=self._wanted.steps,
+            prefill=PREFILL_TOKENS if "prefill" in measures else (),
+            decode=DECODE_STREAMS if "decode" in measures else (),
+        )
+        try:
+            found = offline.measure(self._place, system, self._wanted.model, ask)
+        except MeasureError as error:
+            for measure in measures:
+                self._fail(number, system, measure, str(error))
+            return
+        for measure in measures:
+            self._note(number, system, measure, found[measure])
+
+    def _online(self, number: int, system: str, measures: Sequence[str]) -> None:
+        wanted = self._wanted
+        load = online.Load(seed=100 + number, requests=wanted.requests, stutter_s=wanted.stutter_s)
+        measure = "start"
+        try:
+            with running(self._place, system, wanted.model, wanted.threads) as server:
+                if measure in measures:
+                    self._note(number, system, measure, {"first_token_s": server.first_token_s})
+                for measure, take in online.online_measures(system).items():
+                    if measure in measures:
+                        self._note(number, system, measure, take(server, load))
+        except (MeasureError, OSError) as error:
+            self._fail(number, system, measure, str(error))
+
+    def _note(self, number: int, system: str, measure: str, figures: dict[str, Any]) -> None:
+        record = Record(model=self._wanted.model, round=number, system=system, measure=measure, figures=figures)
+        self._records.add(record)
+        self._say(number, system, measure, short(figures))
+
+    def _fail(self, number: int, system: str, measure: str, error: str) -> None:
+        self._failures += 1
+        self._records.add(
+            Record(model=self._wanted.model, round=number, system=system, measure=measure, error=error)
+        )
+        self._say(number, system, measure, f"failed: {error}")
+
+    def _say(self, number: int, system: str, measure: str, text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        at = f"{minutes:3d}:{seconds:02d}  round {number + 1}/{self._wanted.rounds}"
+        print(f"{at}  {system:21s} {measure:9s} {text}", flush=True)
+
+
+def turned(systems: Sequence[str], number: int) -> list[str]:
+    """Another first one each round, so that none is always measured after the same."""
+    first = number % len(systems)
+    return [*systems[first:], *systems[:first]]
+
+
+def kills(system: str) -> bool:
+    return "kill" in online.online_measures(system)
+
+
+def keep_to_cores(threads: int) -> None:
+    """All that is started from here on has so many processors and no more."""
+    mine = sorted(os.sched_getaffinity(0))
+    if threads < len(mine):
+        os.sched_setaffinity(0, mine[:threads])
+
+
+def warm_page_cache(place: Workplace, model: str) -> None:
+    """Read every file of weights once."""
+    files = [place.checkpoint(model) / "model.safetensors", place.gguf(model)]
+    files += place.compressed(model).glob("*.safetensors")
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.read(LITTLE_WARM_UP_BYTES):
+                pass
+
+
+def about() -> dict[str, Any]:
+    """The machine."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = dict(part.partition(":")[::2] for part in lines if ":" in part)
+    cpu = {name.strip(): value.strip() for name, value in facts.items()}
+    return {
+        "processor": cpu.get("model name", platform.machine()),
+        "family": f"{cpu.get('cpu family')}/{cpu.get('model')}",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+
+
+def short(figures: dict[str, Any]) -> str:
+    """One line for people."""
+    return json.dumps(rounded(figures)).replace('"', "")
+
+
+def rounded(value: Any) -> Any:
+    """Three digits of every number."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value

@@ -1,0 +1,69 @@
+"""Makes what is measured: one checkpoint of random weights, and the same for the systems that want another file."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from bench.peers.checkpoint import write_checkpoint
+from bench.peers.install import run
+from bench.peers.places import HERE, LLAMA, SHAPES, Workplace
+
+SEED: Final = 0
+
+
+def make(place: Workplace, models: Sequence[str]) -> None:
+    """What is not there yet.  Raises InstallError when a converter fails."""
+    for model in models:
+        _checkpoint(place, model)
+        _compressed(place, model)
+        _gguf(place, model)
+
+
+def missing(place: Workplace, model: str) -> list[str]:
+    """Files that ``make`` would write."""
+    files = (place.checkpoint(model) / "model.safetensors", place.compressed(model), place.gguf(model))
+    return [str(file) for file in files if not file.exists()]
+
+
+def _checkpoint(place: Workplace, model: str) -> None:
+    folder = place.checkpoint(model)
+    if (folder / "model.safetensors").exists():
+        print(f"{folder}: there already")
+        return
+    shown = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > 5:
+            shown = time.monotonic()
+            print(f"{model}: {100 * done // total} % of {total / 1e9:.2f} GB written", flush=True)
+
+    write_checkpoint(folder, SHAPES[model], SEED, progress)
+    print(f"{folder}: {SHAPES[model].parameters / 1e6:.0f} M parameters")
+
+
+def _compressed(place: Workplace, model: str) -> None:
+    out = place.compressed(model)
+    if out.exists():
+        print(f"{out}: there already")
+        return
+    unfinished = out.with_name("compressing")
+    command = [sys.executable, "-m", "penstock", "compress", place.checkpoint(model), unfinished]
+    run(command, place.logs / "models.log", say=f"{model}: penstock compress")
+    unfinished.rename(out)
+
+
+def _gguf(place: Workplace, model: str) -> None:
+    out = place.gguf(model)
+    if out.exists():
+        print(f"{out}: there already")
+        return
+    unfinished = out.with_suffix(".part")
+    script = HERE / "drivers" / "to_gguf.py"
+    command = [place.python(LLAMA), script, place.checkpoint(model), unfinished]
+    run(command, place.logs / "models.log", say=f"{model}: BF16 gguf")
+    shutil.move(unfinished, out)
