@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench.peers import install, matrix, models
@@ -75,7 +76,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="M,M",
         help="default: " + ",".join(matrix.MEASURES),
     )
-    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="timed steps of decode (default: 16)")
     parser.add_argument("--requests", type=int, default=16, metavar="N", help="of eight clients (default: 16)")
     parser.add_argument(
@@ -90,7 +93,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it as well (needs matplotlib)")
 
 
-def _names(known: object):
+def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     """A parser of comma-separated names."""
     allowed = tuple(known)
 
@@ -151,7 +154,8 @@ def main() -> int:
     args = build_parser().parse_args()
     place = Workplace(args.workdir.expanduser().absolute())
     try:
-        return args.command(args, place)
+        code: int = args.command(args, place)
+        return code
     except (install.InstallError, ValueError) as error:
         print(f"bench.peers: {error}", file=sys.stderr)
         return 2

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
-
 from bench.peers.places import Shape
 from bench.peers.vocabulary import SPECIALS, write_tokenizer
+from numpy.typing import NDArray
 
 DEVIATION = 0.02
 ROWS_AT_ONCE = 4096

@@ -91,7 +91,9 @@ def _environment(place: Workplace, peer: str, python: str, torch_index: str | No
         run(command, log, say=f"{peer}: packages")
     except InstallError as error:
         if torch_index is None and "+cpu" in log.read_text(errors="replace"):
-            hint = "torch's CPU builds may have an index of their own: --torch-index https://download.pytorch.org/whl/cpu"
+            hint = (
+                "torch's CPU builds may have an index of their own: --torch-index https://download.pytorch.org/whl/cpu"
+            )
             raise InstallError(f"{error}\n{hint}") from error
         raise
 
@@ -99,7 +101,7 @@ def _environment(place: Workplace, peer: str, python: str, torch_index: str | No
 def _leave_out(place: Workplace, peer: str) -> None:
     unwanted = HERE / "requirements" / f"{peer}.without.txt"
     if unwanted.exists():
-        command = [place.python(peer), "-m", "pip", "uninstall", "-y", "-r", unwanted]
+        command: list[str | Path] = [place.python(peer), "-m", "pip", "uninstall", "-y", "-r", unwanted]
         run(command, place.logs / f"install-{peer}.log", say=f"{peer}: taking out what breaks it")
 
 
@@ -107,7 +109,16 @@ def _build_llama(place: Workplace) -> None:
     log = place.logs / f"install-{LLAMA}.log"
     source = place.root / "source"
     source.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "--no-build-isolation",
+    ]
     if not list(source.glob("llama_cpp_python-*.tar.gz")):
         run([*pip, LLAMA_ARCHIVE, "-d", source], log, say=f"{LLAMA}: source")
     (archive,) = source.glob("llama_cpp_python-*.tar.gz")
@@ -116,10 +127,18 @@ def _build_llama(place: Workplace) -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(source, filter="data")
     tools = place.venv(LLAMA) / "bin"
-    configure = [tools / "cmake", "-S", folder / "vendor" / "llama.cpp", "-B", place.llama_build, "-G", "Ninja"]
+    configure: list[str | Path] = [
+        tools / "cmake",
+        "-S",
+        folder / "vendor" / "llama.cpp",
+        "-B",
+        place.llama_build,
+        "-G",
+        "Ninja",
+    ]
     configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", *LLAMA_FLAGS, *_launcher()]
     run(configure, log, say=f"{LLAMA}: configuring")
-    build = [tools / "cmake", "--build", place.llama_build, "--parallel", str(os.cpu_count() or 1)]
+    build: list[str | Path] = [tools / "cmake", "--build", place.llama_build, "--parallel", str(os.cpu_count() or 1)]
     run([*build, "--target", *LLAMA_TOOLS], log, say=f"{LLAMA}: building (some ten minutes on two cores)")
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from bench.peers import offline, online
 from bench.peers.offline import Ask, MeasureError
-from bench.peers.places import OFFLINE_SYSTEMS, SERVERS, Workplace
+from bench.peers.places import AGGREGATED, LLAMA, OFFLINE_SYSTEMS, SERVERS, SPLIT, Workplace
 from bench.peers.processes import own_environment
 from bench.peers.records import ABOUT, Record, Records
 from bench.peers.servers import running
@@ -117,7 +117,12 @@ class Matrix:
 
     def _online(self, number: int, system: str, measures: Sequence[str]) -> None:
         wanted = self._wanted
-        load = online.Load(seed=100 + number, requests=wanted.requests, stutter_s=wanted.stutter_s)
+        load = online.Load(
+            seed=100 + number,
+            requests=wanted.requests,
+            stutter_s=wanted.stutter_s,
+            weight_bytes=weight_bytes(self._place, system, wanted.model),
+        )
         measure = "start"
         try:
             with running(self._place, system, wanted.model, wanted.threads) as server:
@@ -136,9 +141,7 @@ class Matrix:
 
     def _fail(self, number: int, system: str, measure: str, error: str) -> None:
         self._failures += 1
-        self._records.add(
-            Record(model=self._wanted.model, round=number, system=system, measure=measure, error=error)
-        )
+        self._records.add(Record(model=self._wanted.model, round=number, system=system, measure=measure, error=error))
         self._say(number, system, measure, f"failed: {error}")
 
     def _say(self, number: int, system: str, measure: str, text: str) -> None:
@@ -162,6 +165,14 @@ def keep_to_cores(threads: int) -> None:
     mine = sorted(os.sched_getaffinity(0))
     if threads < len(mine):
         os.sched_setaffinity(0, mine[:threads])
+
+
+def weight_bytes(place: Workplace, system: str, model: str) -> int:
+    """Of the file that this server reads."""
+    if system == LLAMA:
+        return place.gguf(model).stat().st_size
+    folder = place.compressed(model) if system in (SPLIT, AGGREGATED) else place.checkpoint(model)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def warm_page_cache(place: Workplace, model: str) -> None:

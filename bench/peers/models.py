@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from bench.peers.checkpoint import write_checkpoint
@@ -52,7 +53,7 @@ def _compressed(place: Workplace, model: str) -> None:
         print(f"{out}: there already")
         return
     unfinished = out.with_name("compressing")
-    command = [sys.executable, "-m", "penstock", "compress", place.checkpoint(model), unfinished]
+    command: list[str | Path] = [sys.executable, "-m", "penstock", "compress", place.checkpoint(model), unfinished]
     run(command, place.logs / "models.log", say=f"{model}: penstock compress")
     unfinished.rename(out)
 
@@ -64,6 +65,6 @@ def _gguf(place: Workplace, model: str) -> None:
         return
     unfinished = out.with_suffix(".part")
     script = HERE / "drivers" / "to_gguf.py"
-    command = [place.python(LLAMA), script, place.checkpoint(model), unfinished]
+    command: list[str | Path] = [place.python(LLAMA), script, place.checkpoint(model), unfinished]
     run(command, place.logs / "models.log", say=f"{model}: BF16 gguf")
     shutil.move(unfinished, out)

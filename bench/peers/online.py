@@ -37,6 +37,7 @@ class Load:
     prompt: int = 256
     answer: int = 64
     stutter_s: float = 20.0  # at least, and two long prompts
+    weight_bytes: int = 0  # of the files that the server reads
 
 
 def bench(server: Server, *flags: object) -> dict[str, Any]:
@@ -96,7 +97,8 @@ def stutter(server: Server, load: Load) -> dict[str, Any]:
 
 def memory(server: Server, load: Load) -> dict[str, Any]:
     """All processes of the server together, as they are now."""
-    return {**memory_bytes(server.process.pid), "kv_bytes": KV_GIB << 30}
+    room = {"kv_room_bytes": KV_GIB << 30, "weight_bytes": load.weight_bytes}
+    return {**memory_bytes(server.process.pid), **room}
 
 
 def kill(server: Server, load: Load) -> dict[str, Any]:
@@ -155,4 +157,3 @@ MEASURES: Final[dict[str, Measure]] = {"http1": http1, "http8": http8, "stutter"
 def online_measures(system: str) -> dict[str, Measure]:
     """What is measured of a server.  Only Penstock has workers to kill; killing them comes last."""
     return {**MEASURES, "kill": kill} if system == SPLIT else dict(MEASURES)
-

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bench.peers.places import REPOSITORY
@@ -50,15 +51,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     family = [process.pid, *descendants(process.pid)]
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
     for pid in family:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     process.wait(STOP_S)
     end = time.monotonic() + STOP_S
     while any(Path(f"/proc/{pid}").exists() for pid in family) and time.monotonic() < end:

@@ -103,7 +103,9 @@ def _start(place: Workplace, system: str, model: str, threads: int, port: int) -
         command += ["-np", str(LLAMA_SLOTS), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)]
         return command, peer_environment()
     if system == VLLM:
-        command = [str(place.venv(VLLM) / "bin" / "vllm"), "serve", str(place.checkpoint(model))]
+        # What `vllm serve` starts; that command itself looks for a package called "vllm", which the CPU build is not.
+        command = [str(place.python(VLLM)), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(place.checkpoint(model))]
         command += ["--served-model-name", NAME, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"]
         return command, peer_environment(peer_settings(place, VLLM, threads))

@@ -2,7 +2,7 @@
 
 The first entries are bytes, common words with and without a space before them (each one token, so a prompt of N words
 has N tokens) and runs of letters; the last 256 are special, as in Llama 3.  A word that is in the vocabulary is that
-token whatever the merges say (``ignore_merges``, as in Llama 3, which llama.cpp does for its pre-tokenizer "llama-bpe").
+token whatever the merges say (``ignore_merges``, as in Llama 3; llama.cpp does so for its pre-tokenizer "llama-bpe").
 """
 
 from __future__ import annotations

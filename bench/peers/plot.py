@@ -1,0 +1,124 @@
+"""The comparison as a picture: a roofline with every system on it, and what clients feel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench.peers.places import (
+    AGGREGATED,
+    COMPRESSED,
+    LLAMA,
+    OFFLINE_SYSTEMS,
+    PLAIN,
+    SERVERS,
+    SHAPES,
+    SPLIT,
+    SPLIT_PLAIN,
+    TRANSFORMERS,
+    VLLM,
+)
+from bench.peers.records import Record
+from bench.peers.series import Series
+from bench.peers.work import decode_limit, prefill_limit
+
+COLOURS = {
+    PLAIN: "#1f77b4",
+    COMPRESSED: "#0b3d91",
+    SPLIT: "#0b3d91",
+    SPLIT_PLAIN: "#1f77b4",
+    AGGREGATED: "#7fb2e5",
+    TRANSFORMERS: "#9467bd",
+    LLAMA: "#d95f02",
+    VLLM: "#2ca02c",
+}
+MARKS = {PLAIN: "o", COMPRESSED: "D", TRANSFORMERS: "v", LLAMA: "s", VLLM: "^"}
+PANELS: tuple[tuple[str, tuple[str, ...], float], ...] = (
+    ("8 clients: output tokens/s (more is better)", ("http8", "output_tokens_per_s"), 1),
+    ("long prompts amid answers: p99 ITL, ms", ("stutter", "itl_s", "p99"), 1e3),
+    ("start to first token, s", ("start", "first_token_s"), 1),
+)
+COMPRESSED_PART = 0.70
+DECODE, PREFILL = (1, 4, 16), (128, 512, 2048)
+
+
+def draw(records: Sequence[Record], path: Path, model: str = "1b") -> None:
+    """Writes a PNG.  Falls back to the other shape when there is nothing of this one."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    if not any(record.model == model and record.error is None and record.round >= 0 for record in records):
+        model = next(other for other in SHAPES if other != model)
+    series = Series(records, model)
+    figure = pyplot.figure(figsize=(12, 8.2), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.35, 1))
+    _roofline(figure.add_subplot(grid[0, :]), series, model)
+    for column, panel in enumerate(PANELS):
+        axes = figure.add_subplot(grid[1, column])
+        _bars(axes, series, panel)
+        if column:
+            axes.set_yticklabels([])
+    figure.suptitle(f"{SHAPES[model].parameters / 1e6:,.0f} M parameters, bf16: medians, with least and most")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _roofline(axes: Any, series: Series, model: str) -> None:
+    _limits(axes, series, model)
+    shift = np.geomspace(0.9, 1.11, len(OFFLINE_SYSTEMS))
+    for place, system in enumerate(OFFLINE_SYSTEMS):
+        found = [
+            (rows, spread)
+            for measure, sizes in (("decode", DECODE), ("prefill", PREFILL))
+            for rows in sizes
+            if (spread := series.spread(system, (measure, str(rows)))) is not None
+        ]
+        if not found:
+            continue
+        x = np.array([rows for rows, _ in found]) * shift[place]
+        y = np.array([spread.median for _, spread in found])
+        low = y - [spread.least for _, spread in found]
+        high = np.array([spread.most for _, spread in found]) - y
+        style = {"marker": MARKS[system], "color": COLOURS[system], "linestyle": "none", "capsize": 2, "markersize": 6}
+        axes.errorbar(x, y, (low, high), label=system, **style)
+    ticks = (*DECODE, *PREFILL)
+    axes.set(xscale="log", yscale="log", ylabel="tokens/s")
+    axes.set_xticks(ticks, [*(f"decode\n{n}" for n in DECODE), *(f"prefill\n{n}" for n in PREFILL)])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+
+
+def _limits(axes: Any, series: Series, model: str) -> None:
+    read = series.spread("machine", ("roofline", "read_gbs"))
+    peak = series.spread("machine", ("roofline", "peak_gflops"))
+    if read is None or peak is None:
+        return
+    shape, ends = SHAPES[model], {"read_gbs": read.median, "peak_gflops": peak.median}
+    few, many = np.geomspace(0.85, 20, 60), np.geomspace(100, 2500, 60)
+    roof = [decode_limit(shape, n, **ends) for n in few]
+    label = f"limit: {read.median:.0f} GB/s, {peak.median:.0f} GFLOP/s"
+    axes.plot(few, roof, color="black", linewidth=1, label=label)
+    part = [decode_limit(shape, n, part=COMPRESSED_PART, **ends) for n in few]
+    axes.plot(few, part, color="black", linewidth=1, linestyle=":", label="limit of weights of 70 %")
+    axes.plot(many, [prefill_limit(shape, int(n), **ends) for n in many], color="black", linewidth=1)
+
+
+def _bars(axes: Any, series: Series, panel: tuple[str, tuple[str, ...], float]) -> None:
+    title, way, by = panel
+    spreads = [(system, series.spread(system, way)) for system in reversed(SERVERS)]
+    for place, (system, spread) in enumerate(spreads):
+        if spread is None:
+            continue
+        middle = spread.median * by
+        reach = [[middle - spread.least * by], [spread.most * by - middle]]
+        axes.barh(place, middle, xerr=reach, color=COLOURS[system], capsize=2)
+        axes.annotate(f"  {middle:{'.0f' if middle >= 100 else '.3g'}}", (spread.most * by, place), va="center")
+    axes.set_yticks(range(len(spreads)), [system for system, _ in spreads])
+    axes.set_title(title, fontsize=11)
+    axes.margins(x=0.2)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3, axis="x")
