@@ -109,34 +109,18 @@ def _build_llama(place: Workplace) -> None:
     log = place.logs / f"install-{LLAMA}.log"
     source = place.root / "source"
     source.mkdir(parents=True, exist_ok=True)
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-        "--no-build-isolation",
-    ]
     if not list(source.glob("llama_cpp_python-*.tar.gz")):
-        run([*pip, LLAMA_ARCHIVE, "-d", source], log, say=f"{LLAMA}: source")
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", LLAMA_ARCHIVE]
+        run([*pip, "-d", str(source)], log, say=f"{LLAMA}: source")
     (archive,) = source.glob("llama_cpp_python-*.tar.gz")
     folder = source / archive.name.removesuffix(".tar.gz")
     if not folder.exists():
         with tarfile.open(archive) as packed:
             packed.extractall(source, filter="data")
     tools = place.venv(LLAMA) / "bin"
-    configure: list[str | Path] = [
-        tools / "cmake",
-        "-S",
-        folder / "vendor" / "llama.cpp",
-        "-B",
-        place.llama_build,
-        "-G",
-        "Ninja",
-    ]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", *LLAMA_FLAGS, *_launcher()]
+    configure: list[str | Path] = [tools / "cmake", "-G", "Ninja", "-B", place.llama_build]
+    configure += ["-S", folder / "vendor" / "llama.cpp", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
+    configure += [*LLAMA_FLAGS, *_launcher()]
     run(configure, log, say=f"{LLAMA}: configuring")
     build: list[str | Path] = [tools / "cmake", "--build", place.llama_build, "--parallel", str(os.cpu_count() or 1)]
     run([*build, "--target", *LLAMA_TOOLS], log, say=f"{LLAMA}: building (some ten minutes on two cores)")
