@@ -28,7 +28,7 @@ machine meanwhile.
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers",
-        description="Compare Penstock with transformers, llama.cpp and vLLM on this machine's processor.",
+        description="Compare Penstock with transformers, llama.cpp, vLLM and OpenVINO on this machine's processor.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -118,7 +118,7 @@ def _models(args: argparse.Namespace, place: Workplace) -> int:
 
 
 def _run(args: argparse.Namespace, place: Workplace) -> int:
-    absent = models.missing(place, args.model)
+    absent = models.missing(place, args.model, args.systems)
     if absent:
         raise install.InstallError(f"not there: {', '.join(absent)}\nmake them: python -m bench.peers models")
     lacking = [peer for peer in install.missing(place) if peer in args.systems]

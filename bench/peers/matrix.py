@@ -32,7 +32,7 @@ SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *SERVERS)))
 
 DECODE_STREAMS: Final = (1, 4, 16)
 PREFILL_TOKENS: Final = (128, 512, 2048)
-LITTLE_WARM_UP_BYTES: Final = 1 << 24
+READ_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +178,10 @@ def weight_bytes(place: Workplace, system: str, model: str) -> int:
 def warm_page_cache(place: Workplace, model: str) -> None:
     """Read every file of weights once."""
     files = [place.checkpoint(model) / "model.safetensors", place.gguf(model)]
-    files += place.compressed(model).glob("*.safetensors")
-    for path in files:
+    files += [*place.compressed(model).glob("*.safetensors"), *place.openvino(model).glob("*.bin")]
+    for path in filter(Path.exists, files):
         with path.open("rb", buffering=0) as file:
-            while file.read(LITTLE_WARM_UP_BYTES):
+            while file.read(READ_BYTES):
                 pass
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.peers.checkpoint import write_checkpoint
-from bench.peers.install import run
-from bench.peers.places import HERE, LLAMA, SHAPES, Workplace
+from bench.peers.install import installed, run
+from bench.peers.places import HERE, LLAMA, OPENVINO, SHAPES, Workplace
 
 SEED: Final = 0
 
@@ -22,12 +22,15 @@ def make(place: Workplace, models: Sequence[str]) -> None:
         _checkpoint(place, model)
         _compressed(place, model)
         _gguf(place, model)
+        _openvino(place, model)
 
 
-def missing(place: Workplace, model: str) -> list[str]:
-    """Files that ``make`` would write."""
-    files = (place.checkpoint(model) / "model.safetensors", place.compressed(model), place.gguf(model))
-    return [str(file) for file in files if not file.exists()]
+def missing(place: Workplace, model: str, systems: Sequence[str]) -> list[str]:
+    """Files that ``make`` would write and that these systems need."""
+    files = {LLAMA: place.gguf(model), OPENVINO: place.openvino(model)}
+    needed = [place.checkpoint(model) / "model.safetensors", place.compressed(model)]
+    needed += [file for system, file in files.items() if system in systems]
+    return [str(file) for file in needed if not file.exists()]
 
 
 def _checkpoint(place: Workplace, model: str) -> None:
@@ -68,3 +71,16 @@ def _gguf(place: Workplace, model: str) -> None:
     command: list[str | Path] = [place.python(LLAMA), script, place.checkpoint(model), unfinished]
     run(command, place.logs / "models.log", say=f"{model}: BF16 gguf")
     shutil.move(unfinished, out)
+
+
+def _openvino(place: Workplace, model: str) -> None:
+    """Its converter knows no bf16; nearly all of these numbers are in fp16 what they were."""
+    out = place.openvino(model)
+    if out.exists() or not installed(place, OPENVINO):
+        print(f"{out}: {'there already' if out.exists() else 'left out, OpenVINO is not installed'}")
+        return
+    unfinished = out.with_name("converting")
+    command: list[str | Path] = [place.venv(OPENVINO) / "bin" / "optimum-cli", "export", "openvino"]
+    command += ["--model", place.checkpoint(model), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+    run([*command, unfinished], place.logs / "models.log", say=f"{model}: OpenVINO")
+    unfinished.rename(out)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.places import COMPRESSED, HERE, LLAMA, PLAIN, TRANSFORMERS, VLLM, Workplace
+from bench.peers.places import COMPRESSED, HERE, LLAMA, OPENVINO, PLAIN, VLLM, Workplace
 from bench.peers.processes import own_environment, peer_environment
 
 TIMEOUT_S = 900
@@ -43,9 +43,10 @@ def measure(place: Workplace, system: str, model: str, ask: Ask) -> dict[str, di
     """{"prefill": {"128": [tokens/s, ...]}, "decode": {"1": [tokens/s]}}.  Raises MeasureError."""
     if system == LLAMA:
         return _llama(place, model, ask)
-    script = {PLAIN: "penstock", COMPRESSED: "penstock", TRANSFORMERS: "transformers", VLLM: "vllm"}[system]
-    folder = place.compressed(model) if system == COMPRESSED else place.checkpoint(model)
     own = system in (PLAIN, COMPRESSED)
+    script = "penstock" if own else system
+    others = {COMPRESSED: place.compressed(model), OPENVINO: place.openvino(model)}
+    folder = others.get(system, place.checkpoint(model))
     python = sys.executable if own else str(place.python(system))
     environment = own_environment() if own else peer_environment(peer_settings(place, system, ask.threads))
     task = json.dumps({"model": str(folder), **asdict(ask)})

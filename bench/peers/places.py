@@ -52,8 +52,8 @@ SHAPES: Final = {
 """Llama-3.2-1B's own shape, and one of 97 million parameters with the same vocabulary."""
 
 PLAIN, COMPRESSED = "penstock", "penstock-compressed"
-TRANSFORMERS, LLAMA, VLLM = "transformers", "llama.cpp", "vllm"
-PEERS: Final = (TRANSFORMERS, LLAMA, VLLM)
+TRANSFORMERS, LLAMA, VLLM, OPENVINO = "transformers", "llama.cpp", "vllm", "openvino"
+PEERS: Final = (TRANSFORMERS, LLAMA, VLLM, OPENVINO)
 OFFLINE_SYSTEMS: Final = (PLAIN, COMPRESSED, *PEERS)
 
 SPLIT, SPLIT_PLAIN, AGGREGATED = "penstock-split", "penstock-split-plain", "penstock-aggregated"
@@ -101,6 +101,10 @@ class Workplace:
     def gguf(self, model: str) -> Path:
         """The same for llama.cpp, BF16."""
         return self.root / "models" / model / "model-bf16.gguf"
+
+    def openvino(self, model: str) -> Path:
+        """The same for OpenVINO, stored as fp16."""
+        return self.root / "models" / model / "openvino"
 
     @property
     def logs(self) -> Path:

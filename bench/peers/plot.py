@@ -13,6 +13,7 @@ from bench.peers.places import (
     COMPRESSED,
     LLAMA,
     OFFLINE_SYSTEMS,
+    OPENVINO,
     PLAIN,
     SERVERS,
     SHAPES,
@@ -34,8 +35,9 @@ COLOURS = {
     TRANSFORMERS: "#9467bd",
     LLAMA: "#d95f02",
     VLLM: "#2ca02c",
+    OPENVINO: "#8c564b",
 }
-MARKS = {PLAIN: "o", COMPRESSED: "D", TRANSFORMERS: "v", LLAMA: "s", VLLM: "^"}
+MARKS = {PLAIN: "o", COMPRESSED: "D", TRANSFORMERS: "v", LLAMA: "s", VLLM: "^", OPENVINO: "P"}
 PANELS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("8 clients: output tokens/s (more is better)", ("http8", "output_tokens_per_s"), 1),
     ("long prompts amid answers: p99 ITL, ms", ("stutter", "itl_s", "p99"), 1e3),
