@@ -110,7 +110,7 @@ def _build_llama(place: Workplace) -> None:
     source = place.root / "source"
     source.mkdir(parents=True, exist_ok=True)
     if not list(source.glob("llama_cpp_python-*.tar.gz")):
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", LLAMA_ARCHIVE]
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python", LLAMA_ARCHIVE]
         run([*pip, "-d", str(source)], log, say=f"{LLAMA}: source")
     (archive,) = source.glob("llama_cpp_python-*.tar.gz")
     folder = source / archive.name.removesuffix(".tar.gz")
