@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ examples:
   python -m bench.peers models                       random weights of the shape of Llama-3.2-1B, and of 97 M parameters
   python -m bench.peers run                          five rounds of everything
   python -m bench.peers run --measures decode,prefill --systems penstock,llama.cpp --rounds 1
-  python -m bench.peers report --plot docs/peers.png > section.md
+  python -m bench.peers report --into docs/benchmarks.md --plot docs/peers.png
 
 Run it from the repository's root, with Penstock built or installed.  A run that was cut goes on where it stopped;
 `run --measures http8` and a later `run --measures decode` write into one file.  Only one thing should run on the
@@ -67,14 +68,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=_names(matrix.SYSTEMS),
         default=matrix.SYSTEMS,
         metavar="S,S",
-        help="default: " + ",".join(matrix.SYSTEMS),
+        help="default: " + ", ".join(matrix.SYSTEMS),
     )
     parser.add_argument(
         "--measures",
         type=_names(matrix.MEASURES),
         default=matrix.MEASURES,
         metavar="M,M",
-        help="default: " + ",".join(matrix.MEASURES),
+        help="default: " + ", ".join(matrix.MEASURES),
     )
     parser.add_argument(
         "--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)"
@@ -82,7 +83,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="timed steps of decode (default: 16)")
     parser.add_argument("--requests", type=int, default=16, metavar="N", help="of eight clients (default: 16)")
     parser.add_argument(
-        "--stutter-seconds", type=float, default=20.0, metavar="S", help="long prompts amid answers (default: 20)"
+        "--stutter-seconds",
+        type=float,
+        default=8.0,
+        metavar="S",
+        help="long prompts amid answers, at least (default: 8)",
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="default: results.jsonl in the work folder")
 
@@ -90,6 +95,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_report)
     parser.add_argument("--results", type=Path, metavar="FILE", help="default: results.jsonl in the work folder")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help="put it between the page's two <!-- peers --> lines; else it is printed",
+    )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it as well (needs matplotlib)")
 
 
@@ -144,7 +155,11 @@ def _report(args: argparse.Namespace, place: Workplace) -> int:
     records = list(Records(args.results or place.results))
     if not records:
         raise install.InstallError(f"no results in {args.results or place.results}: python -m bench.peers run")
-    print(report.section(records))
+    text = report.section(records)
+    if args.into is None:
+        print(text)
+    else:
+        args.into.write_text(report.put_into(args.into.read_text(encoding="utf-8"), text), encoding="utf-8")
     if args.plot is not None:
         plot.draw(records, args.plot)
     return 0
@@ -152,6 +167,7 @@ def _report(args: argparse.Namespace, place: Workplace) -> int:
 
 def main() -> int:
     args = build_parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are ended on the way out
     place = Workplace(args.workdir.expanduser().absolute())
     try:
         code: int = args.command(args, place)

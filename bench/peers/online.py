@@ -36,7 +36,7 @@ class Load:
     requests: int = 16  # of eight clients together
     prompt: int = 256
     answer: int = 64
-    stutter_s: float = 20.0  # at least, and two long prompts
+    stutter_s: float = 8.0  # at least, and one long prompt
     weight_bytes: int = 0  # of the files that the server reads
 
 
@@ -76,7 +76,7 @@ def stutter(server: Server, load: Load) -> dict[str, Any]:
     """Eight running answers, and a long prompt every twice the time that it takes alone."""
     one = ("--num-prompts", 1, "--max-concurrency", 1, "--random-output-len", LONG_ANSWER, "--seed", load.seed + 7)
     alone = bench(server, *one, "--random-input-len", LONG_PROMPT)["ttft_s"]["p50"]
-    duration = max(load.stutter_s, 4 * alone)
+    duration = max(load.stutter_s, 2 * alone)
     shape = ("--random-input-len", 64, "--random-output-len", 512, "--num-prompts", 4 * RUNNING, "--seed", load.seed)
     scenario = ("--long-prompt-len", LONG_PROMPT, "--long-prompt-every", 2 * alone, "--running-answers", RUNNING)
     more = ("--long-output-len", LONG_ANSWER, "--duration", duration, "--warmup", 2)

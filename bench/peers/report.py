@@ -9,6 +9,9 @@ from bench.peers.places import OFFLINE_SYSTEMS, PEERS, SERVERS, SHAPES, SPLIT
 from bench.peers.records import ABOUT, Record
 from bench.peers.series import Path, Series, Spread
 
+MARK = "<!-- peers -->"
+"""The lines of a page between which the figures stand."""
+
 Column = tuple[str, Path, float, str]
 """Heading, figure, factor, format."""
 
@@ -66,6 +69,14 @@ def section(records: Iterable[Record]) -> str:
         lines += [*_bars(bars(series, model)), ""]
         lines += ["\n".join([*table, ""]) for table in tables]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def put_into(page: str, text: str) -> str:
+    """The page with ``text`` between its two marks.  Raises ValueError when it has not just two."""
+    parts = page.split(MARK)
+    if len(parts) != 3:
+        raise ValueError(f"the page must have the line {MARK} twice, it has it {len(parts) - 1} times")
+    return f"{parts[0]}{MARK}\n\n{text.strip()}\n\n{MARK}{parts[2]}"
 
 
 def _about(records: Sequence[Record]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from bench.peers.checkpoint import DEVIATION, write_checkpoint
 from bench.peers.places import COMPRESSED, LLAMA, PLAIN, SHAPES, SPLIT, VLLM, Shape
 from bench.peers.processes import descendants, memory_bytes, spawn, stop
 from bench.peers.records import Record, Records
-from bench.peers.report import section
+from bench.peers.report import put_into, section
 from bench.peers.series import Series, Spread
 from bench.peers.work import decode_limit, prefill_flops, prefill_limit, weight_bytes
 from tokenizers import Tokenizer
@@ -148,6 +148,14 @@ def test_the_report_has_a_row_a_system_and_spread_beside_medians():
     assert "**Decode, tokens/s** (3 rounds)" in text
     assert "| llama.cpp | 21.0 (20.0-22.0) | 50.0 (50.0-50.0) | 90.0 (90.0-90.0) |" in text
     assert "vllm" not in text
+
+
+def test_figures_are_put_between_the_marks_of_a_page():
+    page = put_into("# A\n\n<!-- peers -->\nold\n<!-- peers -->\n\nend\n", "new\n")
+    assert page == "# A\n\n<!-- peers -->\n\nnew\n\n<!-- peers -->\n\nend\n"
+    assert put_into(page, "new") == page
+    with pytest.raises(ValueError, match="has it 0 times"):
+        put_into("# A", "new")
 
 
 def test_a_server_is_ended_with_all_its_children(tmp_path: Path):
