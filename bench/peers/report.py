@@ -95,13 +95,13 @@ def _roofline(series: Series) -> str:
     if read is None or peak is None:
         return ""
     return (
-        f"In the same {_rounds(read.rounds)} memory was read at {_cell(read, 1, '.1f')} GB/s "
+        f"In the same run ({_rounds(read.rounds)}) memory was read at {_cell(read, 1, '.1f')} GB/s "
         f"and bf16 was multiplied at {_cell(peak, 1, '.0f')} GFLOP/s."
     )
 
 
 def _rounds(count: int) -> str:
-    return "round" if count == 1 else f"{count} rounds"
+    return "one round" if count == 1 else f"{count} rounds"
 
 
 def _bars(found: Iterable[Bar]) -> Iterator[str]:
