@@ -52,6 +52,13 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefill", metavar="N", help="prefill workers (default: 1)")
     group.add_argument("--decode", metavar="M", help="decode workers (default: 1)")
     group.add_argument("--aggregated", action="store_true", help="one worker for both phases instead")
+    group.add_argument("--prefill-cores", metavar="CPUS", help="processors of the prefill workers, as 0-3,8")
+    group.add_argument("--decode-cores", metavar="CPUS", help="of the decode workers; on shared ones decode goes first")
+    group.add_argument(
+        "--lend-cores",
+        action=argparse.BooleanOptionalAction,
+        help="an idle worker's cores work for the others (default: yes)",
+    )
     group.add_argument(
         "--transfer", metavar="auto|shm|tcp", help="how KV pages travel (default: auto, shm on one host)"
     )

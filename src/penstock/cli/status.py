@@ -21,7 +21,19 @@ examples:
   penstock status --url http://10.0.0.7:8000 --json
 """
 
-COLUMNS = ("id", "role", "pid", "state", "running", "queued", "kv_pages_used", "kv_pages_free", "kv_pages_leaked")
+COLUMNS = (
+    "id",
+    "role",
+    "pid",
+    "state",
+    "cores",
+    "borrowed_core_seconds",
+    "running",
+    "queued",
+    "kv_pages_used",
+    "kv_pages_free",
+    "kv_pages_leaked",
+)
 _MAX_ANSWER_BYTES = 4 << 20
 
 
@@ -95,7 +107,7 @@ def table(workers: list[dict[str, Any]]) -> str:
     heads = [name.removeprefix("kv_").replace("_", " ") for name in COLUMNS]
     rows = [heads, *([str(row.get(name, "")) for name in COLUMNS] for row in workers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    numeric = [all(isinstance(row.get(name), int) for row in workers) for name in COLUMNS]
+    numeric = [all(isinstance(row.get(name), (int, float)) for row in workers) for name in COLUMNS]
     lines = (
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)

@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """Flags that ``serve`` has, too."""
-    group.add_argument("--threads", metavar="N", help="kernel threads of each worker (default: cores / workers)")
+    group.add_argument("--threads", metavar="N", help="own kernel threads of each worker (default: cores / workers)")
     group.add_argument("--device", metavar="cpu|cuda", help="default: cpu")
     group.add_argument("--max-model-len", metavar="T", help="longest prompt and answer together (default: the model's)")
     group.add_argument("--kv-memory", metavar="SIZE", help="KV pages of each worker, as 512MiB or 2GB")

@@ -180,13 +180,15 @@ def _plain(error: msgspec.ValidationError) -> str:
     return text[:1].lower() + text[1:]
 
 
-_HERE_ONLY = ("prefill", "decode", "kv_memory", "threads", "max_chunk_tokens")
+_HERE_ONLY = ("prefill", "decode", "prefill_cores", "decode_cores", "kv_memory", "threads", "max_chunk_tokens")
 
 
 def _check_serve(config: ServeConfig) -> None:
     """What no single field can tell."""
     if config.aggregated and (config.prefill is not None or config.decode is not None):
         raise ConfigError("--aggregated is one worker for both phases: leave out --prefill and --decode")
+    if config.aggregated and (config.prefill_cores is not None or config.decode_cores is not None):
+        raise ConfigError("--aggregated is one worker on all cores: leave out --prefill-cores and --decode-cores")
     if config.api_key is not None and not config.api_key.strip():
         raise ConfigError("--api-key: an empty key would let everybody in; leave it out or give one")
     if not is_loopback(config.host) and config.api_key is None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config.schema import Config, EngineSettings, SchedulerConfig, ServeConfig, WorkerServeConfig
+from penstock.config.cores import Core, Places, Share, Wishes, divide
+from penstock.config.schema import Config, EngineSettings, Loan, SchedulerConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.types import PAGE_TOKENS, Role, WorkerId
+
+REFERENCE = "reference"
+"""The kernel family that has no threads of ours."""
 
 KV_SHARE = 0.10
 """Part of the available memory that the KV pages of all workers together take unless told otherwise."""
@@ -21,15 +25,13 @@ KV_CONTEXTS = 64
 MIN_CONTEXT = 256
 """A context shorter than this is never chosen on the operator's behalf."""
 
-PIN_FROM_THREADS = 4
-"""Workers with so many kernel threads get cores of their own; below, the kernel's scheduler does better."""
-
 
 class MachineFacts(Config, frozen=True, kw_only=True):
     """The machine, as ``launch.facts`` found it."""
 
     cpus: tuple[int, ...]  # logical processors that this process may use
     cores: int  # physical cores among them, within the container's quota
+    topology: tuple[Core, ...] = ()  # the physical cores; empty: each processor is one, and all are on one node
     memory_bytes: int  # that can be had now without swapping, within the container's limit
     kernel_families: tuple[str, ...]  # that this build and processor can run, best first
 
@@ -49,8 +51,11 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
 
     worker: WorkerId
     role: Role
-    threads: int
+    threads: int  # its own
     cpus: tuple[int, ...]  # empty: all
+    niceness: int = 0
+    lends: int = 0  # cores, while it has nothing to do
+    loans: tuple[Loan, ...] = ()
 
 
 class ServePlan(Config, frozen=True, kw_only=True):
@@ -62,14 +67,12 @@ class ServePlan(Config, frozen=True, kw_only=True):
     dtype: str  # "bf16" or "fp32"
     page_bytes: int
     scheduler: SchedulerConfig  # the same in every worker
+    nodes: tuple[int, ...] = ()  # memory nodes that the weights are spread over; empty: wherever they are loaded
     notes: tuple[str, ...]  # one line each, for people
 
     @property
     def split(self) -> bool:
         return all(w.role is not Role.BOTH for w in self.workers)
-
-
-Places = tuple[tuple[WorkerId, Role], ...]
 
 
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
@@ -79,14 +82,21 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
             f"--device {config.device}: pages in its memory cannot be handed over; "
             "add --aggregated to serve from one worker"
         )
-    return _resolve(config, _places(config), "shm" if config.transfer == "auto" else config.transfer, machine, model)
+    wishes = Wishes(
+        threads=config.threads,
+        prefill=config.prefill_cores,
+        decode=config.decode_cores,
+        lend=config.lend_cores and config.device == "cpu" and config.kernels != REFERENCE,
+    )
+    carrier = "shm" if config.transfer == "auto" else config.transfer
+    return _resolve(config, _places(config), (carrier, wishes), machine, model)
 
 
 def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """The same for one worker that is joined from other hosts, where memory cannot be shared."""
     if config.device != "cpu" and config.role is not Role.BOTH:
         raise ConfigError(f"--device {config.device}: pages in its memory cannot be handed over; use --role both")
-    return _resolve(config, ((worker, config.role),), "tcp", machine, model)
+    return _resolve(config, ((worker, config.role),), ("tcp", Wishes(threads=config.threads)), machine, model)
 
 
 def context_length(config: EngineSettings, model: ModelFacts) -> int:
@@ -100,26 +110,26 @@ def context_length(config: EngineSettings, model: ModelFacts) -> int:
 
 
 def _resolve(
-    config: EngineSettings, places: Places, carrier: str, machine: MachineFacts, model: ModelFacts
+    config: EngineSettings, places: Places, how: tuple[str, Wishes], machine: MachineFacts, model: ModelFacts
 ) -> ServePlan:
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
     page_bytes = model.page_bytes_bf16 * (2 if dtype == "fp32" else 1)
     pages, max_model_len, note = _memory(config, machine, model, page_bytes, len(places))
-    threads = config.threads or max(1, machine.cores // len(places))
+    carrier, wishes = how
+    cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
+    division = divide(places, cores, machine.cores, wishes)
     scheduler = SchedulerConfig(pages=pages, max_model_len=max_model_len, max_running=config.max_running)
     if config.max_chunk_tokens is not None:
         scheduler = msgspec.structs.replace(scheduler, max_chunk_tokens=config.max_chunk_tokens)
     return ServePlan(
-        workers=tuple(
-            WorkerPlan(worker=name, role=role, threads=threads, cpus=_cpus(machine, threads, i, len(places)))
-            for i, (name, role) in enumerate(places)
-        ),
+        workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
         carrier=carrier,
         family=_family(config, machine),
         dtype=dtype,
         page_bytes=page_bytes,
         scheduler=scheduler,
-        notes=(note,) if note else (),
+        nodes=division.nodes,
+        notes=(*((note,) if note else ()), *division.notes),
     )
 
 
@@ -141,11 +151,16 @@ def _family(config: EngineSettings, machine: MachineFacts) -> str:
     return config.kernels
 
 
-def _cpus(machine: MachineFacts, threads: int, place: int, places: int) -> tuple[int, ...]:
-    share = len(machine.cpus) // places
-    if threads < PIN_FROM_THREADS or share < threads:
-        return ()
-    return machine.cpus[place * share : (place + 1) * share]
+def _worker(name: WorkerId, role: Role, share: Share) -> WorkerPlan:
+    return WorkerPlan(
+        worker=name,
+        role=role,
+        threads=share.threads,
+        cpus=share.cpus,
+        niceness=share.niceness,
+        lends=share.lends,
+        loans=share.loans,
+    )
 
 
 def _memory(

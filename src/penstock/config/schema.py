@@ -39,6 +39,14 @@ class HandOverConfig(Config, frozen=True, kw_only=True):
     peer_idle_s: float = 60.0  # a link to another worker that nobody uses for so long is closed
 
 
+class Loan(Config, frozen=True, kw_only=True):
+    """Cores that a worker may use while another one, whose they are, has nothing to do."""
+
+    lender: WorkerId
+    cores: int
+    cpus: tuple[int, ...] = ()  # where they are; empty: wherever the system decides
+
+
 class WorkerConfig(Config, frozen=True, kw_only=True):
     """Everything one worker process needs; given to it by the process that forks it."""
 
@@ -49,8 +57,10 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     carrier: str  # "shm" or "tcp": how pages travel
     scheduler: SchedulerConfig
     hand_over: HandOverConfig = HandOverConfig()
-    threads: int = 1  # kernel threads
-    cpus: tuple[int, ...] = ()  # cores it may run on; empty: all
+    threads: int = 1  # own kernel threads
+    cpus: tuple[int, ...] = ()  # processors it may run on; empty: all
+    niceness: int = 0  # of all its threads: above 0 it gives way to others
+    loans: tuple[Loan, ...] = ()  # whose cores it may borrow
     gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
     report_min_s: float = 0.02  # between two reports at least
     report_max_s: float = 0.25  # between two reports at most
@@ -136,7 +146,7 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     max_model_len: Positive | None = None  # tokens of prompt and answer together
     kv_memory: Positive | None = None  # bytes of KV pages in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    threads: Positive | None = None  # kernel threads of each worker
+    threads: Positive | None = None  # own kernel threads of each worker
     max_chunk_tokens: Positive | None = None
     max_running: Positive = 256
     kernels: str = "auto"  # a kernel family, or "reference"
@@ -155,6 +165,9 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     prefill: Positive | None = None
     decode: Positive | None = None
     aggregated: bool = False
+    prefill_cores: str | None = None  # processors of the prefill workers, as "0-3,8"
+    decode_cores: str | None = None
+    lend_cores: bool = True  # an idle worker's cores work for the others
     transfer: Literal["auto", "shm", "tcp"] = "auto"
     api_key: str | None = None
     served_model_name: str | None = None

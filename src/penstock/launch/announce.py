@@ -6,7 +6,8 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 
-from penstock.config.resolve import ServePlan, show_bytes
+from penstock.config.cores import show_cpus
+from penstock.config.resolve import ServePlan, WorkerPlan, show_bytes
 from penstock.launch.locate import Located
 from penstock.weights.spec import ModelSpec
 
@@ -31,15 +32,13 @@ def model_lines(
 
 def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[str]:
     """One line a worker, and one for what they share."""
-    threads = plan.workers[0].threads
     yield (
-        f"kernels {plan.family}, {plan.dtype}, {threads} thread{'s' if threads > 1 else ''} a worker; "
+        f"kernels {plan.family}, {plan.dtype}; "
         f"KV pages {plan.scheduler.pages} a worker ({show_bytes(plan.scheduler.pages * plan.page_bytes)}), "
         + (f"handed over by {plan.carrier}" if plan.split else "not handed over: one worker does both phases")
     )
     for worker in plan.workers:
-        cpus = f", processors {_ranges(worker.cpus)}" if worker.cpus else ""
-        yield f"{worker.worker}: pid {pid(worker.worker)}{cpus}"
+        yield f"{worker.worker}: pid {pid(worker.worker)}, {_cores(worker)}"
 
 
 def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
@@ -64,12 +63,12 @@ def talk_lines(url: str, model: str, *, needs_key: bool, seconds: float) -> Iter
     yield f"or: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
-def _ranges(cpus: tuple[int, ...]) -> str:
-    """ "0-3,8" for (0, 1, 2, 3, 8)."""
-    runs: list[list[int]] = []
-    for cpu in cpus:
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+def _cores(worker: WorkerPlan) -> str:
+    """Its own cores, and those that it may borrow."""
+    own = f"{worker.threads} thread{'s' if worker.threads > 1 else ''}"
+    if worker.cpus:
+        own += f" on processors {show_cpus(worker.cpus)}"
+    if worker.niceness:
+        own += f", nice {worker.niceness}"
+    borrowed = sum(loan.cores for loan in worker.loans)
+    return own + (f", {borrowed} more while other workers are idle" if borrowed else "")

@@ -1,4 +1,6 @@
-"""The heartbeat board: one slot a worker in anonymous shared memory, written by the worker, read by the supervisor.
+"""What the processes of a host share without a name: the heartbeat board, and who lends whom a core.
+
+The heartbeat board has one slot a worker, written by the worker, read by the supervisor.
 
 Each slot has one writer, and a field is one aligned 8-byte word, so nothing is ever torn within a field and nothing
 needs a lock.  Two fields may be seen from either side of a beat; a reader that judges by several looks in a row (as
@@ -10,10 +12,13 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from penstock.types import WorkerState
+from penstock.config.schema import Loan
+from penstock.kernels.cores import LINE_BYTES, LentCores, Seats
+from penstock.types import WorkerId, WorkerState
 
 SLOT_BYTES = 512
 _WORDS = 8  # one cache line of counters ahead of the last words
@@ -105,3 +110,43 @@ class Board:
         self._map = mmap.mmap(-1, max(1, slots) * SLOT_BYTES)
         view = memoryview(self._map)
         self.slots = tuple(Slot(view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(slots))
+
+
+class CoreBoard:
+    """Who lends whom a core: for each worker a cache line that says whether it is busy, and one for each of its seats.
+
+    ``lends``: cores that each worker lends.  Workers that do not begin yet, or never come back, lend nothing.
+    """
+
+    def __init__(self, lends: Mapping[WorkerId, int]) -> None:
+        self._seats: dict[WorkerId, Seats] = {}
+        lines = 0
+        for worker, count in lends.items():
+            self._seats[worker] = Seats(lines, lines + 1, count)
+            lines += 1 + count
+        self._map = mmap.mmap(-1, max(1, lines) * LINE_BYTES)
+        self._words = memoryview(self._map).cast("I")
+        self._numbers = {worker: number for number, worker in enumerate(lends, start=1)}
+        for worker in lends:
+            self.reset(worker)
+
+    def reset(self, worker: WorkerId) -> None:
+        """This worker begins anew: it is busy, and sits nowhere.  Only while no process of it runs."""
+        self._words[self._line(self._seats[worker].owner)] = 1
+        for seats in self._seats.values():
+            for line in range(seats.first, seats.first + seats.count):
+                if self._words[self._line(line)] & 0xFF == self._numbers[worker]:
+                    self._words[self._line(line)] = 0
+
+    def share(self, worker: WorkerId, loans: Iterable[Loan]) -> LentCores:
+        """This worker's part; to be called in its process."""
+        borrowed = [
+            Seats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)
+            for loan in loans
+            for seats in [self._seats[loan.lender]]
+        ]
+        return LentCores(self._map, self._numbers[worker], self._seats[worker], borrowed)
+
+    @staticmethod
+    def _line(number: int) -> int:
+        return number * LINE_BYTES // 4

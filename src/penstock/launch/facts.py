@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.config.cores import Core, parse_cpus
 from penstock.config.resolve import MachineFacts
 
 
@@ -16,17 +17,27 @@ def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> M
     """The facts that ``config.resolve`` wants.  ``kernel_families``: what runs here, best first."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     return MachineFacts(
-        cpus=cpus, cores=usable_cores(cpus, root), memory_bytes=free_memory(root), kernel_families=kernel_families
+        cpus=cpus,
+        cores=usable_cores(cpus, root),
+        topology=topology(cpus, root),
+        memory_bytes=free_memory(root),
+        kernel_families=kernel_families,
     )
+
+
+def topology(cpus: tuple[int, ...], root: Path = Path("/")) -> tuple[Core, ...]:
+    """The physical cores behind these logical processors, by node and number."""
+    nodes = _nodes(root)
+    cores: dict[str, list[int]] = {}
+    for cpu in cpus:
+        cores.setdefault(_siblings(cpu, root), []).append(cpu)
+    made = [Core(cpus=tuple(own), node=nodes.get(own[0], 0)) for own in cores.values()]
+    return tuple(sorted(made, key=lambda core: (core.node, core.cpus)))
 
 
 def usable_cores(cpus: tuple[int, ...], root: Path = Path("/")) -> int:
     """Physical cores behind these logical processors, or what the container's quota leaves of them; at least 1."""
-    siblings = set()
-    for cpu in cpus:
-        name = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        siblings.add(_read(root / name) or str(cpu))
-    cores = len(siblings)
+    cores = len({_siblings(cpu, root) for cpu in cpus})
     for folder in _cgroups(root):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit():
@@ -46,6 +57,21 @@ def free_memory(root: Path = Path("/")) -> int:
             # Cached files count as used, but are given back when memory is wanted.
             available = min(available, int(limit) - int(used) + _cached(folder))
     return max(0, available)
+
+
+def _siblings(cpu: int, root: Path) -> str:
+    """The same for all logical processors of a core."""
+    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+
+
+def _nodes(root: Path) -> dict[int, int]:
+    """The memory node of each processor."""
+    found: dict[int, int] = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = _read(folder / "cpulist")
+        if cpus:  # a node may have memory only
+            found |= dict.fromkeys(parse_cpus(cpus, folder.name), int(folder.name.removeprefix("node")))
+    return found
 
 
 def _cached(folder: Path) -> int:

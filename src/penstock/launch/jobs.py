@@ -24,13 +24,15 @@ from penstock.edge.auth import KeyRing
 from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.intake.service import ModelIntake
+from penstock.kernels.cores import Cores, KeptCores
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile
-from penstock.launch.board import Slot
+from penstock.launch.board import CoreBoard, Slot
 from penstock.launch.channel import Channel
 from penstock.launch.gateway import App, GatewayInheritance, run_gateway
+from penstock.launch.nodes import spread_over
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Job
 from penstock.launch.worker import Inheritance, run_worker
@@ -87,6 +89,7 @@ class Workers:
         self._places = {worker.worker: worker for worker in plan.workers}
         layout = layout_of(self._spec, plan.dtype)
         self._kv = {worker: KvFile.create(layout, plan.scheduler.pages, label=worker) for worker in self._places}
+        self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
     def close(self) -> None:
@@ -100,12 +103,14 @@ class Workers:
         Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
         """
         if self._config.device == "cpu":
-            self._loaded = self._load(self._ops(threads=1), _LoadLog(keep_watch))
+            with spread_over(self._plan.nodes):
+                self._loaded = self._load(self._ops(threads=1), _LoadLog(keep_watch))
 
     def job(self, worker: WorkerId, incarnation: int) -> Job:
         """What this worker does."""
         place = self._places[worker]
         incarnation += self._mailboxes.incarnations_before
+        self._cores.reset(worker)
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
@@ -116,6 +121,8 @@ class Workers:
             hand_over=self._config.hand_over,
             threads=place.threads,
             cpus=place.cpus,
+            niceness=place.niceness,
+            loans=place.loans,
         )
         return Job(
             body=partial(self._run, config, place),
@@ -137,9 +144,15 @@ class Workers:
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
             keys=self._mailboxes.keys,
             slot=self._slots[config.worker],
+            cores=self._share(config, place),
             pages_on_device=self._config.device != "cpu",
         )
         return run_worker(config, inherited)
+
+    def _share(self, config: WorkerConfig, place: WorkerPlan) -> Cores:
+        if not place.lends and not place.loans:
+            return KeptCores()
+        return self._cores.share(config.worker, config.loans)
 
     def _load(self, ops: Ops, progress: Callable[[int, int], None]) -> _Loaded:
         begun = time.monotonic()

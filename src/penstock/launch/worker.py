@@ -22,6 +22,7 @@ from penstock.engine.models.port import Model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.mailbox import WorkerMailbox
+from penstock.kernels.cores import Cores
 from penstock.kernels.ops import Ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
@@ -54,12 +55,14 @@ class Inheritance:
     peers: Mapping[WorkerId, KvFile]
     keys: Keys
     slot: Slot
+    cores: Cores
     pages_on_device: bool = False  # the backend keeps KV pages where it computes; they cannot be handed over
 
 
 def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     """Serve until SIGTERM; returns the exit code.  Runs in the forked child."""
     stop = _StopFlag()
+    os.nice(config.niceness)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     own = inherited.kv.map_own()
@@ -82,9 +85,13 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     pulse = _Pulse(inherited.slot, mailbox)
     loop.on_plan = pulse.on_plan
     inherited.slot.set_state(WorkerState.READY)
+    cores = inherited.cores
+    mailbox.reporter.borrowed_s = cores.borrowed_s
     while not stop.asked:
         if not loop.step() and not mailbox.busy:
+            cores.lend()
             transport.wait(1 / BEATS_PER_S, mailbox.sources)
+            cores.take()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
     transport.close(linger_s=LAST_WORDS_S)

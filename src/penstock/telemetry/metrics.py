@@ -32,6 +32,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "dropped_frames",  # frames that were malformed, of another version, or could not be sent
     "peer_links_closed",  # links to other workers that nobody used any more
     "step_seconds",  # spent in steps
+    "borrowed_core_seconds",  # computed at cores of workers that were idle
     "batch_multi_row_steps",  # steps that computed two requests or more
 )
 """Names in ``Report.counters`` that only grow within one incarnation; the gateway adds them over incarnations."""
@@ -107,6 +108,7 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "dropped_frames": _counter("worker_dropped_frames", "Frames a worker dropped.", "worker"),
     "peer_links_closed": _counter("worker_peer_links_closed", "Links to other workers closed unused.", "worker"),
     "step_seconds": _counter("engine_step_seconds", "Time spent in steps.", "worker"),
+    "borrowed_core_seconds": _counter("borrowed_core_seconds", "Computed at cores of idle workers.", "worker"),
     "batch_multi_row_steps": _counter("engine_multi_row_steps", "Steps of two requests or more.", "worker"),
 }
 """The family of each name in ``WORKER_COUNTERS``."""

@@ -149,6 +149,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     pid: int
     identity: ModelIdentity
     max_model_len: int
+    cores: int = 0  # its own
     steps: int = 0
     step_s: float = 0.0  # predicted seconds of the latest step
     running: int = 0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.cores import Core
 from penstock.config.load import parse_size
 from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, resolve_worker, show_bytes
 from penstock.config.schema import ServeConfig, WorkerServeConfig
@@ -15,7 +16,13 @@ from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 GIB = 1 << 30
 LAPTOP = MachineFacts(cpus=(0, 1), cores=2, memory_bytes=16 * GIB, kernel_families=("avx512", "avx2", "portable"))
-SERVER = MachineFacts(cpus=tuple(range(64)), cores=32, memory_bytes=256 * GIB, kernel_families=("avx512_bf16",))
+SERVER = MachineFacts(
+    cpus=tuple(range(64)),
+    cores=32,
+    topology=tuple(Core(cpus=(i, i + 32)) for i in range(32)),
+    memory_bytes=256 * GIB,
+    kernel_families=("avx512_bf16",),
+)
 STORY = ModelFacts(
     name="storyteller", max_positions=2048, parameters=10_000_000, auto_dtype="bf16", page_bytes_bf16=32 << 10
 )

@@ -31,11 +31,13 @@ def test_the_bundled_model_is_introduced_with_its_limits() -> None:
 def test_every_worker_has_a_line() -> None:
     plan = resolve(ServeConfig(prefill=2, decode=2), MACHINE, MODEL)
     shared, *workers = fleet_lines(plan, {w.worker: 100 + i for i, w in enumerate(plan.workers)}.get)
-    assert "kernels avx2, bf16, 4 threads a worker; KV pages 8192 a worker (256MiB), handed over by shm" in shared
-    assert workers[0] == "prefill-0: pid 100, processors 0-3"
-    assert workers[3] == "decode-1: pid 103, processors 12-15"
-    (shared, _) = fleet_lines(resolve(ServeConfig(aggregated=True, threads=1), MACHINE, MODEL), {}.get)
-    assert "1 thread a worker" in shared
+    assert "kernels avx2, bf16; KV pages 8192 a worker (256MiB), handed over by shm" in shared
+    assert workers[0] == "prefill-0: pid 100, 4 threads on processors 0-3, 12 more while other workers are idle"
+    assert workers[3] == "decode-1: pid 103, 4 threads on processors 12-15, 12 more while other workers are idle"
+    plan = resolve(ServeConfig(decode_cores="0-15", lend_cores=False), MACHINE, MODEL)
+    assert next(line for line in fleet_lines(plan, {}.get) if "prefill-0" in line).endswith("processors 0-15, nice 10")
+    (shared, both) = fleet_lines(resolve(ServeConfig(aggregated=True, threads=1), MACHINE, MODEL), {}.get)
+    assert both == "both-0: pid None, 1 thread"
     assert "one worker does both phases" in shared
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.facts import free_memory, machine_facts, usable_cores
+from penstock.config.cores import Core
+from penstock.launch.facts import free_memory, machine_facts, topology, usable_cores
 
 MEMINFO = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"
 
@@ -70,3 +71,16 @@ def test_this_machine_has_something() -> None:
     assert facts.cores >= 1
     assert facts.memory_bytes > 0
     assert facts.kernel_families == ("portable",)
+
+
+def test_cores_have_their_threads_and_their_node(machine: Machine) -> None:
+    machine.write("sys/devices/system/node/node0/cpulist", "0-1,4-5\n")
+    machine.write("sys/devices/system/node/node1/cpulist", "2-3,6-7\n")
+    machine.write("sys/devices/system/node/node2/cpulist", "\n")  # memory only
+    assert topology(tuple(range(8)), machine.root) == (
+        Core(cpus=(0, 4), node=0),
+        Core(cpus=(1, 5), node=0),
+        Core(cpus=(2, 6), node=1),
+        Core(cpus=(3, 7), node=1),
+    )
+    assert topology((1, 6), machine.root) == (Core(cpus=(1,), node=0), Core(cpus=(6,), node=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.plan import Plan
@@ -27,6 +28,7 @@ class Reporter:
         self._told_at = float("-inf")
         self._leaked = 0
         self._step_s = 0.0
+        self.borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed at cores of other workers
         self.state = WorkerState.READY
 
     @property
@@ -74,6 +76,7 @@ class Reporter:
         counts["bytes_received"] = transfer.bytes
         counts["pages_corrupt"] = transfer.corrupt
         counts["dropped_frames"] = dropped_frames
+        counts["borrowed_core_seconds"] = self.borrowed_s()
         if settled and not load.running:
             # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
             self._leaked = scheduler.check().total + (0 if asked else load.pages_used)
@@ -85,6 +88,7 @@ class Reporter:
             pid=os.getpid(),
             identity=self._identity,
             max_model_len=self._config.scheduler.max_model_len,
+            cores=self._config.threads,
             steps=self.steps,
             step_s=self._step_s,
             running=load.running + load.awaiting + load.handing_over,

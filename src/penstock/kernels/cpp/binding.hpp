@@ -23,4 +23,7 @@ void bind_compressed(nb::module_& m);
 // Declares recorded steps (module_program.cpp); after everything that they are made of.
 void bind_program(nb::module_& m);
 
+// Declares the class that lends and borrows cores (module_cores.cpp).
+void bind_cores(nb::module_& m);
+
 }  // namespace penstock

@@ -185,9 +185,10 @@ void linear_compressed(const CompressedLinearArgs& args) {
   const int wide = in_registers ? register_panels(static_cast<int>(args.rows))
                                 : panels_at_once(static_cast<int>(cut.largest_tile()));
   const long panels = layout.panels();
-  const long each = (panels / (kItemsAThread * thread_count()) + wide) / wide * wide;
-  const long groups = (panels + each - 1) / each, blocks = in_registers ? 1 : cut.blocks();
   const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * layout.steps());
+  const long blocks = in_registers ? 1 : cut.blocks();
+  const long each = panels_an_item(panels, wide, work / static_cast<double>(blocks));
+  const long groups = (panels + each - 1) / each;
   each_item(groups * blocks, work, [&](long item, int worker) {
     const long block = item / groups, group = item % groups;
     const size_t rows = static_cast<size_t>(cut.block_begin(block + 1) - cut.block_begin(block));

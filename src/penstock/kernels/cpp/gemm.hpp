@@ -18,6 +18,7 @@ constexpr long kSpanSteps = 1024;
 constexpr long kItemsAThread = 8;
 constexpr int kTreeSlots = 4;  // open sums of a binary tree over 8 segments
 
+constexpr double kMostAnItem = 1 << 23;  // multiply-adds or cells of one item: some 100 us
 constexpr double kAloneBelow = 1 << 17;  // multiply-adds (or cells read) below which waking threads costs more
 
 // fn(item, worker) for every item; on the caller alone when the work is small.
@@ -28,7 +29,13 @@ void each_item(long items, double work, const Fn& fn) {
     return;
   }
   parallel(items, const_cast<Fn*>(&fn),
-           [](void* context, long item, int worker) { (*static_cast<const Fn*>(context))(item, worker); });
+           [](void* context, long item, int worker) { (*static_cast<const Fn*>(context))(item, worker); }, work);
+}
+
+// Panels of an item, a multiple of `wide`: enough items for all hands, none longer than others may have to wait for it.
+inline long panels_an_item(long panels, int wide, double work) {
+  const long items = kItemsAThread * hands() > work / kMostAnItem ? kItemsAThread * hands() : static_cast<long>(work / kMostAnItem);
+  return (panels / items + wide) / wide * wide;
 }
 
 PS_INLINE long min_of(long a, long b) { return a < b ? a : b; }
@@ -192,9 +199,9 @@ void linear_typed(const LinearArgs& args) {
   const Inputs x = prepare_inputs<D>(args, cut);
   const long panels = args.weight.panels();
   const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
-  const long each = (panels / (kItemsAThread * thread_count()) + wide) / wide * wide;
-  const long groups = (panels + each - 1) / each;
   const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * args.weight.steps());
+  const long each = panels_an_item(panels, wide, work / static_cast<double>(cut.blocks()));
+  const long groups = (panels + each - 1) / each;
   each_item(groups * cut.blocks(), work, [&](long item, int worker) {
     const long block = item / groups, group = item % groups;
     const long rows = cut.block_begin(block + 1) - cut.block_begin(block);

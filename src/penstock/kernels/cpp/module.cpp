@@ -199,4 +199,5 @@ NB_MODULE(_native, m) {
       .def("multiply", &Kernels::multiply);
   bind_compressed(m);
   bind_program(m);
+  bind_cores(m);
 }

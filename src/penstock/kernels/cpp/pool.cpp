@@ -3,16 +3,19 @@
 #include <pthread.h>
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace penstock {
@@ -20,6 +23,7 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr double kWakeGuestsFrom = 1 << 18;  // of a call's work: once awake, a guest stays for the calls of the step
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -41,6 +45,21 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) { word.wait(value)
 void wake_all(std::atomic<uint32_t>& word) { word.notify_all(); }
 #endif
 
+// A thread that works at somebody else's core.
+struct Guest {
+  Seat seat;
+  std::atomic<uint32_t> calls{0};  // counts calls that are worth waking for; sleeps on it
+  std::atomic<uint32_t> sleeps{0};
+
+  explicit Guest(Seat where) : seat(std::move(where)) {}
+  Guest(Guest&& other) noexcept : seat(std::move(other.seat)) {}  // before its thread starts
+
+  void wake() {
+    calls.fetch_add(1);
+    if (sleeps.exchange(0) != 0) wake_all(calls);
+  }
+};
+
 struct Scratch {
   void* data = nullptr;
   size_t bytes = 0;
@@ -58,6 +77,9 @@ struct Pool {
   void* context = nullptr;
   ItemFn fn = nullptr;
   std::vector<std::thread> threads;
+  std::vector<Guest> guests;
+  std::atomic<uint32_t> seated{0};    // guests that are awake
+  std::atomic<uint64_t> guest_ns{0};  // computed by guests
 
   bool run_one(int worker) {
     uint64_t seen = ticket.load(std::memory_order_acquire);
@@ -87,7 +109,57 @@ struct Pool {
     }
   }
 
-  void run(uint32_t items, void* call_context, ItemFn call_fn) {
+  // The same as a guest: only while the seat's owner is idle, and away at once when it is not.
+  void visit(Guest& guest, int worker) {
+    settle(guest.seat.cpus);
+    while (!stop.load(std::memory_order_relaxed)) {
+      const uint32_t called = guest.calls.load();
+      if (guest.seat.sit_down()) {
+        seated.fetch_add(1, std::memory_order_relaxed);
+        help(guest.seat, worker);
+        seated.fetch_sub(1, std::memory_order_relaxed);
+        guest.seat.get_up();
+      }
+      guest.sleeps.store(1);
+      while (guest.calls.load() == called && !stop.load()) sleep_while(guest.calls, called);
+      guest.sleeps.store(0);
+    }
+  }
+
+  void help(const Seat& seat, int worker) {
+    auto now = std::chrono::steady_clock::now();
+    auto until = now + kSpin;
+    while (seat.lent() && now < until && !stop.load(std::memory_order_relaxed)) {
+      if (run_one(worker)) {
+        const auto begun = std::exchange(now, std::chrono::steady_clock::now());
+        guest_ns.fetch_add(static_cast<uint64_t>((now - begun).count()), std::memory_order_relaxed);
+        until = now + kSpin;
+        continue;
+      }
+      for (int i = 0; i < 16; ++i) pause_briefly();
+      now = std::chrono::steady_clock::now();
+    }
+  }
+
+  static void settle(const std::vector<int>& cpus) {
+#if defined(__linux__)
+    if (cpus.empty()) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int cpu : cpus)
+      if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    sched_setaffinity(0, sizeof(set), &set);  // should it fail, the system decides
+#else
+    (void)cpus;
+#endif
+  }
+
+  // Would the caller work alone, so that it need not share?
+  bool alone(double work) const {
+    return threads.size() == guests.size() && work < kWakeGuestsFrom && seated.load(std::memory_order_relaxed) == 0;
+  }
+
+  void run(uint32_t items, void* call_context, ItemFn call_fn, double work) {
     context = call_context;
     fn = call_fn;
     done.store(0, std::memory_order_relaxed);
@@ -95,6 +167,9 @@ struct Pool {
     ticket.store(items, std::memory_order_release);
     call.fetch_add(1);
     if (sleepers.load() != 0) wake_all(call);
+    if (work >= kWakeGuestsFrom)
+      for (Guest& guest : guests)
+        if (guest.sleeps.load(std::memory_order_relaxed) != 0 && guest.seat.lent() && guest.seat.free()) guest.wake();
     while (run_one(0)) {
     }
     const auto until = std::chrono::steady_clock::now() + kSpin;
@@ -114,30 +189,40 @@ struct Pool {
     stop.store(true);
     call.fetch_add(1);
     wake_all(call);
+    for (Guest& guest : guests) guest.wake();
     for (auto& thread : threads) thread.join();
   }
 };
 
 // The process's pool and scratch.  The only mutable globals of the kernels: threads belong to a process.
 int wanted_threads = 1;
+std::vector<Seat> wanted_guests;
+double earlier_guest_seconds = 0;
 Pool* pool = nullptr;
 Scratch scratch[kMaxThreads + 1];  // the last one is shared
 
 // The parent's threads do not exist here; their handles are abandoned, not destroyed.
 void forget_after_fork() { pool = nullptr; }
 
+void end_pool() {
+  if (pool == nullptr) return;
+  pool->end();
+  earlier_guest_seconds += static_cast<double>(pool->guest_ns.load()) * 1e-9;
+  delete pool;
+  pool = nullptr;
+}
+
 Pool* ready_pool() {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_after_fork);
   (void)registered;
-  const size_t helpers = static_cast<size_t>(wanted_threads - 1);
-  if (pool != nullptr && pool->threads.size() != helpers) {
-    pool->end();
-    delete pool;
-    pool = nullptr;
-  }
-  if (pool == nullptr && helpers > 0) {
+  const size_t own = static_cast<size_t>(wanted_threads - 1), all = static_cast<size_t>(hands() - 1);
+  if (pool != nullptr && (pool->threads.size() != all || pool->guests.size() != all - own)) end_pool();
+  if (pool == nullptr) {
     pool = new Pool;
-    for (size_t i = 0; i < helpers; ++i) pool->threads.emplace_back([i] { pool->work(static_cast<int>(i) + 1); });
+    for (size_t i = 0; i < own; ++i) pool->threads.emplace_back([i] { pool->work(static_cast<int>(i) + 1); });
+    for (size_t i = own; i < all; ++i) pool->guests.emplace_back(wanted_guests[i - own]);
+    for (size_t i = 0; i < pool->guests.size(); ++i)
+      pool->threads.emplace_back([i, own] { pool->visit(pool->guests[i], static_cast<int>(own + i) + 1); });
   }
   return pool;
 }
@@ -155,13 +240,27 @@ bool suffices(const Scratch& own, size_t bytes) { return own.bytes >= bytes; }
 
 }  // namespace
 
-void set_threads(int count) { wanted_threads = count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count; }
+void set_threads(int count) {
+  wanted_threads = count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count;
+}
 
 int thread_count() { return wanted_threads; }
 
-void parallel(long items, void* context, ItemFn fn) {
-  if (items > 1 && wanted_threads > 1) {
-    ready_pool()->run(static_cast<uint32_t>(items), context, fn);
+void set_guests(std::vector<Seat> seats) {
+  end_pool();
+  wanted_guests = std::move(seats);
+}
+
+int hands() { return std::min(kMaxThreads, wanted_threads + static_cast<int>(wanted_guests.size())); }
+
+double guest_seconds() {
+  return earlier_guest_seconds + (pool == nullptr ? 0 : static_cast<double>(pool->guest_ns.load()) * 1e-9);
+}
+
+void parallel(long items, void* context, ItemFn fn, double work) {
+  Pool* const ready = items > 1 && hands() > 1 ? ready_pool() : nullptr;
+  if (ready != nullptr && !ready->alone(work)) {
+    ready->run(static_cast<uint32_t>(items), context, fn, work);
     return;
   }
   for (long item = 0; item < items; ++item) fn(context, item, 0);

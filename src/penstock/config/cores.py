@@ -1,0 +1,200 @@
+"""Which cores each worker of a host has, and whose it may borrow: decided once, from given facts.
+
+A worker stays within one memory node where it can.  It lends the cores that are its own alone; those that two workers
+have are nobody's to lend, and there prefill gives way.  Pure: knows no processes, and no machine but the one described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.config.schema import Config, Loan
+from penstock.errors import ConfigError
+from penstock.types import Role, WorkerId
+
+PIN_FROM_THREADS = 4
+"""Workers with so many kernel threads get cores of their own; below, the kernel's scheduler does better."""
+
+GIVES_WAY = 10
+"""Niceness of a prefill worker that shares cores with a decode worker: it has a tenth of them when both want them."""
+
+Places = tuple[tuple[WorkerId, Role], ...]
+
+
+class Core(Config, frozen=True, kw_only=True):
+    """One physical core."""
+
+    cpus: tuple[int, ...]  # its logical processors, as far as this process may use them
+    node: int = 0  # where its memory is near
+
+
+Owned = tuple[Core, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What was asked for."""
+
+    threads: int | None = None  # own threads of each worker
+    prefill: str | None = None  # lists of processors
+    decode: str | None = None
+    lend: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one worker gets."""
+
+    threads: int
+    cpus: tuple[int, ...]  # empty: all
+    niceness: int = 0
+    lends: int = 0  # cores
+    loans: tuple[Loan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The cores of a host, divided."""
+
+    shares: tuple[Share, ...]  # one a worker, in their order
+    nodes: tuple[int, ...]  # over which weights are spread, because workers of several nodes read them; empty: one node
+    notes: tuple[str, ...]
+
+
+def divide(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes) -> Division:
+    """``usable``: of ``cores``, what a container's quota leaves.  Raises ConfigError."""
+    cores = sorted(cores, key=lambda core: (core.node, core.cpus))
+    listed = wishes.prefill is not None or wishes.decode is not None
+    owned = _as_listed(places, cores, wishes) if listed else _carved(cores[:usable], len(places))
+    threads = [wishes.threads or max(1, len(own) // _sharers(own, owned)) for own in owned]
+    roomy = all(PIN_FROM_THREADS <= count <= len(own) for count, own in zip(threads, owned, strict=True))
+    pinned = listed or (roomy and usable >= len(cores))
+    alone = [_alone(i, owned) for i in range(len(places))]
+    lends = [min(count, len(own)) if wishes.lend else 0 for count, own in zip(threads, alone, strict=True)]
+    shares = tuple(
+        Share(
+            threads=threads[i],
+            cpus=_cpus(owned[i]) if pinned else (),
+            niceness=GIVES_WAY if _gives_way(i, places, owned) else 0,
+            lends=lends[i],
+            loans=tuple(
+                Loan(lender=places[j][0], cores=lends[j], cpus=_cpus(alone[j]) if pinned else ())
+                for j in range(len(places))
+                if j != i and lends[j]
+            ),
+        )
+        for i in range(len(places))
+    )
+    nodes = _nodes([core for own in owned for core in own] if pinned else cores)
+    return Division(shares, nodes if len(nodes) > 1 else (), tuple(_notes(places, owned, shares, nodes)))
+
+
+def parse_cpus(text: str, flag: str) -> frozenset[int]:
+    """The processors of "0-3,8", as taskset(1) writes them.  Raises ConfigError."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        numbers = (first, last) if dash else (first, first)
+        if not all(n.isascii() and n.isdigit() and len(n) <= 6 for n in numbers) or int(numbers[0]) > int(numbers[1]):
+            raise ConfigError(f"{flag} {text}: expected a list of processors such as 0-3,8, got {part.strip()!r}")
+        found.update(range(int(numbers[0]), int(numbers[1]) + 1))
+    return frozenset(found)
+
+
+def show_cpus(cpus: Iterable[int]) -> str:
+    """ "0-3,8" for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+# --- who owns what ---------------------------------------------------------------------------------------------------
+
+
+def _carved(cores: Sequence[Core], count: int) -> list[Owned]:
+    """Equal parts, node by node; with fewer cores than workers all of them have all."""
+    each = len(cores) // count
+    if each == 0:
+        return [tuple(cores)] * count
+    left = {node: [core for core in cores if core.node == node] for node in _nodes(cores)}
+    parts = []
+    for _ in range(count):
+        whole = next((free for free in left.values() if len(free) >= each), None)
+        part: list[Core] = []
+        for free in [whole] if whole is not None else left.values():
+            taken = free[: each - len(part)]
+            del free[: len(taken)]
+            part += taken
+        parts.append(tuple(part))
+    return parts
+
+
+def _as_listed(places: Places, cores: Sequence[Core], wishes: Wishes) -> list[Owned]:
+    known = {cpu for core in cores for cpu in core.cpus}
+    asked = {
+        role: _known(text, f"--{role.value}-cores", known)
+        for role, text in ((Role.PREFILL, wishes.prefill), (Role.DECODE, wishes.decode))
+        if text is not None
+    }
+    rest = frozenset(known.difference(*asked.values())) or frozenset(known)
+    parts: dict[Role, Iterator[Owned]] = {}
+    for role in (Role.PREFILL, Role.DECODE):
+        within = [_within(core, asked.get(role, rest)) for core in cores]
+        count = sum(of is role for _, of in places)
+        parts[role] = iter(_carved([core for core in within if core.cpus], max(1, count)))
+    return [next(parts[role]) for _, role in places]
+
+
+def _known(text: str, flag: str, known: set[int]) -> frozenset[int]:
+    cpus = parse_cpus(text, flag)
+    if cpus - known:
+        raise ConfigError(
+            f"{flag} {text}: this process may use processors {show_cpus(known)}, not {show_cpus(cpus - known)}"
+        )
+    return cpus
+
+
+def _within(core: Core, cpus: frozenset[int]) -> Core:
+    return Core(cpus=tuple(cpu for cpu in core.cpus if cpu in cpus), node=core.node)
+
+
+def _sharers(own: Owned, owned: Sequence[Owned]) -> int:
+    """Workers that have exactly these cores: they divide them."""
+    return sum(_cpus(other) == _cpus(own) for other in owned)
+
+
+def _alone(place: int, owned: Sequence[Owned]) -> Owned:
+    """Cores that nobody else has."""
+    others = {cpu for i, other in enumerate(owned) if i != place for cpu in _cpus(other)}
+    return tuple(core for core in owned[place] if others.isdisjoint(core.cpus))
+
+
+def _gives_way(place: int, places: Places, owned: Sequence[Owned]) -> bool:
+    """Does this prefill worker share a processor with a decode worker?"""
+    if places[place][1] is not Role.PREFILL:
+        return False
+    decode = {cpu for (_, role), own in zip(places, owned, strict=True) if role is Role.DECODE for cpu in _cpus(own)}
+    return not decode.isdisjoint(_cpus(owned[place]))
+
+
+def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
+    return tuple(sorted(cpu for core in cores for cpu in core.cpus))
+
+
+def _nodes(cores: Iterable[Core]) -> tuple[int, ...]:
+    return tuple(sorted({core.node for core in cores}))
+
+
+def _notes(places: Places, owned: Sequence[Owned], shares: Sequence[Share], nodes: tuple[int, ...]) -> Iterator[str]:
+    if any(share.niceness for share in shares):
+        yield "prefill and decode share cores: decode has the right of way"
+    if len(nodes) > 1:
+        where = "; ".join(
+            f"{worker} on {show_cpus(_nodes(own))}" for (worker, _), own in zip(places, owned, strict=True)
+        )
+        yield f"memory nodes: {where if shares[0].cpus else show_cpus(nodes)}; weights are spread over all"
