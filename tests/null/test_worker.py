@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.types import FinishReason, Leg, Role
-from penstock.wire.messages import Cancel, Hello
+from penstock.wire.messages import Cancel, Hello, Tokens
 
 from .worker_stage import Stage, expected, merged, split
 
@@ -29,6 +29,21 @@ def test_split_and_whole_give_one_answer(length: int, chunk: int):
     assert stage.tokens[-1][1].finish is FinishReason.LENGTH
     stage.assert_idle()
     whole.assert_idle()
+
+
+def test_tokens_of_one_step_go_in_one_message():
+    stage = Stage()
+    worker = stage.worker("w", Role.BOTH)
+    for name in ("a", "b", "c"):
+        stage.ask([1, 2, 3], to=worker, request=name)
+    sizes: list[int] = []
+    for _ in range(12):
+        worker.loop.step()
+        told = [received.message for received in iter(worker.link.recv, None)]
+        tokens = [message for message in told if isinstance(message, Tokens)]
+        assert len(tokens) <= 1
+        sizes += [len(message.items) for message in tokens]
+    assert sizes == [3] * 8
 
 
 def test_pages_travel_once_and_later_come_from_the_cache():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,19 @@ def test_the_arena_grows_and_stays(family: str, compute: str) -> None:
         np.testing.assert_array_equal(program.hidden(), ops.to_numpy(ops.embed(steps.table, np.zeros(1, np.int32))))
         sizes.append(program.step.arena_bytes)
     assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4]
+
+
+def test_nothing_is_kept_of_a_step() -> None:
+    ops = make(*NATIVE[0])
+    steps, kv = lookup(ops, normal(8, 5003, WIDTH))
+    program = ops.record(steps, kv)
+    batch, picks = batch_of([1, 2, 3, 4], [0, 1, 2, 3]), picks_of([(index, 1.0) for index in range(4)])
+    program.run(batch, 0, [], picks)
+    arena, blocks = program.step.arena_bytes, sys.getallocatedblocks()
+    for _ in range(100):
+        program.run(batch, 0, [], picks)
+    assert sys.getallocatedblocks() - blocks < 10
+    assert program.step.arena_bytes == arena
 
 
 class Curious(Lookup):

@@ -32,27 +32,41 @@ PS_INLINE void keep_best(Pick& pick, uint64_t place) {
   }
 }
 
+// No logit below this can win: a bound that needs no division, a little low for the roundings it saves.
+PS_INLINE float bound_of(const Pick& pick, uint64_t best) {
+  if (best == 0) return -__builtin_inff();
+  const float value = value_at(best);
+  if (pick.greedy) return value;
+  if (value > 3.4028234e38f) return 0.0f;  // only what is infinite, too, once it is divided
+  const float bound = least_that_wins(value) * pick.temperature;
+  return bound - (bound < 0 ? -bound : bound) * 1e-6f - 1e-30f;
+}
+
+// Sixteen logits, of which `set` may win: the best of them and `best`.
+__attribute__((noinline)) uint64_t offer16(const Pick& pick, uint64_t best, const float* logits, int lanes, int32_t id, uint32_t set) {
+  F16 value = load_part<F16>(logits, lanes);
+  if (!pick.greedy) value = value / splat(pick.temperature) + gumbel16(pick.key, bits_as<U16>(iota(id)));
+  alignas(64) float drawn[16];
+  store(drawn, value);
+  for (; set != 0; set &= set - 1) {
+    const int lane = __builtin_ctz(set);
+    const uint64_t place = place_of(drawn[lane], id + lane);
+    if (place > best) best = place;
+  }
+  return best;
+}
+
 // Logits of tokens [first, first + count) of one row; noise is drawn only for those that can still win.
 __attribute__((noinline)) void offer(Pick& pick, const float* logits, long first, long count) {
   const uint64_t known = __atomic_load_n(&pick.best, __ATOMIC_RELAXED);
   uint64_t best = known;
+  F16 bound = splat(bound_of(pick, best));
   for (long i = 0; i < count; i += 16) {
     const int lanes = static_cast<int>(count - i < 16 ? count - i : 16);
-    F16 value = load_part<F16>(logits + i, lanes);
-    if (!pick.greedy) value = value / splat(pick.temperature);
-    float least = best == 0 ? -__builtin_inff() : value_at(best);
-    if (!pick.greedy && least <= 3.4028234e38f) least = least_that_wins(least);
-    uint32_t set = lanes_set(at_least(value, splat(least))) & ((1u << lanes) - 1u);
+    const uint32_t set = lanes_set(at_least(load_part<F16>(logits + i, lanes), bound)) & ((1u << lanes) - 1u);
     if (set == 0) continue;
-    const int32_t id = static_cast<int32_t>(first + i);
-    if (!pick.greedy) value = value + gumbel16(pick.key, bits_as<U16>(iota(id)));
-    alignas(64) float drawn[16];
-    store(drawn, value);
-    for (; set != 0; set &= set - 1) {
-      const int lane = __builtin_ctz(set);
-      const uint64_t place = place_of(drawn[lane], id + lane);
-      if (place > best) best = place;
-    }
+    best = offer16(pick, best, logits + i, lanes, static_cast<int32_t>(first + i), set);
+    bound = splat(bound_of(pick, best));
   }
   if (best != known) keep_best(pick, best);
 }
