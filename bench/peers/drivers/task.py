@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 WARM_STEPS = 2
 
@@ -40,7 +41,12 @@ class Task:
     def prompt(self, tokens, *salt):
         """Token ids that no other prompt of the run begins with."""
         draw = random.Random(f"{self.seed} {tokens} {salt}")
-        return [draw.randrange(300, 100_000) for _ in range(tokens)]
+        words = self.words()
+        return [draw.randrange(256, words) for _ in range(tokens)]
+
+    def words(self):
+        """Token ids from 256 to here are neither bytes nor special."""
+        return json.loads((Path(self.model) / "config.json").read_text())["vocab_size"] - 256
 
     def prompts(self, streams):
         return [self.prompt(self.context, "stream", streams, i) for i in range(streams)]

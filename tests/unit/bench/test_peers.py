@@ -14,7 +14,7 @@ from bench.peers import matrix
 from bench.peers.bars import bars
 from bench.peers.checkpoint import DEVIATION, write_checkpoint
 from bench.peers.places import COMPRESSED, LLAMA, PLAIN, SHAPES, SPLIT, VLLM, Shape
-from bench.peers.processes import descendants, memory_bytes, spawn, stop
+from bench.peers.processes import descendants, memory_bytes, own_environment, spawn, stop
 from bench.peers.records import Record, Records
 from bench.peers.report import put_into, section
 from bench.peers.series import Series, Spread
@@ -69,6 +69,19 @@ def test_every_word_is_one_token_and_every_token_is_text(checkpoint: Path):
     assert len(ids) == len(WORDS)
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(tokenizer.encode("zażółć, 12 oxen!").ids) == "zażółć, 12 oxen!"
+
+
+def test_penstock_is_driven_through_its_own_loop(checkpoint: Path):
+    """The driver puts the engine together by hand: it must follow when the engine's parts change."""
+    task = {"model": str(checkpoint), "threads": 1, "prefill": [16, 40], "decode": [1, 3], "steps": 4, "context": 8}
+    script = Path(matrix.__file__).parent / "drivers" / "drive_penstock.py"
+    command = [sys.executable, str(script), json.dumps({**task, "seed": 0})]
+    done = subprocess.run(command, env=own_environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {key: len(rates) for key, rates in found["prefill"].items()} == {"16": 3, "40": 3}
+    assert found["decode"].keys() == {"1", "3"}
+    assert all(rate > 0 for rates in found["decode"].values() for rate in rates)
 
 
 def test_records_survive_a_run_that_was_cut(tmp_path: Path):
