@@ -48,6 +48,15 @@ def refuse_other_hosts(connect: Any) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing that is served in a test is remembered in the user's cache."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _loopback_only() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(socket.socket, "connect", refuse_other_hosts(socket.socket.connect))

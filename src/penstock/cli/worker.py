@@ -48,6 +48,12 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", metavar="auto|bf16|fp32", help="type of matrix products (default: auto, as stored)")
     group.add_argument("--kernels", metavar="FAMILY", help="avx512_bf16, avx512, avx2, portable or reference")
     group.add_argument("--max-chunk-tokens", metavar="T", help="prompt tokens of one request in one step")
+    group.add_argument(
+        "--weights-cache", metavar="DIR|off", help="remember hashes of weights here (default: in the user's cache)"
+    )
+    group.add_argument(
+        "--accept-new-weights", action="store_true", help="serve weights that differ from those of the last start"
+    )
     group.add_argument("--max-running", metavar="N", help="requests in one step (default: 256)")
 
 

@@ -99,6 +99,20 @@ def load_client(
     return url or environ.get("PENSTOCK_URL") or DEFAULT_URL, api_key or environ.get("PENSTOCK_API_KEY")
 
 
+def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder that ``weights_cache`` means: "auto" is penstock/weights under XDG_CACHE_HOME or ~/.cache.
+
+    None if it is "off", or "auto" for somebody who has no home.
+    """
+    if setting == "off":
+        return None
+    if setting != "auto":
+        return Path(setting).expanduser()
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else None)
+    return Path(base) / "penstock" / "weights" if base and base.startswith("/") else None
+
+
 def is_loopback(host: str) -> bool:
     """Does this address stay on the host?  A name other than localhost is taken to lead off it."""
     if host == "localhost":

@@ -153,6 +153,8 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     log_json: bool = False
     keys: str | None = None  # folder of the keys that hosts share
+    weights_cache: str = "auto"  # folder of the manifests of weights; "auto": in the user's cache; "off": none
+    accept_new_weights: bool = False  # serve weights that are not those of the last load, and remember them
     hand_over: HandOverConfig = HandOverConfig()
     supervise: SuperviseConfig = SuperviseConfig()
 

@@ -59,16 +59,21 @@ def decoded(matrix: CompressedMatrix, family: str | None = None) -> Iterator[NDA
 
 
 def native_weights(
-    parts: list[CompressedMatrix], segments: tuple[int, ...], blocks: NDArray[np.uint8], escapes: NDArray[np.uint8]
+    parts: list[CompressedMatrix],
+    segments: tuple[int, ...],
+    blocks: NDArray[np.uint8],
+    escapes: NDArray[np.uint8],
+    counted: NDArray[np.uint32] | None = None,
 ) -> Any:
     """The kernels' object for ``parts`` one below the other, whose sections lie in ``blocks`` and padded ``escapes``.
 
-    Every part but the last must fill its panels.  Raises KernelError if escapes and planes contradict each other.
+    ``counted``: escapes of each panel by its planes, if they have been counted.  Every part but the last must fill its
+    panels.  Raises KernelError if escapes and planes contradict each other.
     """
     codes = np.concatenate([np.full((panels_of(p.n), 2), (p.base, p.step % 256), np.uint8) for p in parts])
     rows = sum(part.n for part in parts)
     try:
-        weights = _native.CompressedWeights(blocks, escapes, codes, rows, parts[0].k, list(segments))
+        weights = _native.CompressedWeights(blocks, escapes, codes, rows, parts[0].k, list(segments), counted)
     except ValueError as error:
         raise KernelError(str(error)) from error
     if not weights.counts_are(np.concatenate([part.counts for part in parts])):

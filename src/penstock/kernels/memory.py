@@ -28,6 +28,11 @@ class WeightArena:
         self._region: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._used = 0
 
+    def reserve(self, nbytes: int) -> None:
+        """So many bytes will be asked for: one region for all of them wastes no huge page between them."""
+        if self._used + nbytes > self._region.nbytes:
+            self._region, self._used = _huge_region(nbytes), 0
+
     def cells(self, count: int) -> NDArray[np.uint32]:
         """Zeroed memory for ``count`` cells of 32 bits, 64-byte aligned."""
         nbytes = -(-count * 4 // ALIGNMENT) * ALIGNMENT

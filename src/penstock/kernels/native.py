@@ -19,6 +19,7 @@ from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
 from penstock.kernels.compression import ESCAPE_PADDING, native_weights
+from penstock.kernels.loading import Backend, NativeLoading
 from penstock.kernels.memory import StepBuffers, WeightArena
 from penstock.kernels.native_arguments import NativeKv, draw_row, sampled
 from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
@@ -81,8 +82,7 @@ class NativeOps:
         """See ``Ops.pack_compressed``: where the family decodes in registers, else plain weights are faster."""
         n, k = sum(part.n for part in parts), parts[0].k
         ends = segments or (k,)
-        fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
-        if self.compute_dtype != "bf16" or not self._compressed.in_registers() or not fits:
+        if not self._keeps_compressed(parts, ends):
             return None
         blocks = self._arena.bytes(sum(part.blocks.nbytes for part in parts))
         escapes = self._arena.bytes(sum(part.escapes.nbytes for part in parts) + ESCAPE_PADDING)
@@ -90,6 +90,15 @@ class NativeOps:
         np.concatenate([part.escapes for part in parts], out=escapes[:-ESCAPE_PADDING])
         weights = native_weights(parts, ends, blocks, escapes)
         return PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=blocks.nbytes + escapes.nbytes)
+
+    def _keeps_compressed(self, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> bool:
+        fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
+        return self.compute_dtype == "bf16" and self._compressed.in_registers() and fits
+
+    def loading(self, nbytes: int) -> NativeLoading:
+        """See ``Ops.loading``."""
+        self._arena.reserve(nbytes)
+        return NativeLoading(Backend(self._arena, self._per_cell, self._keeps_compressed, self.vector))
 
     def vector(self, weight_D: Array) -> Array:
         """See ``Ops.vector``."""

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.stored import Loading
 
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
@@ -186,6 +187,10 @@ class Ops(Protocol):
         None if this backend computes from plain weights only, or not from this shape: then ``pack_linear`` them.
         Raises KernelError if a part contradicts itself.
         """
+        ...
+
+    def loading(self, nbytes: int) -> Loading | None:
+        """What reads a model's weights (about ``nbytes`` in memory) straight from files, if this backend can."""
         ...
 
     def vector(self, weight_D: Array) -> Array:

@@ -74,6 +74,10 @@ class ReferenceOps:
         """See ``Ops.pack_compressed``: plain weights only."""
         return None
 
+    def loading(self, nbytes: int) -> None:
+        """See ``Ops.loading``: it cannot."""
+        return
+
     def vector(self, weight_D: Any) -> Tensor:
         """See ``Ops.vector``."""
         return self._tensor(np.asarray(weight_D, np.float32))

@@ -1,15 +1,22 @@
-"""What the start-up log tells a person: what runs where, what was decided, and how to talk to it.  Text only."""
+"""What the start-up log tells a person: what runs where, what was decided, and how to talk to it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.config.cores import show_cpus
 from penstock.config.resolve import ServePlan, WorkerPlan, show_bytes
 from penstock.launch.locate import Located
 from penstock.weights.spec import ModelSpec
+
+PROGRESS_EVERY_S = 2.0
+"""A long loading tells how far it is so often."""
+
+log = logging.getLogger(__name__)
 
 ONLY_STORIES = (
     "the bundled storyteller only tells short stories; to serve a real model: "
@@ -72,3 +79,27 @@ def _cores(worker: WorkerPlan) -> str:
         own += f", nice {worker.niceness}"
     borrowed = sum(loan.cores for loan in worker.loans)
     return own + (f", {borrowed} more while other workers are idle" if borrowed else "")
+
+
+class LoadLog:
+    """Called while weights are loaded: lets the supervisor look around, and tells how far a long loading is."""
+
+    def __init__(self, keep_watch: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_watch = keep_watch
+        self._clock = clock
+        self._said = (clock(), 0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes have been read; both 0 while they are only hashed."""
+        self._keep_watch()
+        now, (then, before) = self._clock(), self._said
+        if now < then + PROGRESS_EVERY_S or done >= total:
+            return
+        self._said = (now, done)
+        log.info(
+            "loading weights: %d %%, %s of %s, %s/s",
+            100 * done // total,
+            show_bytes(done),
+            show_bytes(total),
+            show_bytes(int((done - before) / (now - then))),
+        )

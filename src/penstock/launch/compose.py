@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import resource
 import secrets
 import socket
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from penstock.config.load import weights_cache_folder
 from penstock.config.resolve import (
     MachineFacts,
     ModelFacts,
@@ -36,7 +38,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.select import REFERENCE, available_families
 from penstock.launch.announce import fleet_lines, join_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.board import Board, Slot
-from penstock.launch.facts import machine_facts
+from penstock.launch.facts import machine_facts, usable_cores
 from penstock.launch.gateway import BACKLOG
 from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_before, layout_of
 from penstock.launch.locate import Located, locate
@@ -45,6 +47,7 @@ from penstock.launch.supervise import Stopped, Supervisor
 from penstock.telemetry.log import configure
 from penstock.types import WorkerId
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import check_endpoint
@@ -82,7 +85,7 @@ def serve(config: ServeConfig) -> int:
         if plan is not None:
             run = secrets.token_hex(6)  # in mailbox names: no two runs on one host meet
             mailboxes = Mailboxes(keys, lambda worker, incarnation: f"ipc://@penstock-{run}-{worker}-{incarnation}")
-            workers = Workers(config, plan, (located.path, spec), mailboxes, slots)
+            workers = Workers(config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots)
             stack.callback(workers.close)
         _say(model_lines(located, name, spec, length, plan.notes if plan else ()))
         supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(front, workers), slots))
@@ -109,7 +112,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
     with ExitStack() as stack:
         slots = _slots((worker,))
         mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_before(time.time_ns()))
-        workers = Workers(config, plan, (located.path, spec), mailboxes, slots)
+        workers = Workers(config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots)
         stack.callback(workers.close)
         _say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
         supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(None, workers), slots))
@@ -119,6 +122,14 @@ def serve_worker(config: WorkerServeConfig) -> int:
             _say(worker_lines(config.listen, str(config.keys), seconds=time.monotonic() - started))
 
         return _watch(supervisor, workers, plan, ready)
+
+
+def manifests_of(config: EngineSettings, located: Located) -> Manifests | None:
+    """What remembers the hashes of this model's weights.  The bundled model's may change with any new version of us."""
+    folder = weights_cache_folder(config.weights_cache)
+    if folder is None or located.bundled:
+        return None
+    return Manifests(folder, accept_new=config.accept_new_weights)
 
 
 def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
@@ -140,9 +151,10 @@ def _watch(supervisor: Supervisor, workers: Workers | None, plan: ServePlan | No
     try:
         supervisor.start()
         if workers is not None:
-            workers.load(supervisor.keep_watch)
+            workers.load(supervisor.keep_watch, usable_cores(tuple(os.sched_getaffinity(0))))
         code = supervisor.run({w.worker: w.role for w in plan.workers} if plan else {}, ready)
     except Stopped:
+        supervisor.wind_up()
         code = 0
     log.info("stopped")
     return code

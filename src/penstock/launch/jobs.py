@@ -29,6 +29,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile
+from penstock.launch.announce import LoadLog
 from penstock.launch.board import CoreBoard, Slot
 from penstock.launch.channel import Channel
 from penstock.launch.gateway import App, GatewayInheritance, run_gateway
@@ -42,13 +43,11 @@ from penstock.telemetry.log import configure
 from penstock.telemetry.registry import Metrics
 from penstock.types import ModelIdentity, WorkerId
 from penstock.weights.load import load_model
+from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec
 from penstock.wire.keys import Keys
 
 log = logging.getLogger(__name__)
-
-PROGRESS_EVERY_S = 2.0
-"""Loading tells how far it is so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +75,14 @@ class Workers:
         self,
         config: EngineSettings,
         plan: ServePlan,
-        model: tuple[Path, ModelSpec],
+        model: tuple[Path, ModelSpec, Manifests | None],
         mailboxes: Mailboxes,
         slots: Mapping[str, Slot],
     ) -> None:
         """Raises ConfigError when the system gives no memory."""
         self._config = config
         self._plan = plan
-        self._path, self._spec = model
+        self._path, self._spec, self._manifests = model
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
@@ -97,14 +96,14 @@ class Workers:
         for file in self._kv.values():
             file.close()
 
-    def load(self, keep_watch: Callable[[], None]) -> None:
-        """Load the weights that all workers share; ``keep_watch`` is called after each weight.
+    def load(self, keep_watch: Callable[[], None], threads: int) -> None:
+        """Load the weights that all workers share; ``keep_watch`` is called every now and then, and must not fork.
 
         Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
         """
         if self._config.device == "cpu":
             with spread_over(self._plan.nodes):
-                self._loaded = self._load(self._ops(threads=1), _LoadLog(keep_watch))
+                self._loaded = self._load(self._ops(threads=1), LoadLog(keep_watch), threads)
 
     def job(self, worker: WorkerId, incarnation: int) -> Job:
         """What this worker does."""
@@ -134,7 +133,7 @@ class Workers:
         configure(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
         ops = self._ops(place.threads)
-        loaded = self._loaded or self._load(ops, lambda done, total: None)
+        loaded = self._loaded or self._load(ops, lambda done, total: None, place.threads)
         inherited = Inheritance(
             model=loaded.model,
             ops=ops,
@@ -154,9 +153,9 @@ class Workers:
             return KeptCores()
         return self._cores.share(config.worker, config.loans)
 
-    def _load(self, ops: Ops, progress: Callable[[int, int], None]) -> _Loaded:
+    def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:
         begun = time.monotonic()
-        loaded = load_model(self._path, self._spec, ops, progress)
+        loaded = load_model(self._path, self._spec, ops, progress, threads=threads, manifests=self._manifests)
         model = build_model(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
         return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics))
@@ -171,20 +170,6 @@ class Workers:
 class _Loaded:
     model: Model
     identity: ModelIdentity
-
-
-class _LoadLog:
-    """Called after each weight: lets the supervisor look around, and tells how far a long loading is."""
-
-    def __init__(self, keep_watch: Callable[[], None]) -> None:
-        self._keep_watch = keep_watch
-        self._next = time.monotonic() + PROGRESS_EVERY_S
-
-    def __call__(self, done: int, total: int) -> None:
-        self._keep_watch()
-        if time.monotonic() >= self._next and done < total:
-            self._next += PROGRESS_EVERY_S
-            log.info("loading weights: %d %%", 100 * done // total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

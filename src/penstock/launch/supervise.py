@@ -52,7 +52,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """Told to stop before everything had started, and everything has ended."""
+    """Told to stop before everything had started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +139,19 @@ class Supervisor:
         self._look()
 
     def keep_watch(self) -> None:
-        """Do what is due now without waiting; to be called often while something else is done.
+        """Has anybody told us to stop?  To be called often while weights are loaded.
 
-        Raises Stopped or GaveUp when everything has ended meanwhile.
+        Loading has threads, so nothing is forked meanwhile: the death of a child is seen when ``run`` begins.
+        Raises Stopped; once the threads have ended, ``wind_up``.
         """
-        self._turn(0.0)
+        self._on_signals()
         if self._machine.stage is not Stage.RUNNING:
-            while self._done is None:
-                self._turn(None)
-        if self._done is not None:
-            self._raise_complaint()
             raise Stopped
+
+    def wind_up(self) -> None:
+        """Told to stop: wait until everything has ended."""
+        while self._done is None:
+            self._turn(None)
 
     def run(self, roles: Mapping[WorkerId, Role], ready: Callable[[], None]) -> int:
         """Fork the workers and watch over everything until it has ended; returns the exit code.

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _CRASHED = 70  # EX_SOFTWARE of sysexits.h
 _TICKS = os.sysconf("SC_CLK_TCK")
+JOINED_GONE_S = 0.2
+"""How long a thread that was joined may still be counted."""
+
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,14 @@ def thread_count() -> int:
     raise OSError("/proc/self/status has no line for threads")
 
 
+def _settled_thread_count() -> int:
+    """Threads, when those that have just been joined have gone: the system counts them for some moments longer."""
+    until = time.monotonic() + JOINED_GONE_S
+    while (threads := thread_count()) != 1 and time.monotonic() < until:
+        time.sleep(0.0005)
+    return threads
+
+
 def read_vitals(pid: int) -> Vitals:
     """What the system knows of a child (proc_pid_stat(5)); one that has gone is neither stopped nor busy."""
     try:
@@ -92,7 +104,7 @@ def fork(
     with one line when ``body`` raises.  Raises OSError when the host refuses another process, RuntimeError when this
     process has threads.
     """
-    threads = thread_count()
+    threads = _settled_thread_count()
     if threads != 1:
         raise RuntimeError(f"cannot fork {name}: this process has {threads} threads")
     parent = os.getpid()

@@ -1,7 +1,8 @@
 """What a compressed safetensors file says of itself: the table of original tensors in its metadata (docs/format.md).
 
-Every tensor of the original has an entry with its type, shape and BLAKE3.  One that is stored compressed is a tensor
-of bytes (``U8``) under its own name, and its entry has the exponent code too.  Knows headers, not files.
+Every tensor of the original has an entry with its type, shape and BLAKE3, and the checksum of its stored bytes.  One
+that is stored compressed is a tensor of bytes (``U8``) under its own name, and its entry has the exponent code too.
+Knows headers, not files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ VERSION_KEY = "penstock.compression"
 TENSORS_KEY = "penstock.tensors"
 VERSION = "1"
 DIGEST_DIGITS = 64
+CHECKSUM_DIGITS = 32
 
 
 class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -28,6 +30,7 @@ class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shape: tuple[int, ...]
     blake3: str  # hexadecimal, of its bytes
     code: tuple[int, int] | None = None  # (base, step) if it is stored compressed
+    checksum: str = ""  # of the stored bytes, see ``checksum``; files of earlier versions have none
 
 
 Originals = Mapping[str, Original]
@@ -57,6 +60,10 @@ def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo
         raise ModelError(f"{where}: tensor {name!r} is in its header or its table of originals, but not in both")
     for name, original in originals.items():
         _check(original, stored[name], f"{where}: tensor {name!r}")
+    with_checksum = [name for name, original in originals.items() if original.checksum]
+    if 0 < len(with_checksum) < len(originals):
+        name = min(originals.keys() - set(with_checksum))
+        raise ModelError(f"{where}: tensor {name!r} has no checksum, others have")
     return originals
 
 
@@ -66,8 +73,10 @@ def original_info(stored: TensorInfo, original: Original) -> TensorInfo:
 
 
 def _check(original: Original, stored: TensorInfo, where: str) -> None:
-    if len(original.blake3) != DIGEST_DIGITS or not set(original.blake3) <= set("0123456789abcdef"):
+    if not _is_hex(original.blake3, DIGEST_DIGITS):
         raise ModelError(f"{where}: bad hash {original.blake3!r}")
+    if original.checksum and not _is_hex(original.checksum, CHECKSUM_DIGITS):
+        raise ModelError(f"{where}: bad checksum {original.checksum!r}")
     if original.dtype not in DTYPE_BYTES or len(original.shape) > MAX_RANK or min(original.shape, default=0) < 0:
         raise ModelError(f"{where}: its original cannot be {original.dtype} {list(original.shape)}")
     if original.code is None:
@@ -78,3 +87,7 @@ def _check(original: Original, stored: TensorInfo, where: str) -> None:
         raise ModelError(f"{where}: a compressed tensor must be a matrix of BF16 with a sound exponent code")
     if stored.dtype != "U8" or len(stored.shape) != 1 or stored.nbytes >= 2 * math.prod(original.shape):
         raise ModelError(f"{where}: not stored as a compressed tensor, though its entry says so")
+
+
+def _is_hex(text: str, digits: int) -> bool:
+    return len(text) == digits and set(text) <= set("0123456789abcdef")

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from penstock.errors import ConfigError, ModelError, PenstockError
 from penstock.weights import codec
+from penstock.weights.checksum import checksum
 from penstock.weights.compressed import TENSORS_KEY, VERSION_KEY, Original, metadata_of
 from penstock.weights.header import LENGTH_BYTES, TensorInfo
 from penstock.weights.reader import INDEX, SINGLE, Checkpoint, SafetensorsFile
@@ -110,11 +111,19 @@ def verify_folder(source: Path, target: Path) -> int:
         for name in ours.names:
             one, other = ours.info(name), theirs.info(name)
             same = (one.dtype, one.shape) == (other.dtype, other.shape) and ours.digest(name) == theirs.digest(name)
-            if not same:
+            if not same or not _is_intact(theirs, name):
                 raise ModelError(f"{theirs.path_of(name)}: tensor {name!r} differs from {ours.path_of(name)}")
             ours.done_with(name)
             theirs.done_with(name)
         return len(ours.names)
+
+
+def _is_intact(checkpoint: Checkpoint, name: str) -> bool:
+    """Has the tensor the checksum that its file promises, if it promises one?"""
+    original = checkpoint.original(name)
+    if original is None or not original.checksum:
+        return True
+    return checksum(name, original, [checkpoint.stored(name)]) == original.checksum
 
 
 # --- one file ---------------------------------------------------------------------------------------------------------
@@ -196,8 +205,13 @@ def _pack(file: SafetensorsFile, info: TensorInfo) -> Packed:
             sections = [
                 section.data.cast("B") for section in (matrix.counts, matrix.blocks, matrix.escapes) if section.size
             ]
-            return Packed(original, sections)
-    return Packed(Original(dtype=info.dtype, shape=info.shape, blake3=digest), [raw])
+            return Packed(_with_checksum(info.name, original, sections), sections)
+    plain = Original(dtype=info.dtype, shape=info.shape, blake3=digest)
+    return Packed(_with_checksum(info.name, plain, [raw]), [raw])
+
+
+def _with_checksum(name: str, original: Original, sections: list[memoryview]) -> Original:
+    return msgspec.structs.replace(original, checksum=checksum(name, original, sections))
 
 
 def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> list[Done]:
@@ -255,7 +269,7 @@ def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo]) -> int:
     worst = []
     for info in infos:
         code = (255, -1) if info.dtype == "BF16" and len(info.shape) == 2 else None
-        original = Original(dtype=info.dtype, shape=info.shape, blake3="0" * 64, code=code)
+        original = Original(dtype=info.dtype, shape=info.shape, blake3="0" * 64, code=code, checksum="0" * 32)
         worst.append(Done(info.name, original, info.nbytes, end, end))
     return len(_header(file.metadata, worst, 0)) - LENGTH_BYTES + 7 & -8
 
@@ -300,7 +314,8 @@ def _is_written(file: int, data_start: int, one: Done) -> bool:
                 hasher.update(part.data.cast("B"))
         except ModelError:
             return False
-    return hasher.hexdigest() == one.original.blake3
+    intact = checksum(one.name, one.original, [raw]) == one.original.checksum
+    return intact and hasher.hexdigest() == one.original.blake3
 
 
 def _log(out: BinaryIO, log: BinaryIO, line: msgspec.Struct) -> None:

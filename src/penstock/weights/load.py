@@ -1,30 +1,42 @@
 """From a checkpoint to packed weights in this process's memory, and the fingerprint of what was read.
 
-Compressed weights stay compressed in memory where the kernels decode them; every tensor is decoded once all the same,
-a megabyte at a time, since its hash is that of the original.
-One weight at a time: the peak is the packed weights plus the largest weight.  Starts no thread.
+::
+
+    file --read--> a piece in a core's cache --checksum--> --pack--> its place in huge pages      all threads, one pass
+    file --read--> BLAKE3                                    only where nobody vouches for it    beside it
+
+A backend that has a ``loading`` reads, checks and packs in one pass; any other is given one weight after the other.
+The hash of a tensor comes from a compressed file's table or from the manifest of the last load, and then the tensor's
+checksum must be the one that stands there too; else it is computed.  Compressed weights stay compressed in memory
+where the kernels decode them.  No thread is left when loading ends: the process is about to fork.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.errors import KernelError, ModelError
 from penstock.kernels.ops import Ops, PackedLinear
+from penstock.kernels.stored import LoadFailed, Loading, StoredTensor
+from penstock.weights.checksum import checksum_text
+from penstock.weights.compressed import Original
+from penstock.weights.digests import Hashing
 from penstock.weights.family import checkpoint_format
-from penstock.weights.layout import Matrix, Vector
-from penstock.weights.manifest import Fingerprint
-from penstock.weights.reader import Checkpoint
+from penstock.weights.fingerprint import Fingerprint
+from penstock.weights.layout import Matrix, Vector, WeightLayout
+from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
+from penstock.weights.reader import NUMPY_DTYPES, Checkpoint
 from penstock.weights.spec import ModelSpec
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) after each weight."""
+"""Called with (bytes done, bytes in all) every now and then; what it raises ends the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +49,172 @@ class LoadedModel:
     nbytes: int  # of the packed matrices
 
 
-def load_model(path: str | Path, spec: ModelSpec, ops: Ops, progress: Progress | None = None) -> LoadedModel:
-    """Read, hash and pack every weight.  ``spec`` is what ``inspect_model`` said of the same folder.
+def load_model(
+    path: str | Path,
+    spec: ModelSpec,
+    ops: Ops,
+    progress: Progress | None = None,
+    *,
+    threads: int = 1,
+    manifests: Manifests | None = None,
+) -> LoadedModel:
+    """Read, check and pack every weight.  ``spec`` is what ``inspect_model`` said of the same folder.
 
-    Raises ModelError if the files are no longer what they were.
+    ``threads`` read at once; without ``manifests`` nothing is known of earlier loads, nor remembered of this one.
+    Raises ModelError if the files are no longer what they were, or are damaged; and what ``progress`` raises.
     """
     layout = checkpoint_format(spec.architecture, str(path)).layout(spec)
-    digest = Fingerprint()
-    weights: dict[str, Any] = {}
     with Checkpoint(Path(path)) as checkpoint:
         layout.check(checkpoint)
-        meter = _Meter(checkpoint, digest, progress)
-        for weight in layout.weights:
-            weights[weight.name] = _pack(checkpoint, weight, ops)
-            meter.count([part.tensor for part in weight.parts])
-        meter.count_rest()
+        memory = manifests.open(checkpoint) if manifests is not None else None
+        stamps = checkpoint.stamps()
+        load = _Load(checkpoint, layout, ops, memory, progress or (lambda done, total: None))
+        weights = load.run(threads)
+        if checkpoint.stamps() != stamps:
+            raise ModelError(f"{checkpoint.folder}: was changed while it was loaded; start again")
+        if memory is not None:
+            memory.settle(load.found)
+        digest = Fingerprint()
+        for name, entry in load.found.items():
+            digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
     packed = sum(weight.nbytes for weight in weights.values() if isinstance(weight, PackedLinear))
     return LoadedModel(spec, MappingProxyType(weights), digest.hexdigest(spec), packed)
+
+
+class _Load:
+    """One load: ``found`` says afterwards what every tensor of the checkpoint is."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layout: WeightLayout, ops: Ops, memory: Memory | None, progress: Progress
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._weights = layout.weights
+        self._ops = ops
+        self._progress = progress
+        self._tensors = [part.tensor for weight in layout.weights for part in weight.parts]
+        self._unread = sorted(set(checkpoint.names) - set(self._tensors))
+        self._vouched = {name: entry for name in checkpoint.names if (entry := checkpoint.original(name)) is not None}
+        self._vouched = {name: entry for name, entry in self._vouched.items() if entry.checksum}
+        self._known = self._vouched | (memory.known() if memory is not None else {})
+        self.found: dict[str, Original] = {}
+
+    def run(self, threads: int) -> dict[str, Any]:
+        """All weights by name."""
+        loading = self._ops.loading(sum(self._checkpoint.info(name).nbytes for name in set(self._tensors)))
+        if loading is None:
+            return self._one_by_one()
+        begun = [weight for weight in self._weights if _begin(self._checkpoint, weight, loading)]
+        checked = {part.tensor for weight in begun for part in weight.parts}
+        known = {
+            name: entry
+            for name, entry in self._known.items()
+            if name in self._unread or (name in checked and entry.checksum)
+        }
+        to_hash = [name for name in dict.fromkeys([*self._tensors, *self._unread]) if name not in known]
+        with Hashing(self._checkpoint, to_hash) as hashing:
+            hashing.start(threads)
+            loaded = self._read(loading, threads)
+            digests = hashing.join(lambda: self._progress(0, 0))
+        for name, digest in digests.items():
+            entry = self._entry(name, digest)
+            if name in checked:
+                entry = msgspec.structs.replace(entry, checksum=loading.checksum(name, checksum_text(name, entry)))
+            self.found[name] = entry
+        for name, entry in known.items():
+            if name in checked:
+                self._check(name, entry, loading)
+            self.found[name] = entry
+        rest = {w.name: _pack(self._checkpoint, w, self._ops) for w in self._weights if w.name not in loaded}
+        return {weight.name: loaded.get(weight.name, rest.get(weight.name)) for weight in self._weights}
+
+    def _read(self, loading: Loading, threads: int) -> dict[str, Any]:
+        try:
+            return loading.run(threads, self._progress)
+        except LoadFailed as error:
+            tensors = [error.name]
+            for weight in self._weights:
+                if weight.name == error.name:
+                    tensors = [part.tensor for part in weight.parts]
+            names = ", ".join(map(repr, tensors))
+            raise ModelError(f"{self._checkpoint.path_of(tensors[0])}: tensor {names}: {error.reason}") from error
+
+    def _check(self, name: str, entry: Original, loading: Loading) -> None:
+        """The tensor just read must be the one that was hashed."""
+        if loading.checksum(name, checksum_text(name, entry)) == entry.checksum:
+            return
+        where = f"{self._checkpoint.path_of(name)}: tensor {name!r}"
+        if name in self._vouched:
+            raise ModelError(f"{where}: damaged, its bytes are not those that were compressed")
+        raise ModelError(
+            f"{where}: damaged, its bytes are not those that were hashed at an earlier load, though size and times of "
+            f"the file are the same: the drive or the memory has lost some. Should they be meant, touch the file and "
+            f"start once with {ACCEPT_FLAG}"
+        )
+
+    def _entry(self, name: str, digest: bytes) -> Original:
+        info, original = self._checkpoint.info(name), self._checkpoint.original(name)
+        code = original.code if original is not None else None
+        return Original(dtype=info.dtype, shape=info.shape, blake3=digest.hex(), code=code)
+
+    # --- backends that take arrays ------------------------------------------------------------------------------------
+
+    def _one_by_one(self) -> dict[str, Any]:
+        """The peak is the packed weights plus the largest weight."""
+        meter = _Meter(self, self._checkpoint, self._progress)
+        weights = {}
+        for weight in self._weights:
+            weights[weight.name] = _pack(self._checkpoint, weight, self._ops)
+            meter.count(part.tensor for part in weight.parts)
+        meter.count(self._unread)
+        return weights
+
+    def hash(self, name: str) -> None:
+        """The tensor has been packed: what is it?"""
+        self.found[name] = self._entry(name, self._checkpoint.digest(name))
+
+
+class _Meter:
+    """Hashes each tensor once, drops its pages, and reports how far the reading is."""
+
+    def __init__(self, load: _Load, checkpoint: Checkpoint, progress: Progress) -> None:
+        self._load = load
+        self._checkpoint = checkpoint
+        self._progress = progress
+        self._total = sum(checkpoint.info(name).nbytes for name in checkpoint.names)
+        self._done = 0
+
+    def count(self, names: Iterable[str]) -> None:
+        """These tensors have been packed."""
+        for name in names:
+            if name not in self._load.found:
+                self._load.hash(name)
+                self._checkpoint.done_with(name)
+                self._done += self._checkpoint.info(name).nbytes
+        self._progress(self._done, self._total)
+
+
+def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: Loading) -> bool:
+    """Name the weight's parts to the backend; False if it must be made of arrays."""
+    places = [_stored(checkpoint, part.tensor) for part in weight.parts]
+    if isinstance(weight, Vector):
+        if checkpoint.matrix(weight.part.tensor) is not None:
+            return False
+        loading.vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(weight.part.tensor).dtype])
+        return True
+    matrices = [checkpoint.matrix(part.tensor) for part in weight.parts]
+    compressed = [pair for pair in zip(places, matrices, strict=True) if pair[1] is not None]
+    if not compressed:
+        loading.matrix(weight.name, places, weight.segments)
+        return True
+    if len(compressed) < len(places):
+        return False
+    return loading.compressed(weight.name, [(place, m) for place, m in compressed if m is not None], weight.segments)
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
+    place, info = checkpoint.place(name), checkpoint.info(name)
+    rows, columns = info.shape if len(info.shape) == 2 else (1, *info.shape)
+    return StoredTensor(name, place.file, place.offset, rows, columns, checkpoint.weight_dtype(name))
 
 
 def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
@@ -86,31 +247,3 @@ def _pack_compressed(checkpoint: Checkpoint, weight: Matrix, ops: Ops) -> Packed
 def _aligned(view: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
     """The format allows a tensor to begin at any byte; kernels do not."""
     return np.require(view, requirements=["C", "ALIGNED"])
-
-
-class _Meter:
-    """Hashes each tensor once, drops its pages, and reports how far the reading is."""
-
-    def __init__(self, checkpoint: Checkpoint, digest: Fingerprint, progress: Progress | None) -> None:
-        self._checkpoint = checkpoint
-        self._digest = digest
-        self._progress = progress
-        self._left = set(checkpoint.names)
-        self._total = sum(checkpoint.info(name).nbytes for name in self._left)
-        self._done = 0
-
-    def count(self, names: list[str]) -> None:
-        """These tensors have been packed."""
-        for name in names:
-            if name in self._left:
-                self._left.remove(name)
-                info = self._checkpoint.info(name)
-                self._digest.add(info, self._checkpoint.digest(name))
-                self._checkpoint.done_with(name)
-                self._done += info.nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    def count_rest(self) -> None:
-        """Tensors that no weight needs are part of the fingerprint all the same."""
-        self.count(sorted(self._left))

@@ -1,65 +1,208 @@
-"""The model's fingerprint: BLAKE3 of everything that the bits of its answers depend on.
+"""What is remembered of a folder's weights: the hash of every tensor, and the stamp of every file that was hashed.
 
-The same weights give the same fingerprint however they were sharded and in whatever order the files hold them.
-Hashing uses one thread: whoever loads weights is about to fork.
+As git's index: while a file's stamp (size, times, inode) is the same, its hashes are known without reading it.  When
+it is not, everything in the file is hashed again: the same tensors are taken, others are refused until somebody says
+that they are meant.  A file that was written so shortly before it was hashed that a later change could have left the
+stamp as it is, is not trusted (git's "racy" rule).
+
+Manifests live in a folder of caches, one file for each model folder.  A manifest that is damaged says nothing: the
+folder is as on its first load, with a warning.  Knows no kernels, and decides nothing about how weights are loaded.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import msgspec
 from blake3 import blake3
 
-from penstock.weights.header import TensorInfo
-from penstock.weights.reader import Checkpoint
-from penstock.weights.spec import ModelSpec
+from penstock.errors import ModelError
+from penstock.weights.compressed import Original
+from penstock.weights.reader import Checkpoint, Stamp
 
 VERSION = 1
-"""Part of the hash: a change of what is hashed makes all fingerprints new."""
+FOLDER = "manifests"
+MAX_BYTES = 64 << 20
+"""A longer manifest is none of ours."""
+
+MAX_MANIFESTS = 1000
+"""Model folders that are remembered; those loaded longest ago go first."""
+
+RACY_NS = 2_000_000_000
+"""The coarsest clock of a file system: a file that changed within this time before it was hashed may change unseen."""
+
+ACCEPT_FLAG = "--accept-new-weights"
+
+log = logging.getLogger(__name__)
 
 
-class Fingerprint:
-    """Collects tensors in any order, each as it is read."""
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: what the system said of it, and what was in it then."""
 
-    def __init__(self) -> None:
-        self._digests: dict[str, tuple[TensorInfo, bytes]] = {}
+    stamp: Stamp
+    hashed_ns: int  # when its hashing began
+    tensors: dict[str, Original]
 
-    def add(self, info: TensorInfo, digest: bytes) -> None:
-        """One tensor and the BLAKE3 of its bytes."""
-        self._digests[info.name] = (info, digest)
-
-    def hexdigest(self, spec: ModelSpec) -> str:
-        """64 hexadecimal digits over ``spec`` and all tensors added."""
-        hasher = blake3(_canonical(spec))
-        for name in sorted(self._digests):
-            info, digest = self._digests[name]
-            hasher.update(msgspec.json.encode((name, info.dtype, info.shape)))
-            hasher.update(digest)
-        return hasher.hexdigest()
+    def is_of(self, stamp: Stamp) -> bool:
+        """Is a file with this stamp surely the one that was hashed?"""
+        return stamp == self.stamp and max(stamp.mtime_ns, stamp.ctime_ns) + RACY_NS < self.hashed_ns
 
 
-def fingerprint(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """The fingerprint of a checkpoint as it lies on disk, without loading it."""
-    result = Fingerprint()
-    for name in checkpoint.names:
-        result.add(checkpoint.info(name), checkpoint.digest(name))
-        checkpoint.done_with(name)
-    return result.hexdigest(spec)
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One folder."""
+
+    version: int
+    folder: str
+    files: dict[str, FileRecord]
 
 
-def _canonical(spec: ModelSpec) -> bytes:
-    """What of the configuration changes the bits.  End tokens, suggestions and the context's length do not."""
-    fields = {
-        "version": VERSION,
-        "architecture": spec.architecture,
-        "vocab": spec.vocab,
-        "hidden": spec.hidden,
-        "layers": spec.layers,
-        "heads": spec.heads,
-        "kv_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate": spec.intermediate,
-        "rms_eps": spec.rms_eps,
-        "rope": spec.rope,
-        "tied": spec.tied,
-    }
-    return msgspec.json.encode(fields, order="sorted")
+class Manifests:
+    """All manifests of one folder of caches."""
+
+    def __init__(self, cache: Path, *, accept_new: bool = False, now_ns: Callable[[], int] = time.time_ns) -> None:
+        """``accept_new``: take weights that differ from those remembered, and remember them from now on."""
+        self._folder = cache / FOLDER
+        self._accept_new = accept_new
+        self._now_ns = now_ns
+
+    def open(self, checkpoint: Checkpoint) -> Memory:
+        """What is remembered of this checkpoint's folder.  To be called before anything is read of its tensors."""
+        folder = str(checkpoint.folder.resolve())
+        path = self._folder / f"{blake3(os.fsencode(folder)).hexdigest()[:32]}.json"
+        old = _read(path, folder)
+        return Memory(checkpoint, path, old, self._now_ns(), self._accept_new)
+
+
+class Memory:
+    """One load of one checkpoint: what was known before it, and what is to be remembered after it."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, path: Path, old: Manifest | None, begun_ns: int, accept_new: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._path = path
+        self._old = old
+        self._begun_ns = begun_ns
+        self._accept_new = accept_new
+        files = old.files if old is not None else {}
+        stamps = checkpoint.stamps()
+        self._trusted = {name: file for name, file in files.items() if name in stamps and file.is_of(stamps[name])}
+
+    def known(self) -> dict[str, Original]:
+        """Tensors whose hash need not be computed: those of files that are the ones that were hashed."""
+        known = {}
+        for name in self._checkpoint.names:
+            file = self._trusted.get(self._checkpoint.path_of(name).name)
+            entry = file.tensors.get(name) if file is not None else None
+            info = self._checkpoint.info(name)
+            if entry is not None and (entry.dtype, entry.shape) == (info.dtype, info.shape):
+                known[name] = entry
+        return known
+
+    def settle(self, found: Mapping[str, Original]) -> None:
+        """Everything has been read and hashed: compare with what was, and remember it.
+
+        Raises ModelError if these are other weights than last time, unless they are to be accepted.
+        """
+        if self._old is not None:
+            old = {name: entry for file in self._old.files.values() for name, entry in file.tensors.items()}
+            self._compare(old, found)
+        files: dict[str, FileRecord] = {}
+        for file, stamp in self._checkpoint.stamps().items():
+            tensors = {name: found[name] for name in found if self._checkpoint.path_of(name).name == file}
+            record = self._trusted.get(file)
+            if record is None or record.tensors != tensors:
+                record = FileRecord(stamp, self._begun_ns, tensors)
+            files[file] = record
+        manifest = Manifest(VERSION, str(self._checkpoint.folder.resolve()), files)
+        if manifest != self._old:
+            _write(self._path, manifest)
+
+    def _compare(self, old: Mapping[str, Original], found: Mapping[str, Original]) -> None:
+        complaint = _difference(self._checkpoint, old, found)
+        if complaint is None:
+            return
+        if not self._accept_new:
+            raise ModelError(
+                f"{complaint}; these are not the weights that were loaded from here before. "
+                f"If they are meant to be new, start once with {ACCEPT_FLAG}"
+            )
+        log.info("new weights accepted: %s", complaint)
+
+
+def _difference(checkpoint: Checkpoint, old: Mapping[str, Original], new: Mapping[str, Original]) -> str | None:
+    """The first tensor that is another one, in words."""
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            return f"{checkpoint.folder}: tensor {name!r} is missing, its BLAKE3 was {old[name].blake3}"
+        where = f"{checkpoint.path_of(name)}: tensor {name!r}"
+        if name not in old:
+            return f"{where} was not there, its BLAKE3 is {new[name].blake3}"
+        was, now = old[name], new[name]
+        if was.blake3 != now.blake3:
+            return f"{where} has BLAKE3 {now.blake3}, it was {was.blake3}"
+        if (was.dtype, was.shape) != (now.dtype, now.shape):
+            return f"{where} is {now.dtype} {list(now.shape)}, it was {was.dtype} {list(was.shape)}"
+    return None
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, folder: str) -> Manifest | None:
+    """The manifest in this file, if it is whole; a warning if there is one that is not."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s: cannot be read (%s); every tensor is hashed", path, error.strerror or error)
+        return None
+    body, _, check = raw.partition(b"\n")
+    try:
+        if len(raw) > MAX_BYTES or blake3(body).hexdigest().encode() != check.strip():
+            raise ValueError("its own hash is another")
+        manifest = msgspec.json.decode(body, type=Manifest)
+        if manifest.version != VERSION or manifest.folder != folder:
+            raise ValueError(f"it is of version {manifest.version}, for {manifest.folder}")
+    except (ValueError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        log.warning(
+            "%s: damaged (%s). Whether the weights in %s are those of the last load cannot be told; "
+            "they are hashed and remembered anew",
+            path,
+            error,
+            folder,
+        )
+        return None
+    return manifest
+
+
+def _write(path: Path, manifest: Manifest) -> None:
+    """Under a temporary name, then renamed: a reader finds the old one or the new one.  Failing is no harm."""
+    body = msgspec.json.encode(manifest)
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(body + b"\n" + blake3(body).hexdigest().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        _forget_oldest(path.parent)
+    except OSError as error:
+        log.warning("%s: cannot be written (%s); the weights will be hashed at every start", path, error.strerror)
+
+
+def _forget_oldest(folder: Path) -> None:
+    files = [(entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(folder) if entry.name.endswith(".json")]
+    for _, path in sorted(files)[: max(0, len(files) - MAX_MANIFESTS)]:
+        Path(path).unlink(missing_ok=True)

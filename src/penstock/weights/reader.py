@@ -12,11 +12,13 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ml_dtypes
+import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.weights import codec
-from penstock.weights.compressed import original_info, parse_originals
+from penstock.weights.compressed import Original, original_info, parse_originals
 from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
 from penstock.weights.strict_json import read_object
 
@@ -42,8 +44,26 @@ SHORT_NAMES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 """The same types as the rest of Penstock names them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor's bytes lie: ``file`` is a descriptor, valid while the checkpoint is open."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """What the system knows of a file without reading it; another one when the file was written, replaced or moved."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
 class SafetensorsFile:
-    """One file, mapped read-only."""
+    """One file, mapped read-only and open for reading."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError if the file cannot be read or is not a sound safetensors file."""
@@ -54,14 +74,29 @@ class SafetensorsFile:
                 prefix = file.read(64)
                 length = header_length(prefix, size, str(path))
                 self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+                self._descriptor = os.dup(file.fileno())
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
         try:
             self._parse(self._map[LENGTH_BYTES : LENGTH_BYTES + length], size)
         except ModelError:
-            self._map.close()
+            self.close()
             raise
         self._verified: set[str] = set()
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of the open file, whatever stands under its name now."""
+        stat = os.fstat(self._descriptor)
+        return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+    def place(self, info: TensorInfo) -> Place:
+        """Where the stored bytes lie."""
+        return Place(self._descriptor, info.start, info.nbytes)
+
+    def original(self, info: TensorInfo) -> Original | None:
+        """The tensor's entry in a compressed file's table."""
+        return (self._originals or {}).get(info.name)
 
     def _parse(self, header: bytes, size: int) -> None:
         where = str(self.path)
@@ -84,7 +119,7 @@ class SafetensorsFile:
 
     def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
         """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
-        original = (self._originals or {}).get(info.name)
+        original = self.original(info)
         if original is None or original.code is None:
             return None
         n, k = info.shape
@@ -140,6 +175,9 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Unmap, unless arrays still look into the mapping: then it goes with the last of them."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         try:
             self._map.close()
         except BufferError:
@@ -188,6 +226,25 @@ class Checkpoint:
         """BLAKE3 of the tensor's bytes."""
         file = self._file_of(name)
         return file.digest(file.tensors[name])
+
+    def place(self, name: str) -> Place:
+        """Where the tensor's stored bytes lie."""
+        file = self._file_of(name)
+        return file.place(file.tensors[name])
+
+    def stored(self, name: str) -> memoryview:
+        """The tensor's bytes as they are in the file: a view of the mapping."""
+        file = self._file_of(name)
+        return file.stored(file.tensors[name])
+
+    def original(self, name: str) -> Original | None:
+        """What a compressed file says of the tensor; None in a plain file."""
+        file = self._file_of(name)
+        return file.original(file.tensors[name])
+
+    def stamps(self) -> dict[str, Stamp]:
+        """The files' stamps by name."""
+        return {file.path.name: file.stamp for file in self._files}
 
     def matrix(self, name: str) -> CompressedMatrix | None:
         """The tensor in its compressed form, None if it is stored plain.  ``digest`` checks that it is sound."""

@@ -91,6 +91,7 @@ def main() -> int:
                 time.sleep(0.01)
             code = supervisor.run(ROLES, lambda: say("ready"))
         except Stopped:
+            supervisor.wind_up()
             say("stopped while loading")
             return 0
         except GaveUp as error:

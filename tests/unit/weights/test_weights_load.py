@@ -15,9 +15,9 @@ from penstock.errors import ModelError
 from penstock.kernels.ops import COLUMN_UNIT, PackedLinear, segment_ends
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.fields import Fields
+from penstock.weights.fingerprint import fingerprint
 from penstock.weights.llama import parse
 from penstock.weights.load import LoadedModel, load_model
-from penstock.weights.manifest import fingerprint
 from penstock.weights.reader import Checkpoint
 from tiny_models import Tensors, llama_config, random_tensors, write_model, write_weights
 
@@ -30,6 +30,9 @@ class KeepingOps:
         assert weight_NK.flags.c_contiguous
         n, k = weight_NK.shape
         return PackedLinear(n, k, segments or (k,), weight_NK.copy(), weight_NK.nbytes)
+
+    def loading(self, nbytes: int) -> None:
+        return
 
     def vector(self, weight_D: NDArray[Any]) -> NDArray[np.float32]:
         assert weight_D.flags.aligned

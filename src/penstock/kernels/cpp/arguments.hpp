@@ -62,7 +62,8 @@ struct Weights {
     const bool wide = source == "fp32";
     require(wide || source == "fp16" || source == "bf16", "source must be bf16, fp16 or fp32");
     require(weight.itemsize() == (wide ? 4u : 2u), "elements have another size");
-    pack(weight.data(), wide ? Source::kFp32 : source == "fp16" ? Source::kFp16 : Source::kBf16, view, memory.data());
+    pack_rows(weight.data(), wide ? Source::kFp32 : source == "fp16" ? Source::kFp16 : Source::kBf16, view, 0, view.n,
+              memory.data());
   }
 };
 

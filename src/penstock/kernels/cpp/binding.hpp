@@ -26,4 +26,7 @@ void bind_program(nb::module_& m);
 // Declares the class that lends and borrows cores (module_cores.cpp).
 void bind_cores(nb::module_& m);
 
+// Declares what fills weights from files (module_loading.cpp).
+void bind_loading(nb::module_& m);
+
 }  // namespace penstock

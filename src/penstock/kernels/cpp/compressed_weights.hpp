@@ -9,7 +9,8 @@
 
 namespace penstock {
 
-// A compressed weight over memory that Python owns.  `codes` are (base, step mod 256) a panel.
+// A compressed weight over memory that Python owns.  `codes` are (base, step mod 256) a panel; `counted`, if given,
+// are the escapes that a `Loading` counted in the planes of each panel.
 struct CompressedWeights {
   In<uint8_t, 1> blocks, escapes;
   std::vector<uint64_t> escape_begin;
@@ -18,7 +19,7 @@ struct CompressedWeights {
   bool whole_blocks = true;  // every segment begins with a block, and inputs fill the last one
 
   CompressedWeights(In<uint8_t, 1> blocks_in, In<uint8_t, 1> escapes_in, const In<uint8_t, 2>& panel_codes, long n,
-                    long k, const std::vector<long>& ends)
+                    long k, const std::vector<long>& ends, const std::optional<In<uint32_t, 1>>& counted)
       : blocks(std::move(blocks_in)), escapes(std::move(escapes_in)) {
     view.layout = packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), 2);
     const long panels = view.layout.panels();
@@ -34,7 +35,10 @@ struct CompressedWeights {
     view.escapes = escapes.data();
     view.codes = codes.data();
     escape_begin.resize(static_cast<size_t>(panels) + 1);
-    {
+    if (counted) {
+      require(dim(*counted, 0) == panels, "a count for every panel");
+      for (size_t p = 0; p < codes.size(); ++p) escape_begin[p + 1] = escape_begin[p] + counted->data()[p];
+    } else {
       nb::gil_scoped_release released;
       sum_escapes(view, escape_begin.data());
     }

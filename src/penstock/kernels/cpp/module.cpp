@@ -200,4 +200,5 @@ NB_MODULE(_native, m) {
   bind_compressed(m);
   bind_program(m);
   bind_cores(m);
+  bind_loading(m);
 }

@@ -1,4 +1,5 @@
 // The Python face of compressed weights: encoding, checking, decoding, and the two operations that read them.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -85,7 +86,9 @@ void bind_compressed(nb::module_& m) {
   m.def("count_exponents", &exponents_of);
   m.def("encode", &encode_into);
   nb::class_<CompressedWeights>(m, "CompressedWeights")
-      .def(nb::init<In<uint8_t, 1>, In<uint8_t, 1>, const In<uint8_t, 2>&, long, long, const std::vector<long>&>())
+      .def(nb::init<In<uint8_t, 1>, In<uint8_t, 1>, const In<uint8_t, 2>&, long, long, const std::vector<long>&,
+                    const std::optional<In<uint32_t, 1>>&>(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none())
       .def("counts_are", &CompressedWeights::counts_are)
       .def_ro("whole_blocks", &CompressedWeights::whole_blocks);
   nb::class_<CompressedKernels>(m, "CompressedKernels")

@@ -1,0 +1,155 @@
+"""Weights straight from files to the kernels' memory, by several threads and in one pass (C++: cpp/loading.hpp).
+
+Each tensor is read, checked and packed piece by piece, so the peak is the weights themselves.  The threads end with
+``run``: whoever loads weights is about to fork.  Knows where bytes lie, not what the files are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import KernelError
+from penstock.kernels import _native
+from penstock.kernels.compressed import BLOCK_COLUMNS, CompressedMatrix, panels_of
+from penstock.kernels.compression import ESCAPE_PADDING, native_weights
+from penstock.kernels.memory import WeightArena
+from penstock.kernels.ops import PackedLinear
+from penstock.kernels.stored import LoadFailed, StoredTensor, Watch
+
+WATCH_EVERY_S = 0.05
+"""How often the caller is told how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What loading needs of a backend."""
+
+    arena: WeightArena
+    per_cell: int
+    keeps_compressed: Callable[[list[CompressedMatrix], tuple[int, ...]], bool]
+    vector: Callable[[NDArray[Any]], Any]
+
+
+class NativeLoading:
+    """See ``stored.Loading``."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._native = _native.Loading()
+        self._names: list[str] = []
+        self._finish: dict[str, Callable[[], Any]] = {}
+
+    def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
+        """See ``stored.Loading.vector``."""
+        raw = np.empty(tensor.columns * dtype.itemsize, np.uint8)
+        self._native.add_bytes(self._tensor(tensor.name), tensor.file, tensor.offset, raw)
+        self._finish[name] = lambda: self._backend.vector(raw.view(dtype))
+
+    def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
+        """See ``stored.Loading.matrix``."""
+        n, k = sum(part.rows for part in parts), parts[0].columns
+        ends, per_cell = list(segments or (k,)), self._backend.per_cell
+        cells = self._backend.arena.cells(_native.Weights.cells_needed(n, k, ends, per_cell))
+        weights = _native.Weights(cells, n, k, ends, per_cell)
+        first = 0
+        for part in parts:
+            index = self._tensor(part.name)
+            self._native.add_rows(index, part.file, part.offset, weights, part.dtype, first, part.rows)
+            first += part.rows
+        packed = PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=cells.nbytes)
+        self._finish[name] = lambda: packed
+
+    def compressed(
+        self,
+        name: str,
+        parts: list[tuple[StoredTensor, CompressedMatrix]],
+        segments: tuple[int, ...] | None,
+    ) -> bool:
+        """See ``stored.Loading.compressed``."""
+        matrices = [matrix for _, matrix in parts]
+        ends = segments or (matrices[0].k,)
+        if not self._backend.keeps_compressed(matrices, ends):
+            return False
+        weight = _Compressed(self._backend.arena, matrices, ends)
+        for (stored, matrix), place in zip(parts, weight.places, strict=True):
+            index, offset = self._tensor(stored.name), stored.offset
+            self._native.add_bytes(index, stored.file, offset, place.counts.view(np.uint8))
+            offset += place.counts.nbytes
+            blocks_a_panel = -(-matrix.k // BLOCK_COLUMNS)
+            self._native.add_panels(index, stored.file, offset, place.blocks, blocks_a_panel, place.counted)
+            self._native.add_bytes(index, stored.file, offset + place.blocks.nbytes, place.escapes)
+        self._finish[name] = weight.finish
+        return True
+
+    def run(self, threads: int, watch: Watch) -> dict[str, Any]:
+        """See ``stored.Loading.run``."""
+        total = self._native.all_bytes()
+        try:
+            self._native.start(threads)
+            while not self._native.wait(WATCH_EVERY_S):
+                watch(self._native.done_bytes(), total)
+        finally:
+            self._native.stop()
+        failed = self._native.failure()
+        if failed is not None:
+            raise LoadFailed(self._names[failed[0]], failed[1])
+        watch(total, total)
+        return {name: _finished(name, finish) for name, finish in self._finish.items()}
+
+    def checksum(self, tensor: str, text: str) -> str:
+        """See ``stored.Loading.checksum``."""
+        return self._native.checksum(self._names.index(tensor), text).hex()
+
+    def _tensor(self, name: str) -> int:
+        self._names.append(name)
+        return self._native.add_tensor()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the sections of one part go, and the escapes that its planes turn out to have."""
+
+    counts: NDArray[np.uint32]
+    blocks: NDArray[np.uint8]
+    escapes: NDArray[np.uint8]
+    counted: NDArray[np.uint32]
+
+
+class _Compressed:
+    """One weight that stays compressed: memory for its parts, one below the other."""
+
+    def __init__(self, arena: WeightArena, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> None:
+        self._parts = parts
+        self._ends = ends
+        self._blocks = arena.bytes(sum(part.blocks.nbytes for part in parts))
+        self._escapes = arena.bytes(sum(part.escapes.nbytes for part in parts) + ESCAPE_PADDING)
+        self._counted = np.zeros(sum(panels_of(part.n) for part in parts), np.uint32)
+        self.places: list[_Place] = []
+        block = escape = panel = 0
+        for part in parts:
+            blocks = self._blocks[block : (block := block + part.blocks.nbytes)]
+            escapes = self._escapes[escape : (escape := escape + part.escapes.nbytes)]
+            counted = self._counted[panel : (panel := panel + panels_of(part.n))]
+            self.places.append(_Place(np.zeros_like(part.counts), blocks, escapes, counted))
+
+    def finish(self) -> PackedLinear:
+        """Raises KernelError if what was read contradicts itself."""
+        read = [
+            CompressedMatrix(part.n, part.k, part.base, part.step, place.counts, place.blocks, place.escapes)
+            for part, place in zip(self._parts, self.places, strict=True)
+        ]
+        weights = native_weights(read, self._ends, self._blocks, self._escapes, self._counted)
+        nbytes = self._blocks.nbytes + self._escapes.nbytes
+        return PackedLinear(n=sum(p.n for p in read), k=read[0].k, segments=self._ends, data=weights, nbytes=nbytes)
+
+
+def _finished(name: str, finish: Callable[[], Any]) -> Any:
+    try:
+        return finish()
+    except KernelError as error:
+        raise LoadFailed(name, f"damaged, {error}") from error

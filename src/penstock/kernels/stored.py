@@ -1,0 +1,68 @@
+"""Where the bytes of a tensor lie, and what fills a model's weights from there: a backend's ``Loading``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.errors import KernelError
+from penstock.kernels.compressed import CompressedMatrix
+
+Watch = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) every now and then; what it raises ends the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in an open file.  A vector has one row."""
+
+    name: str
+    file: int  # descriptor
+    offset: int
+    rows: int
+    columns: int
+    dtype: str  # "bf16", "fp16" or "fp32"
+
+
+class LoadFailed(KernelError):  # noqa: N818 - as its siblings in ``errors``
+    """A tensor, or a weight made of several, could not be read or contradicts itself."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name!r}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class Loading(Protocol):
+    """All weights of one model: named first, then read by ``run`` in one pass."""
+
+    def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
+        """A weight that ``Ops.vector`` makes."""
+        ...
+
+    def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
+        """A weight that ``Ops.pack_linear`` makes, of plain matrices one below the other."""
+        ...
+
+    def compressed(
+        self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
+    ) -> bool:
+        """A weight that ``Ops.pack_compressed`` makes; of each matrix only sizes and code are used here.
+
+        False, and nothing is done, where it would give None.
+        """
+        ...
+
+    def run(self, threads: int, watch: Watch) -> dict[str, Any]:
+        """Read everything; the weights by name.  No thread is left afterwards.
+
+        Raises LoadFailed, and what ``watch`` raises.
+        """
+        ...
+
+    def checksum(self, tensor: str, text: str) -> str:
+        """32 hexadecimal digits: the checksum of a tensor that ``run`` has read (docs/format.md)."""
+        ...

@@ -1,0 +1,65 @@
+"""The model's fingerprint: BLAKE3 of everything that the bits of its answers depend on.
+
+The same weights give the same fingerprint however they were sharded and in whatever order the files hold them.
+Starts no thread.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from blake3 import blake3
+
+from penstock.weights.header import TensorInfo
+from penstock.weights.reader import Checkpoint
+from penstock.weights.spec import ModelSpec
+
+VERSION = 1
+"""Part of the hash: a change of what is hashed makes all fingerprints new."""
+
+
+class Fingerprint:
+    """Collects tensors in any order, each as it is read."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, tuple[TensorInfo, bytes]] = {}
+
+    def add(self, info: TensorInfo, digest: bytes) -> None:
+        """One tensor and the BLAKE3 of its bytes."""
+        self._digests[info.name] = (info, digest)
+
+    def hexdigest(self, spec: ModelSpec) -> str:
+        """64 hexadecimal digits over ``spec`` and all tensors added."""
+        hasher = blake3(_canonical(spec))
+        for name in sorted(self._digests):
+            info, digest = self._digests[name]
+            hasher.update(msgspec.json.encode((name, info.dtype, info.shape)))
+            hasher.update(digest)
+        return hasher.hexdigest()
+
+
+def fingerprint(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+    """The fingerprint of a checkpoint as it lies on disk, without loading it."""
+    result = Fingerprint()
+    for name in checkpoint.names:
+        result.add(checkpoint.info(name), checkpoint.digest(name))
+        checkpoint.done_with(name)
+    return result.hexdigest(spec)
+
+
+def _canonical(spec: ModelSpec) -> bytes:
+    """What of the configuration changes the bits.  End tokens, suggestions and the context's length do not."""
+    fields = {
+        "version": VERSION,
+        "architecture": spec.architecture,
+        "vocab": spec.vocab,
+        "hidden": spec.hidden,
+        "layers": spec.layers,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate": spec.intermediate,
+        "rms_eps": spec.rms_eps,
+        "rope": spec.rope,
+        "tied": spec.tied,
+    }
+    return msgspec.json.encode(fields, order="sorted")
