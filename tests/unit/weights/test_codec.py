@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels import compression
-from penstock.kernels.native import families
+from penstock.kernels.native import NativeOps, families
+from penstock.kernels.ops import PackedLinear
 from penstock.weights import codec
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.compressing import compress_folder
+from penstock.weights.load import load_model
 from penstock.weights.reader import Checkpoint
 from tiny_models import llama_config, write_model
 
@@ -168,6 +172,66 @@ def test_ten_thousand_mutations_never_give_other_weights(folders: tuple[Path, Pa
             continue
         assert found == wanted
     assert refused > 9000
+
+
+def test_no_mutation_is_ever_loaded_as_other_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The way of a start: checksums instead of decoding everything once more."""
+    plain, small = folders
+    shutil.copytree(small, tmp_path, dirs_exist_ok=True)
+    spec = inspect_model(plain)
+    every_id = np.arange(spec.vocab, dtype=np.int32)
+
+    def weights(folder: Path) -> tuple[str, list[bytes]]:
+        ops = NativeOps(families()[0], "bf16")
+        loaded = load_model(folder, spec, ops)
+        matrices = [weight for weight in loaded.weights.values() if isinstance(weight, PackedLinear)]
+        return loaded.fingerprint, [ops.embed(one, every_id[: one.n]).tobytes() for one in matrices]
+
+    wanted = weights(plain)
+    assert weights(small) == wanted
+    raw = (small / "model.safetensors").read_bytes()
+    rng = np.random.default_rng(8)
+    refused = 0
+    for _ in range(600):
+        (tmp_path / "model.safetensors").write_bytes(mutated(raw, rng))
+        try:
+            found = weights(tmp_path)
+        except ModelError as error:
+            refused += "model.safetensors" in str(error)
+            continue
+        assert found == wanted
+    assert refused > 500
+
+
+def test_files_without_checksums_are_loaded_and_checked_by_their_hashes(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    plain, small = folders
+    shutil.copytree(small, tmp_path, dirs_exist_ok=True)
+    raw = (small / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = re.sub(rb',\\"checksum\\":\\"[0-9a-f]{32}\\"', b"", raw[8 : 8 + length]).ljust(length)
+    assert b"checksum" not in header
+    old = bytearray(raw[:8] + header + raw[8 + length :])
+    (tmp_path / "model.safetensors").write_bytes(old)
+    spec, ops = inspect_model(plain), NativeOps(families()[0], "bf16")
+    assert load_model(tmp_path, spec, ops).fingerprint == load_model(plain, spec, ops).fingerprint
+    old[-1] ^= 0x40
+    (tmp_path / "model.safetensors").write_bytes(old)
+    with pytest.raises(ModelError, match=r"tensor 'lm_head\.weight': damaged"):
+        load_model(tmp_path, spec, ops)
+
+
+def test_a_checksum_for_some_tensors_only_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    raw = (folders[1] / "model.safetensors").read_bytes()
+    found = re.search(rb',\\"checksum\\":\\"[0-9a-f]{32}\\"', raw)
+    assert found is not None
+    one = raw[: found.start()] + raw[found.end() :]
+    length = int.from_bytes(raw[:8], "little")
+    end = 8 + length - len(found[0])
+    (tmp_path / "model.safetensors").write_bytes(one[:end] + b" " * len(found[0]) + one[end:])
+    with pytest.raises(ModelError, match="has no checksum, others have"):
+        Checkpoint(tmp_path)
 
 
 def test_a_changed_weight_names_file_and_tensor(folders: tuple[Path, Path], tmp_path: Path) -> None:
