@@ -76,7 +76,7 @@ struct Weight {
   Weight(const std::vector<float>& from, long n, long k, const std::vector<long>& ends, Compute compute)
       : view(packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell(compute))),
         cells(static_cast<size_t>(view.panels() * view.steps() * 16)) {
-    pack(from.data(), Source::kFp32, view, cells.data());
+    pack_rows(from.data(), Source::kFp32, view, 0, view.n, cells.data());
     view.cells = cells.data();
   }
 };
@@ -251,7 +251,7 @@ class Run {
     const CompressedFamily& kernels = compressed_family(family_.name);
     PackedView plain = view.layout;
     std::vector<uint32_t> cells(static_cast<size_t>(plain.panels() * plain.steps() * 16));
-    pack(original.data(), Source::kBf16, plain, cells.data());
+    pack_rows(original.data(), Source::kBf16, plain, 0, plain.n, cells.data());
     plain.cells = cells.data();
     const auto x = computed(numbers(kRows * kWidth, 3, 1));
     for (const long rows : {1L, 5L, kRows}) {
