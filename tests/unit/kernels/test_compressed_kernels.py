@@ -17,7 +17,7 @@ from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.native import families
 from penstock.kernels.ops import segment_ends
 
-ROWS = (*range(1, 20), 33, 64, 191, 192, 193, 300)
+ROWS = (*range(1, 20), 24, 25, 32, 33, 64, 191, 192, 193, 300)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
@@ -51,6 +51,8 @@ def native(parts: list[CompressedMatrix], ends: tuple[int, ...]) -> Any:
         (50, 320, segment_ends(320, 64)),
         (300, 896, segment_ends(896, 32)),
         (45, 100, (36, 60, 60, 100)),  # segments inside chunks, and an empty one
+        (130, 1172, (1172,)),  # slabs that are full, and a short last one
+        (66, 1160, (0, 292, 1156, 1160)),  # an empty segment first; segments of two slabs, four and a single block
     ],
 )
 def test_linear(family: str, n: int, k: int, ends: tuple[int, ...]) -> None:
@@ -80,6 +82,24 @@ def test_parts_with_other_codes_share_a_matrix(family: str) -> None:
         out = np.empty((rows, 117), np.float32)
         kernels.linear(x[:rows], small, out, False)
         assert_same_bits(out, ops.to_numpy(ops.linear(x[:rows], plain)), f"{rows} rows")
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_many_escapes(family: str, share: float) -> None:
+    """``share`` of the blocks are nothing but escapes, the others have none."""
+    ops, kernels = make(family, "bf16"), _native.CompressedKernels(family)
+    weight = normal(1, 112, 640) * 0.02
+    weight = np.sign(weight) * np.clip(np.abs(weight), 0.001, None)
+    blocks = np.random.default_rng(5).random((7, 160)) < share
+    weight *= np.where(blocks.repeat(16, 0).repeat(4, 1), np.float32(1e20), np.float32(1))
+    plain = weight.astype(ml_dtypes.bfloat16)
+    small, packed = native(compressed(plain), (320, 640)), ops.pack_linear(plain, segments=(320, 640))
+    x = ops.compute(normal(4, 70, 640))
+    for rows in (1, 4, 8, 13, 16, 17, 30, 70):
+        out = np.empty((rows, 112), np.float32)
+        kernels.linear(x[:rows], small, out, False)
+        assert_same_bits(out, ops.to_numpy(ops.linear(x[:rows], packed)), f"{rows} rows")
 
 
 @pytest.mark.parametrize("family", families())

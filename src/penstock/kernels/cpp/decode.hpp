@@ -28,6 +28,7 @@ constexpr bool kInRegisters = true;
 struct CodeRegs {
   __m512i base, flip, step, two_steps, top;
 
+  CodeRegs() = default;
   explicit PS_INLINE CodeRegs(const PanelCode& code)
       : base(_mm512_set1_epi8(static_cast<char>(code.base))),
         flip(_mm512_set1_epi8(static_cast<char>(0x80))),
@@ -80,6 +81,7 @@ struct CodeRegs {
   uint64_t top, upper;
   bool descends;
 
+  CodeRegs() = default;
   explicit PS_INLINE CodeRegs(const PanelCode& code)
       : top((code.base >> 7) * kOnes), upper((code.base & 0x7F) * kOnes), descends(code.step != 1) {}
 };
@@ -104,15 +106,16 @@ PS_INLINE void decode_to(const BlockRef& block, const CodeRegs& code, const uint
 }
 #endif
 
-// Asks for the lines of a chunk: some at once, then one a block.
+// Asks for the lines of a chunk: some at once, then one a block.  Locality 3 is the first-level cache, 2 the second.
+template <int kLocality>
 struct Fetcher {
   const uint8_t* line;
 
   explicit PS_INLINE Fetcher(const uint8_t* chunk) : line(chunk) {
     constexpr long kLines = kChunkBlocks * kBlockBytes / 64;
-    for (long i = kChunkBlocks; i < kLines; ++i) __builtin_prefetch(chunk + i * 64, 0, 3);
+    for (long i = kChunkBlocks; i < kLines; ++i) __builtin_prefetch(chunk + i * 64, 0, kLocality);
   }
-  PS_INLINE void one_block(long offset = 0) const { __builtin_prefetch(line + offset, 0, 3); }
+  PS_INLINE void one_block(long offset = 0) const { __builtin_prefetch(line + offset, 0, kLocality); }
   PS_INLINE void next_block() { line += 64; }
 };
 
@@ -126,7 +129,7 @@ PS_INLINE const uint8_t* decode_blocks(const CompressedView& w, long panel, long
   while (from < to) {
     BlockRef block = w.block(panel, from);
     const long next = (from / kChunkBlocks + 1) * kChunkBlocks, end = next < to ? next : to;
-    Fetcher fetch(chunk_ahead);
+    Fetcher<3> fetch(chunk_ahead);
     chunk_ahead += (end - from) * kBlockBytes;
     for (; from < end; ++from, cells += 32) {
       decode_to(block, code, escapes, cells);

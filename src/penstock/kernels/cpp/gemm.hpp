@@ -88,20 +88,27 @@ void pack_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
 }
 
 template <class D>
-Inputs prepare_inputs(const LinearArgs& args, const RowCut& cut) {
+Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
   const PackedView& w = args.weight;
   const size_t row_bytes = static_cast<size_t>(w.steps()) * 4;
-  if (args.rows <= kMaxRows && w.direct()) return {static_cast<const char*>(args.x), false, row_bytes};
   char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
   const double work = static_cast<double>(args.rows * w.steps()) * 4;
-  each_item(cut.blocks(), work, [&](long block, int) {
-    for (long t = 0; t < cut.tiles(block); ++t) {
-      const long row = cut.tile_begin(block, t);
-      const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-      pack_inputs<D>(args, row, rows, reinterpret_cast<uint32_t*>(packed + row * row_bytes));
-    }
+  const long tiles = (cut.rows + kMaxRows - 1) / kMaxRows / cut.blocks() + 1;  // at least those of any block
+  each_item(cut.blocks() * tiles, work, [&](long item, int) {
+    const long block = item / tiles, t = item % tiles;
+    if (t >= cut.tiles(block)) return;
+    const long row = cut.tile_begin(block, t);
+    const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
+    pack_inputs<D>(args, row, rows, reinterpret_cast<uint32_t*>(packed + row * row_bytes));
   });
   return {packed, true, row_bytes};
+}
+
+// As few rows as fit one tile are taken where they lie, if they lie as the cells want them.
+template <class D>
+Inputs prepare_inputs(const LinearArgs& args, const RowCut& cut) {
+  if (args.rows > kMaxRows || !args.weight.direct()) return pack_all_inputs<D>(args, cut);
+  return {static_cast<const char*>(args.x), false, static_cast<size_t>(args.weight.steps()) * 4};
 }
 
 void add_into(float* to, const float* from, long count) {

@@ -121,6 +121,32 @@ enum class Fetch {
 #define PS_ROWS _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m)
 #define PS_PANELS _Pragma("GCC unroll 8") for (int p = 0; p < P; ++p)
 
+// acc += one step of panels . x
+template <class D, int M, int P>
+PS_INLINE void multiply_step(F16 (&acc)[M][P], const uint32_t* cells, const ptrdiff_t (&offset)[P], const char* x,
+                             size_t x_stride) {
+  if constexpr (kWholeCells || D::kPerCell == 1) {
+    U16 w[P];
+    PS_PANELS w[p] = load_as<U16>(cells + offset[p]);
+    PS_ROWS {
+      const uint32_t value = load_cell(x + m * x_stride);
+      PS_PANELS acc[m][p] = dot_cells<D>(acc[m][p], w[p], value);
+    }
+  } else {
+    F16 w[P];
+    PS_PANELS w[p] = low_half(load_as<U16>(cells + offset[p]));
+    PS_ROWS {
+      const F16 value = low_half(splat_word(load_cell(x + m * x_stride)));
+      PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
+    }
+    PS_PANELS w[p] = high_half(load_as<U16>(cells + offset[p]));
+    PS_ROWS {
+      const F16 value = high_half(splat_word(load_cell(x + m * x_stride)));
+      PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
+    }
+  }
+}
+
 // acc (or zero, when not `resume`) += panels . x
 template <class D, int M, int P, Fetch kFetch>
 __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
@@ -138,26 +164,7 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   for (int b = 0; b < args.bases; ++b) {
     const uint32_t *cells = args.base[b], *next = args.next_base[b];
     for (long step = 0; step < args.steps; ++step) {
-      if constexpr (kWholeCells || D::kPerCell == 1) {
-        U16 w[P];
-        PS_PANELS w[p] = load_as<U16>(cells + offset[p]);
-        PS_ROWS {
-          const uint32_t value = load_cell(x + m * x_stride);
-          PS_PANELS acc[m][p] = dot_cells<D>(acc[m][p], w[p], value);
-        }
-      } else {
-        F16 w[P];
-        PS_PANELS w[p] = low_half(load_as<U16>(cells + offset[p]));
-        PS_ROWS {
-          const F16 value = low_half(splat_word(load_cell(x + m * x_stride)));
-          PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
-        }
-        PS_PANELS w[p] = high_half(load_as<U16>(cells + offset[p]));
-        PS_ROWS {
-          const F16 value = high_half(splat_word(load_cell(x + m * x_stride)));
-          PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
-        }
-      }
+      multiply_step<D, M, P>(acc, cells, offset, x, x_stride);
       if constexpr (kFetch == Fetch::kStream) PS_PANELS __builtin_prefetch(cells + offset[p] + kStreamSteps * 16, 0, 3);
       if constexpr (kFetch == Fetch::kNext) {
         PS_PANELS __builtin_prefetch(next + args.next_offset[p], 0, 3);
