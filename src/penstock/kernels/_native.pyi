@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION: int
+EMULATES_AMX: bool
 
 Answer = tuple[int, float, list[tuple[int, float]]]
 

@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "compressed.hpp"
+#include "amx_family.hpp"
 
 namespace penstock {
 
@@ -15,6 +15,7 @@ extern const CompressedFamily compressed_avx512_bf16_vbmi2;
 const CompressedFamily& compressed_family([[maybe_unused]] const char* name) {
 #if defined(PENSTOCK_X86)
   __builtin_cpu_init();
+  if (std::strcmp(name, "amx_bf16") == 0 && allow_amx()) return compressed_amx_family();
   if (std::strcmp(name, "avx512_bf16") == 0) {
     const bool expands = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
     return expands ? compressed_avx512_bf16_vbmi2 : compressed_avx512_bf16;

@@ -1,6 +1,7 @@
 // Which families this build has and this processor can run.
 #include <cstring>
 
+#include "amx_family.hpp"
 #include "dispatch.hpp"
 
 namespace penstock {
@@ -12,6 +13,16 @@ extern const Family family_avx512;
 extern const Family family_avx512_bf16;
 #endif
 
+namespace {
+
+#if defined(PENSTOCK_X86)
+bool is_allowed(const Family* family) { return family != amx_family() || allow_amx(); }
+#else
+bool is_allowed(const Family*) { return true; }
+#endif
+
+}  // namespace
+
 const std::vector<const Family*>& usable_families() {
   static const std::vector<const Family*> usable = [] {
     std::vector<const Family*> found;
@@ -21,6 +32,7 @@ const std::vector<const Family*>& usable_families() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&family_avx512_bf16);
+    if (const Family* amx = amx_family(); amx != nullptr) found.push_back(amx);  // never the first
     if (avx512) found.push_back(&family_avx512);
     if (avx2) found.push_back(&family_avx2);
 #endif
@@ -32,7 +44,7 @@ const std::vector<const Family*>& usable_families() {
 
 const Family* find_family(const char* name) {
   for (const Family* family : usable_families())
-    if (std::strcmp(family->name, name) == 0) return family;
+    if (std::strcmp(family->name, name) == 0) return is_allowed(family) ? family : nullptr;
   return nullptr;
 }
 

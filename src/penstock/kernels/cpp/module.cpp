@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "amx_family.hpp"
 #include "answers.hpp"
 #include "attention_cut.hpp"
 #include "binding.hpp"
@@ -158,6 +159,7 @@ class Kernels {
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // kernels and weights live until the process ends
   m.attr("VERSION") = kKernelVersion;
+  m.attr("EMULATES_AMX") = kEmulatesAmx;
   m.def("families", [] {
     std::vector<std::string> names;
     for (const Family* family : usable_families()) names.emplace_back(family->name);
