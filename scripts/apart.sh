@@ -9,7 +9,7 @@ build_apart() {
     shift 2
     say "Building the kernels in $build"
     mkdir -p "$build"
-    PATH=$(dirname "$python"):$PATH
+    local PATH=${python%/*}:$PATH
     {
         cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release "$@" -DPython_EXECUTABLE="$python" &&
             cmake --build "$build"
