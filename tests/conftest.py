@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from penstock.bundled import storyteller
+from penstock.weights.compressing import decompress_folder
 
 # A busy machine makes any example slow; what must be quick has a test of its own.
 settings.register_profile(
@@ -63,3 +67,11 @@ def _loopback_only() -> Iterator[None]:
     patch.setattr(socket.socket, "connect_ex", refuse_other_hosts(socket.socket.connect_ex))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def plain_storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, which is shipped compressed, as other programs read it."""
+    folder = tmp_path_factory.mktemp("plain") / "storyteller"
+    decompress_folder(storyteller(), folder, report=lambda _: None)
+    return folder

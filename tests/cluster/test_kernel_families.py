@@ -17,7 +17,6 @@ import pytest
 
 from penstock.bundled import storyteller
 from penstock.kernels.native import families
-from penstock.weights.compressing import compress_folder
 from penstock.weights.reader import Checkpoint
 from penstock.wire.keys import Keys
 
@@ -39,19 +38,17 @@ def cells(*default: tuple[str, str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def models(plain_storyteller: Path) -> dict[str, str]:
     """The bundled model's folder in both forms, under its own name."""
-    base = tmp_path_factory.mktemp("forms")
-    compress_folder(storyteller(), base / "compressed/storyteller", threads=1, report=lambda _: None)
-    with Checkpoint(base / "compressed/storyteller") as checkpoint:
+    with Checkpoint(storyteller()) as checkpoint:
         assert any(checkpoint.matrix(name) is not None for name in checkpoint.names)
-    return {"plain": str(storyteller()), "compressed": str(base / "compressed/storyteller")}
+    return {"plain": str(plain_storyteller), "compressed": str(storyteller())}
 
 
 @cache
-def plainest(family: str) -> list[dict[str, Any]]:
+def plainest(family: str, model: str) -> list[dict[str, Any]]:
     """The family's answers of one worker, plain weights, to one request at a time, from nothing, with whole prompts."""
-    flags = [str(storyteller()), "--aggregated", "--kv-memory", ROOMS["roomy"]]
+    flags = [model, "--aggregated", "--kv-memory", ROOMS["roomy"]]
     with PenstockServer(flags, environ={"PENSTOCK_KERNELS": family}) as server:
         answers = asyncio.run(all_answers(server.url, varied_requests(salt_each=True), together=False))
     return [answer.identical for answer in answers]
@@ -69,7 +66,7 @@ def fingerprint(server: PenstockServer) -> str:
 def test_every_family_gives_one_answer(models: dict[str, str], family: str, form: str) -> None:
     """Split, in chunks of 16, in too little memory, in a batch, with a kill, then from the cache."""
     flags = [models[form], "--max-chunk-tokens", "16", "--kv-memory", ROOMS["tight"]]
-    wanted = plainest(family)
+    wanted = plainest(family, models["plain"])
     with PenstockServer(flags, environ={"PENSTOCK_KERNELS": family}) as server:
         for kill in (True, False):
             where = f"{family} {form} kill={kill}"

@@ -125,8 +125,9 @@ def test_every_kernel_family(tmp_path: Path, family: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def storyteller() -> tuple[RunnerBench, Oracle]:
-    return RunnerBench(BUNDLED, pages=300), Oracle(BUNDLED)
+def storyteller(plain_storyteller: Path) -> tuple[RunnerBench, Oracle]:
+    """The compressed weights that are shipped, and the oracle on the plain ones."""
+    return RunnerBench(BUNDLED, pages=300), Oracle(plain_storyteller)
 
 
 def chat(*turns: str) -> list[int]:

@@ -21,7 +21,6 @@ EPILOG = """\
 examples:
   penstock compress ~/models/llama ~/models/llama-compressed --verify
   penstock serve ~/models/llama-compressed       the same tokens, bit for bit, from 30 % less memory
-  penstock compress storyteller /tmp/storyteller     the bundled model
 
 bf16 matrices become about 70 % of their size, everything else stays as it is; nothing is lost.  An interrupted run
 goes on where it stopped when it is started again.
@@ -38,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {STORYTELLER}: the bundled model")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
     parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
     parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")

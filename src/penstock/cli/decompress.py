@@ -11,8 +11,9 @@ from penstock.cli.compress import ByteMeter, model_folder, total_bytes
 from penstock.weights.compressing import check_folders, decompress_folder
 
 EPILOG = """\
-example:
+examples:
   penstock decompress ~/models/llama-compressed ~/models/llama
+  penstock decompress storyteller /tmp/storyteller     the bundled model, which is compressed
 
 Every tensor is checked against the hash of the original while it is written.
 """
@@ -28,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", help="a folder that `penstock compress` wrote")
+    parser.add_argument("model", metavar="MODEL", help="a folder that `penstock compress` wrote, or storyteller: the bundled model")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
     parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
 
