@@ -29,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", help="a folder that `penstock compress` wrote, or storyteller: the bundled model")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder that `penstock compress` wrote, or storyteller: the bundled model"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
     parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
 
