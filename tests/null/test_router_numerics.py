@@ -23,15 +23,19 @@ async def half_an_answer(town: Town, other: ModelIdentity) -> Client:
     return client
 
 
+async def it_waits_for_its_own(town: Town, client: Client) -> None:
+    for _ in range(50):
+        await town.turn()
+    assert not client.over
+    town.fork("both-0")
+    await town.finish()
+    client.assert_true_answer()
+
+
 async def test_an_answer_waits_for_its_own_class():
     async with Town("both-0") as town:
         client = await half_an_answer(town, OTHER_CLASS)
-        for _ in range(50):
-            await town.turn()
-        assert not client.over
-        town.fork("both-0")
-        await town.finish()
-        client.assert_true_answer()
+        await it_waits_for_its_own(town, client)
         assert {decision.identity for decision in town.router.debug(client.request.id)} == {IDENTITY}
 
 
@@ -48,9 +52,4 @@ async def test_where_it_is_allowed_another_class_goes_on_with_it():
 async def test_another_model_never_does():
     async with Town("both-0", config=MIXED) as town:
         client = await half_an_answer(town, OTHER_MODEL)
-        for _ in range(50):
-            await town.turn()
-        assert not client.over
-        town.fork("both-0")
-        await town.finish()
-        client.assert_true_answer()
+        await it_waits_for_its_own(town, client)

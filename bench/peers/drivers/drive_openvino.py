@@ -10,7 +10,7 @@ import time
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from task import WARM_STEPS, Task, answer
+from task import WARM_STEPS, Task, answer, prefill_rates
 
 
 class Engine:
@@ -29,17 +29,6 @@ class Engine:
         return times
 
 
-def prefill(engine, task):
-    found = {}
-    for tokens in task.prefill:
-        found[str(tokens)] = rates = []
-        for i in range(task.repeats(tokens)):
-            began = time.perf_counter()
-            engine.write([task.prompt(tokens, i)], 1)
-            rates.append(tokens / (time.perf_counter() - began))
-    return found
-
-
 def decode(engine, task):
     found = {}
     for streams in task.decode:
@@ -54,7 +43,7 @@ def main():
     engine = Engine(task)
     load_s = time.perf_counter() - began
     engine.write([task.prompt(task.context, "warm")], 2)
-    answer(prefill(engine, task), decode(engine, task), load_s)
+    answer(prefill_rates(task, lambda prompt: engine.write([prompt], 1)), decode(engine, task), load_s)
 
 
 main()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from task import WARM_STEPS, Task, answer
+from task import WARM_STEPS, Task, answer, prefill_rates
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
@@ -91,16 +91,9 @@ class Engine:
                 return marked, (time.perf_counter(), sum(told.values()))
 
 
-def prefill(engine: Engine, task: Task) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for tokens in task.prefill:
-        rates = found[str(tokens)] = []
-        for i in range(task.repeats(tokens)):
-            began = time.perf_counter()
-            engine.add(task.prompt(tokens, i), 1)
-            engine.run(1)
-            rates.append(tokens / (time.perf_counter() - began))
-    return found
+def first_token(engine: Engine, prompt: list[int]) -> None:
+    engine.add(prompt, 1)
+    engine.run(1)
 
 
 def decode(engine: Engine, task: Task) -> dict[str, list[float]]:
@@ -120,7 +113,7 @@ def main() -> None:
     load_s = time.perf_counter() - began
     engine.add(task.prompt(task.context, "warm"), 2)
     engine.run(2)
-    answer(prefill(engine, task), decode(engine, task), load_s)
+    answer(prefill_rates(task, lambda prompt: first_token(engine, prompt)), decode(engine, task), load_s)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from task import WARM_STEPS, Task, answer
+from task import WARM_STEPS, Task, answer, prefill_rates
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
@@ -22,17 +22,6 @@ class Engine:
     def step(self, tokens_BT, cache):
         logits = self.model(tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
-
-
-def prefill(engine, task):
-    found = {}
-    for tokens in task.prefill:
-        found[str(tokens)] = rates = []
-        for i in range(task.repeats(tokens)):
-            began = time.perf_counter()
-            engine.read([task.prompt(tokens, i)])
-            rates.append(tokens / (time.perf_counter() - began))
-    return found
 
 
 def decode(engine, task):
@@ -54,7 +43,7 @@ def main():
     engine = Engine(task)
     load_s = time.perf_counter() - began
     engine.read([task.prompt(task.context, "warm")])
-    answer(prefill(engine, task), decode(engine, task), load_s)
+    answer(prefill_rates(task, lambda prompt: engine.read([prompt])), decode(engine, task), load_s)
 
 
 main()

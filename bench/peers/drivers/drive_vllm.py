@@ -10,7 +10,7 @@ import time
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from task import WARM_STEPS, Task, answer
+from task import WARM_STEPS, Task, answer, prefill_rates
 from vllm import LLM, SamplingParams
 
 
@@ -46,16 +46,9 @@ class Engine:
         return marked, (time.perf_counter(), sum(told.values()))
 
 
-def prefill(engine, task):
-    found = {}
-    for tokens in task.prefill:
-        found[str(tokens)] = rates = []
-        for i in range(task.repeats(tokens)):
-            began = time.perf_counter()
-            engine.add(task.prompt(tokens, i), 1)
-            engine.run()
-            rates.append(tokens / (time.perf_counter() - began))
-    return found
+def first_token(engine, prompt):
+    engine.add(prompt, 1)
+    engine.run()
 
 
 def decode(engine, task):
@@ -75,7 +68,7 @@ def main():
     load_s = time.perf_counter() - began
     engine.add(task.prompt(task.context, "warm"), 2)
     engine.run()
-    answer(prefill(engine, task), decode(engine, task), load_s)
+    answer(prefill_rates(task, lambda prompt: first_token(engine, prompt)), decode(engine, task), load_s)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,19 @@ class Task:
 
     def prompts(self, streams):
         return [self.prompt(self.context, "stream", streams, i) for i in range(streams)]
+
+
+def prefill_rates(task, read):
+    """Tokens/s of each prompt, by length; ``read`` returns when the prompt it is given has its first new token."""
+    found = {}
+    for tokens in task.prefill:
+        found[str(tokens)] = rates = []
+        for i in range(task.repeats(tokens)):
+            prompt = task.prompt(tokens, i)
+            began = time.perf_counter()
+            read(prompt)
+            rates.append(tokens / (time.perf_counter() - began))
+    return found
 
 
 def answer(prefill, decode, load_s):

@@ -42,6 +42,7 @@ class NativeLoading:
         self._backend = backend
         self._native = _native.Loading()
         self._names: list[str] = []
+        self._indices: dict[str, int] = {}
         self._finish: dict[str, Callable[[], Any]] = {}
 
     def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
@@ -103,11 +104,13 @@ class NativeLoading:
 
     def checksum(self, tensor: str, text: str) -> str:
         """See ``stored.Loading.checksum``."""
-        return self._native.checksum(self._names.index(tensor), text).hex()
+        return self._native.checksum(self._indices[tensor], text).hex()
 
     def _tensor(self, name: str) -> int:
+        index = self._native.add_tensor()
         self._names.append(name)
-        return self._native.add_tensor()
+        self._indices.setdefault(name, index)
+        return index
 
 
 @dataclass(frozen=True, slots=True)

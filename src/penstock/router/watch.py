@@ -133,9 +133,7 @@ class Watch:
             return None
         reason = f"no step for {now - since:.1f} s with {flight.request.id}"
         for leg in legs:
-            event(log, logging.WARNING, "worker stands still", worker=leg.worker, reason=reason)
-            self._metrics.worker_suspected(leg.worker)
-            self._suspected(Suspect(worker=leg.worker, incarnation=leg.incarnation, reason=reason))
+            self._tell("worker stands still", Suspect(worker=leg.worker, incarnation=leg.incarnation, reason=reason))
         return since
 
     def _suspect(self, slot: int, now: float) -> None:
@@ -143,7 +141,10 @@ class Watch:
         worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.work(slot)
         reason = f"silent for {now - fleet.heard[slot]:.1f} s with {len(work)} requests"
         fleet.suspect(slot, reason)
-        event(log, logging.WARNING, "worker is suspected", worker=worker, reason=reason)
-        self._metrics.worker_suspected(worker)
-        self._suspected(Suspect(worker=worker, incarnation=incarnation, reason=reason))
+        self._tell("worker is suspected", Suspect(worker=worker, incarnation=incarnation, reason=reason))
         self._lose(worker, incarnation, work, reason)
+
+    def _tell(self, what: str, suspect: Suspect) -> None:
+        event(log, logging.WARNING, what, worker=suspect.worker, reason=suspect.reason)
+        self._metrics.worker_suspected(suspect.worker)
+        self._suspected(suspect)

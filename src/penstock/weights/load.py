@@ -13,7 +13,7 @@ where the kernels decode them.  No thread is left when loading ends: the process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.errors import KernelError, ModelError
 from penstock.kernels.ops import Ops, PackedLinear
-from penstock.kernels.stored import LoadFailed, Loading, StoredTensor
+from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
 from penstock.weights.checksum import checksum_text
 from penstock.weights.compressed import Original
 from penstock.weights.digests import Hashing
@@ -34,9 +34,6 @@ from penstock.weights.layout import Matrix, Vector, WeightLayout
 from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
 from penstock.weights.reader import NUMPY_DTYPES, Checkpoint
 from penstock.weights.spec import ModelSpec
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) every now and then; what it raises ends the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ def load_model(
     path: str | Path,
     spec: ModelSpec,
     ops: Ops,
-    progress: Progress | None = None,
+    progress: Watch | None = None,
     *,
     threads: int = 1,
     manifests: Manifests | None = None,
@@ -85,7 +82,7 @@ class _Load:
     """One load: ``found`` says afterwards what every tensor of the checkpoint is."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: WeightLayout, ops: Ops, memory: Memory | None, progress: Progress
+        self, checkpoint: Checkpoint, layout: WeightLayout, ops: Ops, memory: Memory | None, progress: Watch
     ) -> None:
         self._checkpoint = checkpoint
         self._weights = layout.weights
@@ -93,8 +90,8 @@ class _Load:
         self._progress = progress
         self._tensors = [part.tensor for weight in layout.weights for part in weight.parts]
         self._unread = sorted(set(checkpoint.names) - set(self._tensors))
-        self._vouched = {name: entry for name in checkpoint.names if (entry := checkpoint.original(name)) is not None}
-        self._vouched = {name: entry for name, entry in self._vouched.items() if entry.checksum}
+        originals = {name: checkpoint.original(name) for name in checkpoint.names}
+        self._vouched = {name: entry for name, entry in originals.items() if entry is not None and entry.checksum}
         self._known = self._vouched | (memory.known() if memory is not None else {})
         self.found: dict[str, Original] = {}
 
@@ -176,7 +173,7 @@ class _Load:
 class _Meter:
     """Hashes each tensor once, drops its pages, and reports how far the reading is."""
 
-    def __init__(self, load: _Load, checkpoint: Checkpoint, progress: Progress) -> None:
+    def __init__(self, load: _Load, checkpoint: Checkpoint, progress: Watch) -> None:
         self._load = load
         self._checkpoint = checkpoint
         self._progress = progress

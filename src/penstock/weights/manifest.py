@@ -112,12 +112,15 @@ class Memory:
         if self._old is not None:
             old = {name: entry for file in self._old.files.values() for name, entry in file.tensors.items()}
             self._compare(old, found)
+        stamps = self._checkpoint.stamps()
+        tensors: dict[str, dict[str, Original]] = {file: {} for file in stamps}
+        for name, entry in found.items():
+            tensors[self._checkpoint.path_of(name).name][name] = entry
         files: dict[str, FileRecord] = {}
-        for file, stamp in self._checkpoint.stamps().items():
-            tensors = {name: found[name] for name in found if self._checkpoint.path_of(name).name == file}
+        for file, stamp in stamps.items():
             record = self._trusted.get(file)
-            if record is None or record.tensors != tensors:
-                record = FileRecord(stamp, self._begun_ns, tensors)
+            if record is None or record.tensors != tensors[file]:
+                record = FileRecord(stamp, self._begun_ns, tensors[file])
             files[file] = record
         manifest = Manifest(VERSION, str(self._checkpoint.folder.resolve()), files)
         if manifest != self._old:
