@@ -39,6 +39,8 @@ def draw_row(row: SampleRow) -> _native.DrawRow:
         draw.set_bias(row.bias_ids, row.bias_values)
     if len(row.banned_ids):
         draw.ban(row.banned_ids)
+    if row.allowed is not None:
+        draw.allow(row.allowed)
     return draw
 
 

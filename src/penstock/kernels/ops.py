@@ -15,6 +15,7 @@ time by absolute position, in partitions of 512 keys joined from low to high.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +87,7 @@ class SampleRow:
     bias_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     bias_values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     banned_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # cannot be drawn now
+    allowed: NDArray[np.uint32] | None = None  # [ceil(V / 32)]: bit i % 32 of word i // 32 says whether i can be drawn
     logprobs: int | None = None
 
 
@@ -146,11 +148,21 @@ class StepProgram(Protocol):
     The wanted rows of a batch stand in this order: rows that are only scored, rows that draw from logits, picks.
     """
 
-    def run(self, batch: StepBatch, scored: int, rows: list[SampleRow], picks: Picks) -> list[Sampled]:
+    def run(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: Picks,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
         """Compute the batch; the answers of ``rows``; those of ``picks`` stand in their array.
 
         A row gives the same token whichever way it is drawn.  Arrays are read anew in every run, so a batch whose
         arrays were overwritten may be given again.  Raises ValueError for indices out of range.
+
+        ``ready``: called once the logits are there and before any of ``rows`` is drawn; until it returns, the rows'
+        ``allowed`` may still be written by another thread.  What it raises comes out of ``run``.
         """
         ...
 
@@ -266,8 +278,9 @@ class Ops(Protocol):
         ...
 
     def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
-        """Draw one token a row: logit_bias, penalties, bans, then temperature, top_k, top_p, min_p, then Gumbel-max
-        (or argmax at temperature 0, ties to the lower id).  Random numbers: Philox4x32-10 as in ``kernels.philox``."""
+        """Draw one token a row: logit_bias, penalties, bans and mask, then temperature, top_k, top_p, min_p, then
+        Gumbel-max (or argmax at temperature 0, ties to the lower id).  Random numbers: Philox4x32-10 as in
+        ``kernels.philox``."""
         ...
 
     def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:

@@ -5,6 +5,7 @@ Also the oracle of recorded programs: both must give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,14 @@ class DirectProgram:
         self._kv = kv
         self._hidden: Array = None
 
-    def run(self, batch: StepBatch, scored: int, rows: list[SampleRow], picks: Picks) -> list[Sampled]:
+    def run(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: Picks,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
         """See ``StepProgram.run``."""
         self._hidden = self._steps.forward(self._ops, replace(batch), self._kv)
         wanted = batch.sample_rows_R
@@ -36,7 +44,10 @@ class DirectProgram:
             if scored == 0
             else self._ops.rows(self._hidden, np.arange(scored, len(wanted), dtype=np.int32))
         )
-        drawn = self._ops.sample(self._steps.logits(self._ops, hidden_RD), [*rows, *picks.rows()])
+        logits_RV = self._steps.logits(self._ops, hidden_RD)
+        if ready is not None:
+            ready()
+        drawn = self._ops.sample(logits_RV, [*rows, *picks.rows()])
         picks.tokens_F[:] = [one.token for one in drawn[len(rows) :]]
         return drawn[: len(rows)]
 

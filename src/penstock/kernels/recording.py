@@ -6,6 +6,7 @@ its path by them does so inside.  Running it is one call that lets other threads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -109,12 +110,19 @@ class RecordedProgram:
         self.step = step
         self._inputs: tuple[StepBatch, Picks, _native.StepInputs] | None = None
 
-    def run(self, batch: StepBatch, scored: int, rows: list[SampleRow], picks: Picks) -> list[Sampled]:
+    def run(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: Picks,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
         """See ``StepProgram.run``."""
         known = self._inputs
         if known is None or known[0] is not batch or known[1] is not picks:
             known = self._inputs = (batch, picks, _inputs_of(batch, picks))
-        answers = self.step.run(known[2], scored, [draw_row(row) for row in rows])
+        answers = self.step.run(known[2], scored, [draw_row(row) for row in rows], ready)
         return sampled(rows, answers) if rows else []
 
     def hidden(self) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """Sampling as plainly as it can be written: NumPy, float64, a full sort.  The oracle of every fast sampler.
 
-Order and meaning are vLLM's: logit_bias, repetition, frequency and presence penalties, bans, temperature, then top_k,
+Order and meaning are vLLM's: logit_bias, repetition, frequency and presence penalties, bans, mask, temperature, then top_k,
 top_p, min_p, then Gumbel-max.  Ties are decided for the lower token id everywhere.
 """
 
@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-5
 
 
 def adjusted(logits_V: NDArray[np.float32], row: SampleRow) -> NDArray[np.float64]:
-    """Logits after bias, penalties and bans."""
+    """Logits after bias, penalties, bans and mask."""
     x_V = logits_V.astype(np.float64)
     np.add.at(x_V, row.bias_ids, row.bias_values.astype(np.float64))
     if row.repetition_penalty != 1.0:
@@ -26,7 +26,17 @@ def adjusted(logits_V: NDArray[np.float32], row: SampleRow) -> NDArray[np.float6
     x_V[row.output_ids] -= row.frequency_penalty * row.output_counts
     x_V[row.output_ids] -= row.presence_penalty * (row.output_counts > 0)
     x_V[row.banned_ids] = -np.inf
+    if row.allowed is not None:
+        x_V[~allowed_tokens(row.allowed, len(x_V))] = -np.inf
     return x_V
+
+
+def allowed_tokens(words: NDArray[np.uint32], vocabulary: int) -> NDArray[np.bool_]:
+    """[V]: which tokens the bits of a mask allow.  Raises ValueError for a mask of another vocabulary."""
+    if len(words) != -(-vocabulary // 32):
+        raise ValueError("a bit for every token, 32 a word")
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return bits[:vocabulary].astype(np.bool_)
 
 
 def kept_ids(scaled_V: NDArray[np.float64], row: SampleRow) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from kernel_cases import EVERY, make, normal
 from penstock.kernels import _native
 from penstock.kernels.ops import SampleRow
 from penstock.kernels.philox import gumbel, philox4x32
-from penstock.kernels.reference_sampling import kept_ids, sample_row
+from penstock.kernels.reference_sampling import kept_ids, sample_row, with_logprobs
 
 NATIVE_NAMES = [name for name in EVERY if name[0] != "reference" and name[1] == "fp32"]
 
@@ -93,6 +94,15 @@ def ids_of(*ids: int) -> np.ndarray[Any, Any]:
 
 BASE = SampleRow(seed=11, position=5, choice=0, temperature=0.9, logprobs=4)
 SAID = {"output_ids": ids_of(3, 9), "output_counts": ids_of(5, 1)}
+
+
+def mask_of(vocabulary: int, *allowed: int) -> np.ndarray[Any, Any]:
+    """[ceil(V / 32)] words in which the bits of these tokens are set."""
+    words = np.zeros(-(-vocabulary // 32), np.uint32)
+    np.bitwise_or.at(words, np.array(allowed) // 32, np.uint32(1) << (np.array(allowed) % 32).astype(np.uint32))
+    return words
+
+
 RULES = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -133,6 +143,27 @@ def test_rules_against_the_oracle(ops: Any, rule: str, vocabulary: int) -> None:
         assert got.logprob == pytest.approx(wanted.logprob, abs=2e-5)
         assert [i for i, _ in got.top] == [i for i, _ in wanted.top]
         assert [p for _, p in got.top] == pytest.approx([p for _, p in wanted.top], abs=2e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("allowed", [range(0, 100, 3), (99,), (31, 32, 64, 95, 96), range(100)])
+def test_a_mask_leaves_nothing_else(ops: Any, rule: str, allowed: Sequence[int]) -> None:
+    """Every rule together with a mask; bits beyond the vocabulary mean nothing."""
+    draws, vocabulary = 12, 100
+    words = mask_of(vocabulary, *allowed)
+    words[-1] |= np.uint32(0xF0) << np.uint32(24)
+    logits = normal(22, draws, vocabulary) * 3
+    rows = [replace(BASE, position=i, allowed=words, **RULES[rule]) for i in range(draws)]
+    for got, logits_V, row in zip(ops.sample(logits, rows), logits, rows, strict=True):
+        assert got.token == sample_row(logits_V, row).token
+        assert got.token in allowed
+        assert got.logprob == pytest.approx(with_logprobs(logits_V, got.token, 0).logprob, abs=2e-5)  # as if unmasked
+
+
+def test_a_mask_of_another_vocabulary_is_refused(ops: Any) -> None:
+    for name in (ops, make("reference", "fp32")):
+        with pytest.raises(ValueError, match="32 a word"):
+            name.sample(name.hidden(np.zeros((1, 65), np.float32)), [replace(BASE, allowed=np.zeros(2, np.uint32))])
 
 
 @settings(max_examples=60, deadline=None)

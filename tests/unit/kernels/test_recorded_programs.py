@@ -59,6 +59,27 @@ def picks_of(rows: list[tuple[int, float]]) -> Picks:
 SPECIAL = [0.0, -0.0, 1.0, 1.0, -1.0, 0.25, 3e38, -3e38, float("inf"), -float("inf"), float("nan")]
 
 
+@pytest.mark.parametrize(("family", "compute"), EVERY)
+def test_a_mask_may_come_while_the_step_is_computed(family: str, compute: str) -> None:
+    """It is read after ``ready`` has returned; what that raises comes out, and the next run is sound."""
+    ops = make(family, compute)
+    steps, kv = lookup(ops, normal(8, 70, WIDTH))
+    program = ops.record(steps, kv)
+    words = np.zeros(3, np.uint32)
+    row = SampleRow(seed=1, position=3, choice=0, temperature=1.0, allowed=words)
+
+    def ready() -> None:
+        words[2] = 1 << 4
+
+    def fails() -> None:
+        raise LookupError("no mask")
+
+    batch = batch_of([1, 2], [0, 1])
+    with pytest.raises(LookupError, match="no mask"):
+        program.run(batch, 0, [row], picks_of([(5, 0.0)]), fails)
+    assert [one.token for one in program.run(batch, 0, [row], picks_of([(5, 0.0)]), ready)] == [68]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     kinds=st.lists(st.integers(0, len(SPECIAL) - 1) | st.just(2), min_size=1, max_size=120),

@@ -130,6 +130,7 @@ struct DrawRow {
   Draw how;
   std::vector<In<int32_t, 1>> ids;
   In<float, 1> bias;
+  In<uint32_t, 1> allowed;
 
   DrawRow(uint64_t seed, uint32_t position, uint32_t choice, float temperature, std::optional<long> top_k, float top_p,
           float min_p, std::optional<int> logprobs) {
@@ -168,9 +169,15 @@ struct DrawRow {
     ids.push_back(banned);
   }
 
+  void allow(In<uint32_t, 1> words) {
+    how.allowed = words.data();
+    allowed = std::move(words);
+  }
+
   void check(long vocabulary) const {
     for (const Ids& own : {how.output, how.prompt, how.bias, how.banned})
       require_ids(own, vocabulary, "token id outside the vocabulary");
+    require(how.allowed == nullptr || dim(allowed, 0) == (vocabulary + 31) / 32, "a bit for every token, 32 a word");
   }
 };
 

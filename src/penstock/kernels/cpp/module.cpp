@@ -184,7 +184,8 @@ NB_MODULE(_native, m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none())
       .def("penalise", &DrawRow::penalise)
       .def("set_bias", &DrawRow::set_bias)
-      .def("ban", &DrawRow::ban);
+      .def("ban", &DrawRow::ban)
+      .def("allow", &DrawRow::allow);
   nb::class_<Kernels>(m, "Kernels")
       .def(nb::init<const std::string&, const std::string&>())
       .def("linear", &Kernels::linear)

@@ -108,8 +108,10 @@ class RecordedStep {
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
 
-  // The answers of `rows`, which follow the `scored` ones; those of the picks are in their array.
-  std::vector<Answer> run(StepInputs& inputs, long scored, const std::vector<const DrawRow*>& rows) {
+  // The answers of `rows`, which follow the `scored` ones; those of the picks are in their array.  `ready`, if there is
+  // one, is called when the logits are there: until it returns, the rows' masks may still be written.
+  std::vector<Answer> run(StepInputs& inputs, long scored, const std::vector<const DrawRow*>& rows,
+                          const nb::object& ready) {
     const auto picked = static_cast<long>(inputs.picks.size()), listed = static_cast<long>(rows.size());
     require(scored >= 0 && scored + listed + picked == dim(inputs.wanted, 0), "a draw for every row that is not scored");
     require(program_->finished(), "the recording is not finished");
@@ -117,11 +119,20 @@ class RecordedStep {
     require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
             "the rope table must reach the last position");
     for (const DrawRow* row : rows) row->check(program_->vocabulary());
-    without_gil([&] {
-      program_->run(step);
+    const auto draw_all = [&] {
       draw_rows(*family_, program_->logits(), program_->vocabulary(), rows, drawn_);
       for (size_t i = 0; i < inputs.picks.size(); ++i) inputs.drawn.data()[i] = picked_token(inputs, i, rows.size() + i);
-    });
+    };
+    if (ready.is_none()) {
+      without_gil([&] {
+        program_->run(step);
+        draw_all();
+      });
+    } else {
+      without_gil([&] { program_->run(step); });
+      ready();
+      without_gil(draw_all);
+    }
     last_ = {step.wanted_count, program_->stored()};
     return answers_of(drawn_);
   }
@@ -201,7 +212,7 @@ void bind_program(nb::module_& m) {
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)
-      .def("run", &RecordedStep::run)
+      .def("run", &RecordedStep::run, nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("read_hidden", &RecordedStep::read_hidden)
       .def("read_logits", &RecordedStep::read_logits)
       .def_prop_ro("hidden_shape", &RecordedStep::hidden_shape)

@@ -20,7 +20,7 @@ struct Ranked {
 
 bool changes_logits(const Draw& how) {
   const bool penalised = how.presence != 0 || how.frequency != 0;
-  return how.bias.size > 0 || how.banned.size > 0 || (penalised && how.output.size > 0) ||
+  return how.allowed != nullptr || how.bias.size > 0 || how.banned.size > 0 || (penalised && how.output.size > 0) ||
          (how.repetition != 1 && how.output.size + how.prompt.size > 0);
 }
 
@@ -35,7 +35,16 @@ void penalise_repetition(const Draw& how, std::vector<float>& x) {
     }
 }
 
-// logit_bias, repetition, frequency, presence, bans: in vLLM's order.
+void keep_allowed(const uint32_t* allowed, std::vector<float>& x) {
+  for (size_t begin = 0; begin < x.size(); begin += 32) {
+    const uint32_t word = allowed[begin / 32];
+    if (word == ~uint32_t{0}) continue;
+    const size_t count = std::min<size_t>(32, x.size() - begin);
+    for (size_t i = 0; i < count; ++i) x[begin + i] = (word >> i & 1) != 0 ? x[begin + i] : -kInfinity;
+  }
+}
+
+// logit_bias, repetition, frequency, presence, bans, mask: in vLLM's order.
 void adjust(const Draw& how, std::vector<float>& x) {
   for (long i = 0; i < how.bias.size; ++i) x[static_cast<size_t>(how.bias.data[i])] += how.bias_values[i];
   if (how.repetition != 1) penalise_repetition(how, x);
@@ -46,6 +55,7 @@ void adjust(const Draw& how, std::vector<float>& x) {
       value -= how.output_counts.data[i] > 0 ? how.presence : 0.0f;
     }
   for (long i = 0; i < how.banned.size; ++i) x[static_cast<size_t>(how.banned.data[i])] = -kInfinity;
+  if (how.allowed != nullptr) keep_allowed(how.allowed, x);
 }
 
 // The values at or above `floor`, unsorted.

@@ -32,6 +32,7 @@ struct Draw {
   float repetition = 1;
   Ids output, output_counts, prompt, bias, banned;
   const float* bias_values = nullptr;
+  const uint32_t* allowed = nullptr;  // bit i % 32 of word i / 32: may token i be drawn?  null: all may
   int logprobs = -1;  // alternatives to report; -1: no log-probabilities at all
 };
 
