@@ -1,7 +1,7 @@
 """Sampling as plainly as it can be written: NumPy, float64, a full sort.  The oracle of every fast sampler.
 
-Order and meaning are vLLM's: logit_bias, repetition, frequency and presence penalties, bans, mask, temperature, then top_k,
-top_p, min_p, then Gumbel-max.  Ties are decided for the lower token id everywhere.
+Order and meaning are vLLM's: logit_bias, repetition, frequency and presence penalties, bans, mask, temperature, then
+top_k, top_p, min_p, then Gumbel-max.  Ties are decided for the lower token id everywhere.
 """
 
 from __future__ import annotations
