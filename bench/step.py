@@ -123,7 +123,7 @@ class Worker:
         loaded = load_model(folder, self.spec, self.ops)
         self.model = build_model(loaded, self.ops, self.spec.max_positions)
         self.identity = ModelIdentity(fingerprint=loaded.fingerprint, numerics=self.ops.numerics)
-        sizes = {"layers": self.spec.layers, "kv_heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}
+        sizes = {"layers": self.spec.kv.layers, "kv_heads": self.spec.kv.kv_heads, "head_dim": self.spec.kv.key_dim}
         layout = KvLayout.full(**sizes, dtype=args.compute)
         length = min(self.spec.max_positions, PROMPT + 2 * (args.steps + WARM_STEPS + ALLOCATION_STEPS) + 32)
         self.length = length

@@ -57,7 +57,7 @@ class RunnerBench:
         self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
         loaded = load_model(folder, self.spec, self.ops)
         self.model = RecordingModel(build_model(loaded, self.ops, self.spec.max_positions))
-        sizes = {"layers": self.spec.layers, "kv_heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}
+        sizes = {"layers": self.spec.kv.layers, "kv_heads": self.spec.kv.kv_heads, "head_dim": self.spec.kv.key_dim}
         self.kv = self.ops.new_kv(pages=pages, **sizes)
         program = self.ops.record(self.model.model, self.kv)
         if direct or not isinstance(program, RecordedProgram):

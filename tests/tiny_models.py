@@ -111,7 +111,14 @@ def write_model(folder: Path, config: dict[str, Any], *, seed: int = 0, dtype: s
     """A folder that can be served: configuration, a word-level tokenizer ("t0 t1 ..."), random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    words = {f"t{index}": index for index in range(config["vocab_size"])}
+    write_tokenizer(folder, config["vocab_size"])
+    write_weights(folder, random_tensors(config, seed, dtype), shards)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """Word-level: "t0 t1 ..."."""
+    words = {f"t{index}": index for index in range(vocab)}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
@@ -119,5 +126,3 @@ def write_model(folder: Path, config: dict[str, Any], *, seed: int = 0, dtype: s
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    write_weights(folder, random_tensors(config, seed, dtype), shards)
-    return folder

@@ -1,24 +1,67 @@
-"""Hugging Face transformers in fp32, teacher-forced: what every log-probability should be."""
+"""Hugging Face transformers in fp32, teacher-forced: what every log-probability should be.
+
+And random checkpoints of any family that transformers has, made by it from a ``config.json``.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tiny_models import write_tokenizer
 
 
 class Oracle:
     """One model, attention written out ("eager"), weights widened to fp32."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+
+    @classmethod
+    def of(cls, folder: Path) -> Oracle:
+        """The model in a folder."""
+        config = _config(json.loads((folder / "config.json").read_text()))
+        return cls(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32))
 
     def logprobs_TV(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Log-probability of every token after every position."""
+        torch.set_num_threads(1)  # models are small, and the kernels' own threads want the cores
         with torch.inference_mode():
             logits_TV = self.model(input_ids=torch.tensor([list(tokens)])).logits[0]
             return torch.log_softmax(logits_TV.double(), dim=-1).numpy()
+
+
+def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Oracle:
+    """A folder that can be served, with weights under which nothing is trivial, and the oracle on the same weights."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(_config(config), dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(_drawn(name, weight))
+    model.save_pretrained(folder)
+    (folder / "config.json").rename(folder / "config.newest.json")
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, config["vocab_size"])
+    return Oracle(model)
+
+
+def _config(config: dict[str, Any]) -> AutoConfig:
+    values = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
+    return CONFIG_MAPPING[config["model_type"]].from_dict(values, attn_implementation="eager")
+
+
+def _drawn(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Random, of a size under which activations and logits stay at about one to three."""
+    noise = torch.randn_like(weight)
+    if weight.ndim == 1:  # norms are ones (or zeros) when made, biases zeros
+        return weight + 0.2 * noise
+    gain = 2.5 if "embed" in name or "head" in name else 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+    return noise * gain / weight.shape[-1] ** 0.5

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from penstock.kernels.select import available_families
 from penstock.types import SamplingParams, TokenLogprob
+from penstock.weights.decoder import Decoder
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
 
@@ -104,7 +105,7 @@ def test_random_models(tmp_path: Path, case: str) -> None:
     folder = write_model(tmp_path, config, seed=len(case), **options)
     vocab = config["vocab_size"]
     tokens = np.random.default_rng(1).integers(0, vocab, 300).tolist()
-    want_TV = Oracle(folder).logprobs_TV(tokens)
+    want_TV = Oracle.of(folder).logprobs_TV(tokens)
     bench = RunnerBench(folder)
     sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=vocab, prompt_logprobs=vocab)
     for chunk in (300, 64, 37):
@@ -121,13 +122,13 @@ def test_every_kernel_family(tmp_path: Path, family: str) -> None:
     bench = RunnerBench(folder, family=family)
     sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=113, prompt_logprobs=113)
     drawn = bench.read(bench.request(tokens, sampling), 50)
-    check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), 113), Oracle(folder).logprobs_TV(tokens))
+    check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), 113), Oracle.of(folder).logprobs_TV(tokens))
 
 
 @pytest.fixture(scope="module")
 def storyteller(plain_storyteller: Path) -> tuple[RunnerBench, Oracle]:
     """The compressed weights that are shipped, and the oracle on the plain ones."""
-    return RunnerBench(BUNDLED, pages=300), Oracle(plain_storyteller)
+    return RunnerBench(BUNDLED, pages=300), Oracle.of(plain_storyteller)
 
 
 def chat(*turns: str) -> list[int]:
@@ -200,5 +201,5 @@ def test_an_answer_that_the_bundled_model_writes_itself(storyteller: tuple[Runne
 
 def test_the_oracle_read_the_same_configuration(storyteller: tuple[RunnerBench, Oracle]) -> None:
     bench, oracle = storyteller
-    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.rms_eps
+    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.own(Decoder).norm_eps
     assert sum(weight.numel() for weight in oracle.model.parameters()) == bench.spec.parameters

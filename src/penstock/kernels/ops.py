@@ -45,6 +45,20 @@ def segment_ends(k: int, unit: int) -> tuple[int, ...]:
     return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What a token leaves in the KV memory: in each layer a key and a value a head.
+
+    ``shared``: one vector of ``key_dim``, stored once; values are its first ``value_dim`` columns (latent attention).
+    """
+
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    shared: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
     """A weight matrix [N, K] in the backend's own layout.  Made once, in the zygote; read-only afterwards."""

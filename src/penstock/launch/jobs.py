@@ -42,6 +42,7 @@ from penstock.router.service import RouterService
 from penstock.telemetry.log import configure
 from penstock.telemetry.registry import Metrics
 from penstock.types import ModelIdentity, WorkerId
+from penstock.weights.checkpoint import for_length
 from penstock.weights.load import load_model
 from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec
@@ -82,7 +83,8 @@ class Workers:
         """Raises ConfigError when the system gives no memory."""
         self._config = config
         self._plan = plan
-        self._path, self._spec, self._manifests = model
+        self._path, spec, self._manifests = model
+        self._spec = for_length(spec, plan.scheduler.max_model_len)
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
@@ -240,4 +242,4 @@ def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics
 
 def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:
     """How a KV page of this model lies in memory."""
-    return KvLayout.full(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, dtype=dtype)
+    return KvLayout.full(layers=spec.kv.layers, kv_heads=spec.kv.kv_heads, head_dim=spec.kv.key_dim, dtype=dtype)

@@ -42,10 +42,19 @@ def inspect_model(path: str | Path) -> ModelSpec:
     return msgspec.structs.replace(
         spec,
         checkpoint_dtype=dtype,
+        parameters=layout.parameters,
         eos_ids=_end_ids(spec, fields, generation),
         bos_id=next(iter(fields.token_ids("bos_token_id")), None),
         sampling=_sampling_defaults(generation),
     )
+
+
+def for_length(spec: ModelSpec, max_model_len: int) -> ModelSpec:
+    """The specification of the model that serves contexts of at most so many tokens.
+
+    Most are the same for any; some stretch their positions for longer ones, and have another fingerprint then.
+    """
+    return checkpoint_format(spec.architecture, spec.architecture).at_length(spec, max_model_len)
 
 
 def compute_dtype_for(spec: ModelSpec, wanted: str) -> ComputeDtype:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from penstock.errors import ModelError
 from penstock.weights import llama
+from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
 from penstock.weights.spec import ModelSpec
@@ -27,6 +28,8 @@ class CheckpointFormat:
 
     parse: Callable[[Fields], ModelSpec]  # raises ModelError for what the family cannot compute
     layout: Callable[[ModelSpec], WeightLayout]
+    at_length: Callable[[ModelSpec, int], ModelSpec] = lambda spec, positions: spec
+    """The model for contexts of at most so many positions, where that changes it (see ``rope.Rope.at_length``)."""
 
 
 class Plugin(Protocol):
@@ -37,7 +40,7 @@ class Plugin(Protocol):
 
 
 BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType(
-    {"LlamaForCausalLM": CheckpointFormat(parse=llama.parse, layout=llama.layout)}
+    {"LlamaForCausalLM": CheckpointFormat(llama.parse, llama.layout, at_length)}
 )
 
 

@@ -13,7 +13,7 @@ from penstock.weights.header import TensorInfo
 from penstock.weights.reader import Checkpoint
 from penstock.weights.spec import ModelSpec
 
-VERSION = 1
+VERSION = 2
 """Part of the hash: a change of what is hashed makes all fingerprints new."""
 
 
@@ -54,12 +54,7 @@ def _canonical(spec: ModelSpec) -> bytes:
         "vocab": spec.vocab,
         "hidden": spec.hidden,
         "layers": spec.layers,
-        "heads": spec.heads,
-        "kv_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate": spec.intermediate,
-        "rms_eps": spec.rms_eps,
-        "rope": spec.rope,
         "tied": spec.tied,
+        "details": spec.details,
     }
     return msgspec.json.encode(fields, order="sorted")

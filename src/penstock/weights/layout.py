@@ -1,23 +1,62 @@
 """Which tensors of a checkpoint make which weight of a model: plain data, filled in by a family.
 
 Several tensors may be one weight (queries, keys and values are one matrix product): their rows follow one another.
+One tensor may hold several weights (experts in a stack, gate and up row by row), or a weight the other way round.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.weights.reader import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``first``, ``first + step``, ... below ``stop``."""
+
+    first: int
+    stop: int
+    step: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(range(self.first, self.stop, self.step))
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of the checkpoint and the shape it must have."""
+    """A matrix or vector that one tensor of the checkpoint holds: all of it, or what is left after, in this order,
+    taking one of a stack, turning inputs and outputs round, and picking rows."""
 
     tensor: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # that the tensor must have
+    index: int | None = None  # of a stack: [E, N, K]
+    transposed: bool = False  # stored as [K, N]
+    rows: Rows | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Is it the tensor as it is stored?"""
+        return self.index is None and not self.transposed and self.rows is None and len(self.shape) <= 2
+
+    def of(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        """The part of a tensor: a view."""
+        if self.index is not None:
+            tensor = tensor[self.index]
+        if self.transposed:
+            tensor = tensor.T
+        if self.rows is not None:
+            tensor = tensor[self.rows.first : self.rows.stop : self.rows.step]
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +70,17 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A norm weight."""
+    """A norm weight or a bias: its parts one after another, each number plus ``offset`` (some norms store w - 1)."""
 
     name: str
-    part: Part
+    parts: tuple[Part, ...]
+    offset: float = 0.0
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (self.part,)
+    def of(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
+        """The vector, of its parts; fp32 unless it is just one tensor."""
+        if len(parts) == 1 and not self.offset:
+            return parts[0]
+        return np.concatenate(parts, dtype=np.float32) + np.float32(self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +90,31 @@ class WeightLayout:
     weights: tuple[Matrix | Vector, ...]
     ignored: re.Pattern[str]
 
+    @property
+    def parts(self) -> Iterator[Part]:
+        """Of all weights."""
+        return (part for weight in self.weights for part in weight.parts)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the model needs, by name."""
+        return {part.tensor: part.shape for part in self.parts}
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors that the model needs."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises ModelError unless every tensor is there with its shape, and no unknown one beside them."""
-        known = set[str]()
-        for weight in self.weights:
-            for part in weight.parts:
-                known.add(part.tensor)
-                shape = checkpoint.info(part.tensor).shape
-                if shape != part.shape:
-                    raise ModelError(
-                        f"{checkpoint.path_of(part.tensor)}: tensor {part.tensor!r} has shape {list(shape)}, "
-                        f"by config.json it must have {list(part.shape)}"
-                    )
+        known = self.shapes
+        for tensor, wanted in known.items():
+            shape = checkpoint.info(tensor).shape
+            if shape != wanted:
+                raise ModelError(
+                    f"{checkpoint.path_of(tensor)}: tensor {tensor!r} has shape {list(shape)}, "
+                    f"by config.json it must have {list(wanted)}"
+                )
         for name in checkpoint.names:
             if name not in known and not self.ignored.fullmatch(name):
                 raise ModelError(

@@ -30,7 +30,7 @@ from penstock.weights.compressed import Original
 from penstock.weights.digests import Hashing
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
-from penstock.weights.layout import Matrix, Vector, WeightLayout
+from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
 from penstock.weights.reader import NUMPY_DTYPES, Checkpoint
 from penstock.weights.spec import ModelSpec
@@ -88,7 +88,7 @@ class _Load:
         self._weights = layout.weights
         self._ops = ops
         self._progress = progress
-        self._tensors = [part.tensor for weight in layout.weights for part in weight.parts]
+        self._tensors = [part.tensor for part in layout.parts]
         self._unread = sorted(set(checkpoint.names) - set(self._tensors))
         originals = {name: checkpoint.original(name) for name in checkpoint.names}
         self._vouched = {name: entry for name, entry in originals.items() if entry is not None and entry.checksum}
@@ -192,11 +192,14 @@ class _Meter:
 
 def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: Loading) -> bool:
     """Name the weight's parts to the backend; False if it must be made of arrays."""
+    if not all(part.is_whole for part in weight.parts):
+        return False
     places = [_stored(checkpoint, part.tensor) for part in weight.parts]
     if isinstance(weight, Vector):
-        if checkpoint.matrix(weight.part.tensor) is not None:
+        tensor = weight.parts[0].tensor
+        if len(weight.parts) > 1 or weight.offset or checkpoint.matrix(tensor) is not None:
             return False
-        loading.vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(weight.part.tensor).dtype])
+        loading.vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(tensor).dtype])
         return True
     matrices = [checkpoint.matrix(part.tensor) for part in weight.parts]
     compressed = [pair for pair in zip(places, matrices, strict=True) if pair[1] is not None]
@@ -216,11 +219,11 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
 
 def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
     if isinstance(weight, Vector):
-        return ops.vector(_aligned(checkpoint.array(weight.part.tensor)))
+        return ops.vector(_aligned(weight.of([_array(checkpoint, part) for part in weight.parts])))
     packed = _pack_compressed(checkpoint, weight, ops)
     if packed is not None:
         return packed
-    parts = [checkpoint.array(part.tensor) for part in weight.parts]
+    parts = [_array(checkpoint, part) for part in weight.parts]
     if len(parts) == 1:
         return ops.pack_linear(_aligned(parts[0]), segments=weight.segments)
     dtypes = {part.dtype for part in parts}
@@ -230,7 +233,7 @@ def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
 
 def _pack_compressed(checkpoint: Checkpoint, weight: Matrix, ops: Ops) -> PackedLinear | None:
     """The weight as it is stored, if all of it is compressed and the backend computes from that."""
-    matrices = [checkpoint.matrix(part.tensor) for part in weight.parts]
+    matrices = [checkpoint.matrix(part.tensor) if part.is_whole else None for part in weight.parts]
     compressed = [matrix for matrix in matrices if matrix is not None]
     if len(compressed) < len(matrices):
         return None
@@ -239,6 +242,10 @@ def _pack_compressed(checkpoint: Checkpoint, weight: Matrix, ops: Ops) -> Packed
     except KernelError as error:
         names = ", ".join(repr(part.tensor) for part in weight.parts)
         raise ModelError(f"{checkpoint.path_of(weight.parts[0].tensor)}: tensor {names}: damaged, {error}") from error
+
+
+def _array(checkpoint: Checkpoint, part: Part) -> np.ndarray[Any, np.dtype[Any]]:
+    return part.of(checkpoint.array(part.tensor))
 
 
 def _aligned(view: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:

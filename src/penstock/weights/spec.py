@@ -1,54 +1,23 @@
-"""What a model is, without its weights: sizes, rotary recipe, end tokens.  Immutable; can cross a process boundary.
+"""What a model is, without its weights.  Immutable.
 
-Knows neither files nor architectures: ``weights.llama`` and its like make a ``ModelSpec`` of a ``config.json``.
+Knows neither files nor families: what rooms outside a model's family need stands in ``ModelSpec``, everything else in
+the family's own ``Details``, which only the family reads.
 """
 
 from __future__ import annotations
 
-import math
-from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+
+from penstock.kernels.ops import KvShape
+
+D = TypeVar("D", bound="Details")
 
 
-class RopeKind(StrEnum):
-    """How rotary frequencies were stretched to a longer context."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-
-
-class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Recipe of the rotary frequencies (RoPE, arXiv:2104.09864; scalings as Hugging Face transformers has them)."""
-
-    theta: float = 10_000.0
-    kind: RopeKind = RopeKind.DEFAULT
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, as the next two
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-    def inv_freq(self, head_dim: int) -> NDArray[np.float64]:
-        """Radians a position for each pair of columns; [head_dim / 2]."""
-        exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-        plain = self.theta**-exponents
-        match self.kind:
-            case RopeKind.DEFAULT:
-                return plain
-            case RopeKind.LINEAR:
-                return plain / self.factor
-            case RopeKind.LLAMA3:
-                return self._llama3(plain)
-
-    def _llama3(self, plain: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Short wavelengths stay, long ones are divided by ``factor``, those in between are blended."""
-        turns = self.original_max_positions * plain / (2 * math.pi)  # within the original context
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = np.clip(kept, 0.0, 1.0)
-        return plain * (kept + (1.0 - kept) / self.factor)
+class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of what a family keeps of a ``config.json``.  All fields, and the class's name, are part of the model's
+    fingerprint: whatever changes a bit of an answer stands here, and nothing else does."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,28 +35,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     vocab: int
     hidden: int
     layers: int
-    heads: int  # query heads
-    kv_heads: int  # divides heads
-    head_dim: int  # even
-    intermediate: int
-    rms_eps: float
-    rope: Rope
-    tied: bool  # the head is the embedding table
+    kv: KvShape
     max_positions: int
-    checkpoint_dtype: str  # "bf16", "fp16" or "fp32": the widest type of its matrices
+    tied: bool  # the head is the embedding table
+    details: Details
+    checkpoint_dtype: str = "fp32"  # "bf16", "fp16" or "fp32": the widest type of its matrices
+    parameters: int = 0  # weights that its tensors hold
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     sampling: SamplingDefaults = SamplingDefaults()
 
-    @property
-    def qkv_rows(self) -> int:
-        """Outputs of the fused query, key and value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        width = self.heads * self.head_dim
-        layer = self.hidden * (self.qkv_rows + width + 3 * self.intermediate + 2)
-        tables = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + tables + self.hidden
+    def own(self, kind: type[D]) -> D:
+        """The family's details.  Raises TypeError if they are another family's."""
+        if not isinstance(self.details, kind):
+            raise TypeError(f"{self.architecture}: details are {type(self.details).__name__}, not {kind.__name__}")
+        return self.details

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+import torch
 
 from penstock.errors import ConfigError, ModelError
+from penstock.kernels.ops import KvShape
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.decoder import Attention, Decoder, Layer, Mlp
+from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.llama import parse
-from penstock.weights.spec import ModelSpec, Rope, RopeKind, SamplingDefaults
+from penstock.weights.rope import Linear, Llama3, Rope
+from penstock.weights.spec import Details, ModelSpec, SamplingDefaults
 from tiny_models import llama_config, random_tensors, write_model, write_weights
 
 BUNDLED = Path(__file__).parents[3] / "src/penstock/bundled/storyteller"
@@ -32,11 +36,23 @@ def spec_of(**changes: Any) -> ModelSpec:
     return parse(Fields(llama_config(**changes), "config.json"))
 
 
+def attention_of(spec: ModelSpec) -> Attention:
+    """Of the first layer."""
+    return spec.own(Decoder).layers[0].attention
+
+
+def linear(field: str, factor: float) -> dict[str, Any]:
+    return {"rope_scaling": {field: "linear", "factor": factor}}
+
+
 def test_the_bundled_model() -> None:
     spec = inspect_model(BUNDLED)
-    assert (spec.vocab, spec.hidden, spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (4096, 320, 8, 5, 1, 64)
-    assert (spec.intermediate, spec.rms_eps, spec.tied, spec.max_positions) == (896, 1e-5, True, 2048)
-    assert spec.rope == Rope(theta=10000.0)
+    assert (spec.vocab, spec.hidden, spec.layers, spec.tied, spec.max_positions) == (4096, 320, 8, True, 2048)
+    assert spec.kv == KvShape(layers=8, kv_heads=1, key_dim=64, value_dim=64)
+    attention = Attention(heads=5, kv_heads=1, head_dim=64, scale=0.125, rope=Rope(theta=10000.0, columns=64))
+    assert spec.own(Decoder) == Decoder(
+        layers=(Layer(attention=attention, mlp=Mlp(intermediate=896)),) * 8, norm_eps=1e-5
+    )
     assert (spec.eos_ids, spec.bos_id, spec.checkpoint_dtype) == ((1,), 0, "bf16")
     assert spec.sampling == SamplingDefaults(temperature=0.7, top_p=0.9)
     assert spec.parameters == 10_163_520
@@ -46,46 +62,85 @@ def test_both_dialects_of_the_rotary_fields() -> None:
     old = spec_of(rope_theta=500000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16")
     new = spec_of(rope_theta=None, rope_parameters={**LLAMA3, "rope_theta": 500000.0}, dtype="bfloat16")
     assert old == new
-    assert old.rope.kind is RopeKind.LLAMA3
-    assert (old.rope.theta, old.rope.factor, old.rope.original_max_positions) == (500000.0, 32.0, 8192)
+    scaling = Llama3(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    assert attention_of(old).rope == Rope(theta=500000.0, columns=16, scaling=scaling)
 
 
 @pytest.mark.parametrize(
     ("changes", "rope"),
     [
-        ({"rope_theta": None}, Rope(theta=10000.0)),
-        ({"rope_theta": 1000000}, Rope(theta=1e6)),
-        ({"rope_scaling": None}, Rope()),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(theta=7.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, Rope(kind=RopeKind.LINEAR, factor=2.0)),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, Rope(kind=RopeKind.LINEAR, factor=4.0)),
+        ({"rope_theta": None}, Rope(theta=10000.0, columns=16)),
+        ({"rope_theta": 1000000}, Rope(theta=1e6, columns=16)),
+        ({"rope_scaling": None, "head_dim": 40}, Rope(theta=10000.0, columns=40)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(theta=7.0, columns=16)),
+        (linear("type", 2), Rope(theta=10000.0, columns=16, scaling=Linear(factor=2.0))),
+        (linear("rope_type", 4.0), Rope(theta=10000.0, columns=16, scaling=Linear(factor=4.0))),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, Rope(theta=10000.0, columns=16)),
+        ({"partial_rotary_factor": 0.5}, Rope(theta=10000.0, columns=8)),
     ],
 )
 def test_rotary_recipes(changes: dict[str, Any], rope: Rope) -> None:
-    assert spec_of(**changes).rope == rope
+    assert attention_of(spec_of(**changes)).rope == rope
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 40 for i in range(40)],
+    "long_factor": [1.0 + i for i in range(40)],
+    "original_max_position_embeddings": 4096,
+}
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn, ramp by fractions": {**YARN, "truncate": False, "beta_fast": 20, "beta_slow": 2, "attention_factor": 1.25},
+    "yarn, two scales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+    "longrope": LONG,
+    "longrope, factor given": {**LONG, "factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
 def test_frequencies_are_those_of_transformers(kind: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling = {"default": None, "linear": {"rope_type": "linear", "factor": 3.0}, "llama3": LLAMA3}[kind]
-    config = llama_config(head_dim=80, rope_scaling=scaling, rope_theta=500000.0, max_position_embeddings=131072)
-    want = LlamaRotaryEmbedding(LlamaConfig.from_dict(config)).inv_freq.numpy()
-    got = parse(Fields(config, "config.json")).rope.inv_freq(80)
-    assert got.dtype == np.float64
-    np.testing.assert_allclose(got, want, rtol=3e-6)  # theirs are computed in fp32
+    config = llama_config(head_dim=80, rope_scaling=SCALINGS[kind], rope_theta=500000.0, max_position_embeddings=131072)
+    spec = parse(Fields(config, "config.json"))
+    for length in (4096, 131072):
+        oracle = LlamaRotaryEmbedding(LlamaConfig.from_dict(config))
+        oracle(torch.zeros(1), torch.tensor([[length - 1]]))  # chooses the frequencies
+        rope = attention_of(at_length(spec, length)).rope
+        assert rope is not None
+        got = rope.inv_freq()
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, oracle.inv_freq.numpy(), rtol=3e-6)  # theirs are computed in fp32
+        assert rope.attention_factor == pytest.approx(oracle.attention_scaling, rel=1e-6)
+
+
+def test_only_what_stretches_with_the_length_is_another_model_at_another_length() -> None:
+    changes = {"rope_scaling": LONG, "head_dim": 80, "max_position_embeddings": 131072}
+    long = spec_of(**changes)
+    assert at_length(long, 4097) == long == at_length(at_length(long, 4096), 8000)
+    assert at_length(long, 4096) != long
+    assert at_length(spec_of(rope_scaling=LLAMA3), 16) == spec_of(rope_scaling=LLAMA3)
+
+
+def test_the_context_of_yarn_is_the_stretched_one() -> None:
+    assert spec_of(rope_scaling=YARN, max_position_embeddings=8192).max_positions == 131072
+    assert spec_of(rope_scaling=YARN, max_position_embeddings=262144).max_positions == 262144
 
 
 def test_head_size_is_explicit_or_follows() -> None:
-    assert spec_of(hidden_size=80).head_dim == 20
-    assert spec_of(head_dim=24).head_dim == 24
-    assert spec_of(num_key_value_heads=None).kv_heads == 4
+    assert spec_of(hidden_size=80).kv.key_dim == 20
+    assert spec_of(head_dim=24).kv.value_dim == 24
+    assert spec_of(num_key_value_heads=None).kv.kv_heads == 4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another architecture": ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' cannot be served; these"),
+    "another architecture": ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' cannot be served; these"),
     "no architecture": ({"architectures": None}, "architectures must name one"),
     "another type": ({"model_type": "mistral"}, "model_type is 'mistral'"),
     "code of its own": ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "never run"),
@@ -103,11 +158,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive"),
     "a million layers": ({"num_hidden_layers": 1000000}, "num_hidden_layers must be at most"),
     "negative eps": ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' cannot be served; these can"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    "axial": ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type 'axial' cannot be served; these can"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "has no factor"),
+    "betas crossed": ({"rope_scaling": {**YARN, "beta_slow": 64}}, r"beta_fast \(32.0\) must not be below"),
+    "too few divisors": ({"rope_scaling": LONG}, "short_factor must have 8 numbers, one a pair .* not 40"),
+    "no number": ({"rope_scaling": {**LONG, "short_factor": [1.0] * 7 + [None]}}, "must hold positive numbers only"),
     "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
     "factors crossed": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
-    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+    "odd rotation": ({"partial_rotary_factor": 0.9375}, "partial_rotary_factor 0.9375 of heads of 16 is no even"),
+    "more than whole": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of heads of 16"),
     "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs from layer to layer"),
     "eos outside": ({"eos_token_id": 128}, "eos_token_id 128 is outside"),
     "eos no id": ({"eos_token_id": "x"}, "eos_token_id must be a token id"),
@@ -190,6 +249,9 @@ def test_mixed_types_need_fp32(tmp_path: Path) -> None:
     assert inspect_model(tmp_path).checkpoint_dtype == "fp32"
 
 
-def test_a_specification_survives_the_wire() -> None:
-    spec = inspect_model(BUNDLED)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+def test_details_are_asked_for_by_the_family_that_made_them() -> None:
+    class Other(Details):
+        pass
+
+    with pytest.raises(TypeError, match="LlamaForCausalLM: details are Decoder, not Other"):
+        spec_of().own(Other)

@@ -164,9 +164,10 @@ def test_the_fingerprint_knows_the_configuration_that_changes_bits(tmp_path: Pat
     write_weights(tmp_path, random_tensors(llama_config()))
     with Checkpoint(tmp_path) as checkpoint:
         plain = fingerprint(checkpoint, SPEC)
-        rope = msgspec.structs.replace(SPEC.rope, theta=5.0)
-        for change in ({"rms_eps": 1e-6}, {"heads": 2}, {"tied": True}, {"rope": rope}):
-            assert fingerprint(checkpoint, msgspec.structs.replace(SPEC, **change)) != plain, change
+        for change in ({"rms_norm_eps": 1e-6}, {"num_attention_heads": 2}, {"tie_word_embeddings": True}):
+            assert fingerprint(checkpoint, parse(Fields(llama_config(**change), ""))) != plain, change
+        for change in ({"rope_theta": 5.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}):
+            assert fingerprint(checkpoint, parse(Fields(llama_config(**change), ""))) != plain, change
         assert fingerprint(checkpoint, msgspec.structs.replace(SPEC, eos_ids=(9,), max_positions=64)) == plain
 
 

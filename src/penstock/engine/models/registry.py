@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.engine.models import llama
+from penstock.engine.models import decoder
 from penstock.engine.models.port import Model
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
@@ -21,7 +21,7 @@ from penstock.weights.spec import ModelSpec
 Build = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
 """(specification, packed weights by name, backend, positions wanted) to a model."""
 
-BUILT_IN: Mapping[str, Build] = MappingProxyType({"LlamaForCausalLM": llama.build})
+BUILT_IN: Mapping[str, Build] = MappingProxyType({"LlamaForCausalLM": decoder.build})
 
 
 def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:

@@ -23,7 +23,7 @@ PLUGIN = '''
 
 import msgspec
 
-from penstock.engine.models import llama as model
+from penstock.engine.models import decoder as model
 from penstock.weights import llama
 from penstock.weights.family import CheckpointFormat
 

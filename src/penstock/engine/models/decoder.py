@@ -1,4 +1,4 @@
-"""Llama (arXiv:2302.13971): pre-norm decoder with rotary positions, grouped queries and a gated MLP.
+"""The decoder that most families are (first Llama, arXiv:2302.13971), as its ``weights.decoder.Decoder`` says.
 
 Knows the order of operations and nothing about files, batching or sampling.
 """
@@ -12,25 +12,45 @@ from penstock.engine.layers.attention import SelfAttention
 from penstock.engine.layers.mlp import GatedMlp
 from penstock.engine.layers.norm import RmsNorm
 from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.weights.decoder import Decoder
+from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
 
 
-class LlamaLayer:
-    """One decoder layer: attention, then MLP, each added to the residual stream."""
+class RopeTables:
+    """Tables of rotary positions, one a recipe, whatever the number of layers that share it."""
 
-    def __init__(self, index: int, spec: ModelSpec, weights: Mapping[str, Any], rope: Array) -> None:
+    def __init__(self, ops: Ops, max_positions: int) -> None:
+        self._ops = ops
+        self._max_positions = max_positions
+        self._tables: dict[Rope, Array] = {}
+
+    def of(self, rope: Rope | None) -> Array:
+        """The table, made when it is first asked for; None where nothing is rotated."""
+        if rope is None:
+            return None
+        if rope not in self._tables:
+            self._tables[rope] = self._ops.rope_table(rope.inv_freq(), self._max_positions, rope.attention_factor)
+        return self._tables[rope]
+
+
+class DecoderLayer:
+    """One layer: attention, then MLP, each added to the residual stream."""
+
+    def __init__(self, index: int, details: Decoder, weights: Mapping[str, Any], ropes: RopeTables) -> None:
+        layer, eps = details.layers[index], details.norm_eps
         self.attention = SelfAttention(
             layer=index,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            scale=spec.head_dim**-0.5,
-            norm=RmsNorm(weights[f"{index}.attention_norm"], spec.rms_eps),
+            heads=layer.attention.heads,
+            kv_heads=layer.attention.kv_heads,
+            scale=layer.attention.scale,
+            norm=RmsNorm(weights[f"{index}.attention_norm"], eps),
             qkv=weights[f"{index}.qkv"],
             out=weights[f"{index}.out"],
-            rope=rope,
+            rope=ropes.of(layer.attention.rope),
         )
         self.mlp = GatedMlp(
-            norm=RmsNorm(weights[f"{index}.mlp_norm"], spec.rms_eps),
+            norm=RmsNorm(weights[f"{index}.mlp_norm"], eps),
             gate_up=weights[f"{index}.gate_up"],
             down=weights[f"{index}.down"],
         )
@@ -54,13 +74,14 @@ class LlamaLayer:
         return hidden_RD
 
 
-class Llama:
-    """See ``engine.models.port.Model``.  ``weights`` by the names of ``penstock.weights.llama.layout``."""
+class DecoderModel:
+    """See ``engine.models.port.Model``.  ``weights`` by the names of ``penstock.weights.decoder.layout``."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], rope: Array) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ropes: RopeTables) -> None:
+        details = spec.own(Decoder)
         self.embed = weights["embed"]
-        self.layers = [LlamaLayer(index, spec, weights, rope) for index in range(spec.layers)]
-        self.norm = RmsNorm(weights["norm"], spec.rms_eps)
+        self.layers = [DecoderLayer(index, details, weights, ropes) for index in range(spec.layers)]
+        self.norm = RmsNorm(weights["norm"], details.norm_eps)
         self.head = self.embed if spec.tied else weights["head"]
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
@@ -73,6 +94,6 @@ class Llama:
         return ops.linear(self.norm(ops, hidden_RD), self.head)
 
 
-def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> Llama:
+def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
     """The model over packed weights, for positions below ``max_positions``."""
-    return Llama(spec, weights, ops.rope_table(spec.rope.inv_freq(spec.head_dim), max_positions))
+    return DecoderModel(spec, weights, RopeTables(ops, max_positions))

@@ -1,0 +1,136 @@
+"""What most families' ``config.json`` have in common, read and checked once: sizes, and what none of them can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.kernels.ops import KvShape
+from penstock.weights.decoder import Attention, Decoder, Layer
+from penstock.weights.fields import Fields
+from penstock.weights.rope import Rope
+from penstock.weights.spec import ModelSpec
+
+MAX_HEAD_DIM = 1024
+MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes that every decoder has."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+
+    def attention(self, rope: Rope | None) -> Attention:
+        """The plain kind."""
+        return Attention(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.head_dim**-0.5, rope=rope
+        )
+
+    def kv(self) -> KvShape:
+        """Full keys and values in every layer."""
+        return KvShape(
+            layers=self.layers, kv_heads=self.kv_heads, key_dim=self.head_dim, value_dim=self.head_dim, shared=False
+        )
+
+
+def parse_sizes(config: Fields, *, max_positions: int = 2048) -> Sizes:
+    """The sizes under their usual names.  Raises ModelError if they contradict each other or are out of bounds."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    kv_heads = config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.refuse(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    if not config.has("head_dim") and hidden % heads:
+        raise config.refuse(f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}), and no head_dim")
+    head_dim = config.size("head_dim", hidden // heads or 1)
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise config.refuse(f"head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
+    return Sizes(
+        hidden=hidden,
+        layers=layer_count(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=config.size("max_position_embeddings", max_positions),
+    )
+
+
+def layer_count(config: Fields, name: str) -> int:
+    """The number of layers.  Raises ModelError if there are more than any model has."""
+    layers = config.size(name)
+    if layers > MAX_LAYERS:
+        raise config.refuse(f"{name} must be at most {MAX_LAYERS}, got {layers}")
+    return layers
+
+
+def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decoder, *, tied: bool = False) -> ModelSpec:
+    """The specification; ``tied`` unless the file says otherwise."""
+    positions = [
+        layer.attention.rope.positions(sizes.max_positions) for layer in decoder.layers if layer.attention.rope
+    ]
+    return ModelSpec(
+        architecture=architecture,
+        vocab=config.size("vocab_size"),
+        hidden=sizes.hidden,
+        layers=len(decoder.layers),
+        kv=sizes.kv(),
+        max_positions=max(positions, default=sizes.max_positions),
+        tied=config.get("tie_word_embeddings", bool, tied),
+        details=decoder,
+    )
+
+
+def at_length(spec: ModelSpec, positions: int) -> ModelSpec:
+    """The same model for contexts of at most so many positions (see ``rope.Rope.at_length``)."""
+    decoder = spec.own(Decoder)
+    return msgspec.structs.replace(
+        spec,
+        details=msgspec.structs.replace(decoder, layers=tuple(_layer_at(layer, positions) for layer in decoder.layers)),
+    )
+
+
+def _layer_at(layer: Layer, positions: int) -> Layer:
+    rope = layer.attention.rope
+    if rope is None or rope.at_length(positions) == rope:
+        return layer
+    attention = msgspec.structs.replace(layer.attention, rope=rope.at_length(positions))
+    return msgspec.structs.replace(layer, attention=attention)
+
+
+def refuse_variants(config: Fields, model_type: str) -> None:
+    """Everything that a known architecture's name may cover and that is computed nowhere here."""
+    kind = config.get("model_type", str, model_type)
+    if kind != model_type:
+        raise config.refuse(f"model_type is {kind!r}, not {model_type!r}: the architecture is another one than it says")
+    if config.has("quantization_config") or config.has("compression_config"):
+        raise config.refuse("its weights are quantized; the original in bf16, fp16 or fp32 can be served")
+
+
+def refuse_own_code(config: Fields) -> None:
+    """Where the files bring Python code along, it may compute something else than the architecture's name says."""
+    if "AutoModelForCausalLM" in config.get("auto_map", dict, {}):
+        raise config.refuse(
+            "auto_map: needs Python code of its own, which is never run; the release in transformers' own format can "
+            "be served"
+        )
+
+
+def refuse_true(config: Fields, *names: str) -> None:
+    """Switches that must be off."""
+    for name in names:
+        if config.get(name, bool, False):
+            raise config.refuse(f"{name} is true; only models without can be served")
+
+
+def activation(config: Fields, field: str, served: dict[str, str], default: str) -> str:
+    """The activation's name among the kernels' own."""
+    name = config.get(field, str, default)
+    if name not in served:
+        raise config.refuse(f"{field} is {name!r}; only {', '.join(map(repr, served))} can be served")
+    return served[name]

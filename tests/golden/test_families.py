@@ -1,0 +1,140 @@
+"""Every family computes what transformers computes, both in fp32, and keeps law 1; its real models have their sizes.
+
+The entries are in ``family_cases.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_cases import CASES, Case
+from parity_oracle import Oracle, write_random_model
+from test_parity import check_rows, whole_rows
+
+from penstock.engine.core.request import Request
+from penstock.types import PAGE_TOKENS, SamplingParams, TokenLogprob
+from penstock.weights.checkpoint import CONFIG, inspect_model
+from penstock.weights.family import checkpoint_format
+from penstock.weights.fields import Fields
+from runner_bench import RunnerBench
+
+LENGTH = 190
+ANSWER = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """A shrunk model on disk, behind the runner and behind transformers."""
+
+    case: Case
+    folder: Path
+    bench: RunnerBench
+    oracle: Oracle
+    tokens: list[int]
+
+    @property
+    def vocab(self) -> int:
+        return self.bench.spec.vocab
+
+    def request(self, *, prompt_logprobs: int | None = None) -> Request:
+        sampling = SamplingParams(
+            seed=3, max_tokens=ANSWER, temperature=0.8, logprobs=self.vocab, prompt_logprobs=prompt_logprobs
+        )
+        return self.bench.request(self.tokens, sampling)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.config}: {case.features}")
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(case.config)
+    oracle = write_random_model(folder, case.shrunk())
+    bench = RunnerBench(folder)
+    tokens = np.random.default_rng(1).integers(0, bench.spec.vocab, LENGTH).tolist()
+    return Place(case, folder, bench, oracle, tokens)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.config}: {case.features}")
+def test_the_real_model_has_its_size(case: Case) -> None:
+    config = case.real()
+    (architecture,) = config["architectures"]
+    family = checkpoint_format(architecture, "")
+    assert family.layout(family.parse(Fields(config, CONFIG))).parameters == case.parameters
+
+
+def test_both_dialects_of_the_configuration_say_the_same(place: Place) -> None:
+    (place.folder / "config.json").rename(place.folder / "config.old.json")
+    try:
+        (place.folder / "config.newest.json").rename(place.folder / "config.json")
+        assert inspect_model(place.folder).details == place.bench.spec.details
+        assert inspect_model(place.folder).max_positions == place.bench.spec.max_positions
+    finally:
+        (place.folder / "config.old.json").replace(place.folder / "config.json")
+
+
+def test_log_probabilities_are_those_of_transformers(place: Place) -> None:
+    request = place.request(prompt_logprobs=place.vocab)
+    drawn = place.bench.read(request, LENGTH)
+    got_TV = whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), place.vocab)
+    want_TV = place.oracle.logprobs_TV(place.tokens)
+    check_rows(got_TV, want_TV)
+    assert len(np.unique(want_TV.argmax(1))) > 10  # a model that ignores what it reads would prove nothing
+    place.bench.release(request)
+
+
+def test_no_bit_depends_on_the_way(place: Place) -> None:
+    want = alone(place, LENGTH)
+    assert alone(place, 37) == want
+    assert in_company(place) == want
+    assert on_cached_pages(place) == want
+
+
+Told = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]
+
+
+def alone(place: Place, chunk: int) -> Told:
+    """Nothing else in the step, the prompt in pieces."""
+    request = place.request()
+    told = answered(place, request, [*place.bench.read(request, chunk).logprobs])
+    place.bench.release(request)
+    return told
+
+
+def in_company(place: Place) -> Told:
+    """Behind one that writes and in front of one that reads."""
+    bench = place.bench
+    writer = bench.request(place.tokens[:70], SamplingParams(seed=9, max_tokens=50, logprobs=0))
+    bench.read(writer, 70)
+    reader = bench.request(place.tokens[::-1], SamplingParams(seed=9, max_tokens=1))
+    request = place.request()
+    logprobs: list[TokenLogprob] = []
+    while len(request.output) < ANSWER:
+        work = [(writer, 1), (request, min(50, request.missing)), (reader, 15)]
+        logprobs += bench.step(work)[1].logprobs
+    told = (tuple(request.output), tuple(logprobs))
+    for one in (writer, reader, request):
+        bench.release(one)
+    return told
+
+
+def on_cached_pages(place: Place) -> Told:
+    """The prompt's first pages were computed for another request."""
+    first, second = place.request(), place.request()
+    place.bench.read(first, 64)
+    pages = LENGTH // PAGE_TOKENS - 2
+    own, second.pages[:pages] = second.pages[:pages], first.pages[:pages]
+    second.computed = pages * PAGE_TOKENS
+    told = answered(place, second, [*place.bench.read(second, LENGTH).logprobs])
+    second.pages[:pages] = own
+    place.bench.release(first)
+    place.bench.release(second)
+    return told
+
+
+def answered(place: Place, request: Request, logprobs: list[TokenLogprob]) -> Told:
+    """The rest of the answer, token by token."""
+    while len(request.output) < ANSWER:
+        logprobs += place.bench.step([(request, 1)])[0].logprobs
+    return tuple(request.output), tuple(logprobs)
