@@ -114,9 +114,23 @@ class Run {
     std::vector<char> out(hidden.size() * size_of(compute_));
     family_.rms_norm({hidden.data(), weight.data(), kRows, kWidth, 0x1p-16f, out.data()}, compute_);
     note("rms_norm", out);
+    family_.layer_norm({hidden.data(), weight.data(), weight.data(), kRows, kWidth, 0x1p-16f, out.data()}, compute_);
+    note("layer_norm", out);
+    for (const Activation kind : {Activation::kGelu, Activation::kGeluTanh, Activation::kRelu2}) {
+      family_.activate({hidden.data(), kRows, kWidth, kind, 1, out.data()}, compute_);
+      note("activate", out);
+    }
     out.resize(out.size() / 2);
-    family_.silu_mul({hidden.data(), kRows, kWidth / 2, out.data()}, compute_);
-    note("silu_mul", out);
+    for (const Gate& gate : {Gate{}, Gate{.alpha = 1.75f, .limit = 0.5f, .shift = 1, .interleaved = true}}) {
+      family_.gated({hidden.data(), kRows, kWidth / 2, gate, out.data()}, compute_);
+      note("gated", out);
+    }
+    auto changed = hidden;
+    family_.norm_add({hidden.data(), weight.data(), kRows, kWidth, 0x1p-16f, changed.data()});
+    family_.add_bias({changed.data(), weight.data(), nullptr, kRows, kWidth});
+    family_.add({changed.data(), hidden.data(), kRows, kWidth});
+    family_.form({changed.data(), kRows, kWidth, {0.75f, 2}});
+    note("changed in place", changed);
   }
 
   void products() {

@@ -19,9 +19,10 @@ from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
 from penstock.kernels.compression import ESCAPE_PADDING, native_weights
+from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.loading import Backend, NativeLoading
 from penstock.kernels.memory import StepBuffers, WeightArena
-from penstock.kernels.native_arguments import NativeKv, draw_row, sampled
+from penstock.kernels.native_arguments import ACTIVATIONS, NativeKv, draw_row, gate_words, sampled
 from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.recording import recorded
@@ -54,6 +55,7 @@ class NativeOps:
         self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
         self._kernels = _native.Kernels(family, compute_dtype)
         self._compressed = _native.CompressedKernels(family)
+        self._rows = _native.RowKernels(family, compute_dtype)
         self._per_cell = 2 if compute_dtype == "bf16" else 1
         self._dtype = np.dtype(np.uint16 if compute_dtype == "bf16" else np.float32)
         self._arena = WeightArena()
@@ -159,19 +161,35 @@ class NativeOps:
         except RecordingError:
             return DirectProgram(self, steps, kv)
 
-    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:
         """See ``Ops.embed``."""
         hidden_TD = self._buffers.empty((len(tokens_T), table.k), np.float32)
         if isinstance(table.data, _native.CompressedWeights):
             self._compressed.embed(table.data, tokens_T, hidden_TD)
         else:
             self._kernels.embed(table.data, tokens_T, hidden_TD)
+        if scale != 1.0:
+            self.scale(hidden_TD, scale)
         return hidden_TD
+
+    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Array) -> None:
+        """See ``Ops.embed_add``."""
+        self.add(hidden_TD, self.embed(table, positions_T))
 
     def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
         """See ``Ops.rms_norm``."""
         out_TD = self._buffers.empty(hidden_TD.shape, self._dtype)
         self._kernels.rms_norm(hidden_TD, weight_D, eps, out_TD)
+        return out_TD
+
+    def norm_add(self, hidden_TD: Array, x_TD: Array, weight_D: Array, eps: float) -> None:
+        """See ``Ops.norm_add``."""
+        self._rows.norm_add(x_TD, weight_D, eps, hidden_TD)
+
+    def layer_norm(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> Array:
+        """See ``Ops.layer_norm``."""
+        out_TD = self._buffers.empty(hidden_TD.shape, self._dtype)
+        self._rows.layer_norm(hidden_TD, weight_D, bias_D, eps, out_TD)
         return out_TD
 
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
@@ -207,12 +225,34 @@ class NativeOps:
         self._kernels.attention(q_THC, kv.handle, layer, self._checked(batch), heads, scale, out)
         return out
 
-    def silu_mul(self, gate_up_T2I: Array) -> Array:
-        """See ``Ops.silu_mul``."""
+    def gated(self, gate_up_T2I: Array, kind: Gate = SILU) -> Array:
+        """See ``Ops.gated``."""
         tokens, width = gate_up_T2I.shape
         out_TI = self._buffers.empty((tokens, width // 2), self._dtype)
-        self._kernels.silu_mul(gate_up_T2I, out_TI)
+        self._rows.gated(gate_up_T2I, gate_words(kind), out_TI)
         return out_TI
+
+    def activate(self, x_TI: Array, kind: Activation, alpha: float = 1.0) -> Array:
+        """See ``Ops.activate``."""
+        out_TI = self._buffers.empty(x_TI.shape, self._dtype)
+        self._rows.activate(x_TI, ACTIVATIONS[kind], alpha, out_TI)
+        return out_TI
+
+    def add(self, hidden_TD: Array, x_TD: Array) -> None:
+        """See ``Ops.add``."""
+        self._rows.add(x_TD, hidden_TD)
+
+    def add_bias(self, x_TN: Array, bias_N: Array) -> None:
+        """See ``Ops.add_bias``."""
+        self._rows.add_bias(x_TN, bias_N)
+
+    def scale(self, x_TN: Array, factor: float) -> None:
+        """See ``Ops.scale``."""
+        self._rows.form(x_TN, factor, 0.0)
+
+    def softcap(self, x_TN: Array, cap: float) -> None:
+        """See ``Ops.softcap``."""
+        self._rows.form(x_TN, 1.0, cap)
 
     def rows(self, x_TD: Array, rows_R: NDArray[np.int32]) -> Array:
         """See ``Ops.rows``."""

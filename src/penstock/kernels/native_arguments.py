@@ -1,14 +1,25 @@
-"""What the C++ kernels are handed beside arrays: KV memory, and how a row is drawn."""
+"""What the C++ kernels are handed beside arrays: KV memory, kinds of gates, and how a row is drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
+from penstock.kernels.kinds import Activation, Gate
 from penstock.kernels.ops import Sampled, SampleRow
+
+ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})
+"""The kernels' numbers (cpp/family.hpp)."""
+
+
+def gate_words(gate: Gate) -> tuple[int, float, float, float, bool]:
+    """How the kernels are told of a gate."""
+    return ACTIVATIONS[gate.activation], gate.alpha, gate.limit, gate.shift, gate.interleaved
 
 
 @dataclass(frozen=True, slots=True)

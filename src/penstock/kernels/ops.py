@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.stored import Loading
 
 Array = Any
@@ -253,12 +254,25 @@ class Ops(Protocol):
         """The steps as one program over this KV memory: recorded where the backend can, else run as they are."""
         ...
 
-    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Array:
-        """hidden [T, D]: rows of the table."""
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:
+        """hidden [T, D]: rows of the table, times ``scale`` in fp32."""
+        ...
+
+    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Array) -> None:
+        """hidden += rows of the table, in place: learned positions.  Recorded: the batch's ``positions_T`` only."""
         ...
 
     def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
         """compute [T, D]: x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded once."""
+        ...
+
+    def norm_add(self, hidden_TD: Array, x_TD: Array, weight_D: Array, eps: float) -> None:
+        """hidden += rms_norm(x), in place; x fp32 [T, D], and the norm is not rounded to the compute type."""
+        ...
+
+    def layer_norm(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> Array:
+        """compute [T, D]: (x - mean) / sqrt(variance + eps) * weight + bias, in fp32, rounded once
+        (arXiv:1607.06450); the variance is the mean square distance, in a second pass."""
         ...
 
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
@@ -283,8 +297,28 @@ class Ops(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up_T2I: Array) -> Array:
-        """compute [T, I] = silu(first half) * second half, in fp32, rounded once."""
+    def gated(self, gate_up_T2I: Array, kind: Gate = SILU) -> Array:
+        """compute [T, I] = activation(gate) * up, in fp32, rounded once.  ``kind`` says which columns are which."""
+        ...
+
+    def activate(self, x_TI: Array, kind: Activation, alpha: float = 1.0) -> Array:
+        """compute [T, I] = activation(x), in fp32, rounded once."""
+        ...
+
+    def add(self, hidden_TD: Array, x_TD: Array) -> None:
+        """hidden += x, in place; both fp32."""
+        ...
+
+    def add_bias(self, x_TN: Array, bias_N: Array) -> None:
+        """x += bias in every row, in place; x fp32."""
+        ...
+
+    def scale(self, x_TN: Array, factor: float) -> None:
+        """x *= factor, in place; x fp32.  Of logits: tokens can still be picked without storing them."""
+        ...
+
+    def softcap(self, x_TN: Array, cap: float) -> None:
+        """x = cap * tanh(x / cap), in place; x fp32.  Of logits: as ``scale``, which may come before it."""
         ...
 
     def rows(self, x_TD: Array, rows_R: NDArray[np.int32]) -> Array:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
-from penstock.kernels.native_arguments import NativeKv, draw_row, sampled
+from penstock.kernels.kinds import SILU, Activation, Gate
+from penstock.kernels.native_arguments import ACTIVATIONS, NativeKv, draw_row, gate_words, sampled
 from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, Sampled, SampleRow, StepBatch, Steps
 from penstock.kernels.program import RecordingError
 
@@ -56,15 +57,32 @@ class RecordingOps:
     def __getattr__(self, name: str) -> NoReturn:
         raise RecordingError(f"{name} cannot be recorded")
 
-    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Value:
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Value:
         """See ``Ops.embed``."""
         if cast(object, tokens_T) is not self.tokens:
             raise RecordingError("only the step's own tokens are looked up")
-        return Value(self.step.embed(table.data))
+        hidden_TD = Value(self.step.embed(table.data))
+        if scale != 1.0:
+            self.scale(hidden_TD, scale)
+        return hidden_TD
+
+    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Value) -> None:
+        """See ``Ops.embed_add``."""
+        if positions_T is not self.batch.positions_T:
+            raise RecordingError("only the step's own positions are looked up")
+        self.add(hidden_TD, Value(self.step.positions(table.data)))
 
     def rms_norm(self, hidden_TD: Value, weight_D: Array, eps: float) -> Value:
         """See ``Ops.rms_norm``."""
         return Value(self.step.rms_norm(hidden_TD.slot, weight_D, eps))
+
+    def norm_add(self, hidden_TD: Value, x_TD: Value, weight_D: Array, eps: float) -> None:
+        """See ``Ops.norm_add``."""
+        self.step.norm_add(x_TD.slot, weight_D, eps, hidden_TD.slot)
+
+    def layer_norm(self, hidden_TD: Value, weight_D: Array, bias_D: Array | None, eps: float) -> Value:
+        """See ``Ops.layer_norm``."""
+        return Value(self.step.layer_norm(hidden_TD.slot, weight_D, bias_D, eps))
 
     def linear(self, x_TK: Value, weight: PackedLinear) -> Value:
         """See ``Ops.linear``."""
@@ -88,9 +106,29 @@ class RecordingOps:
         self._check(batch, kv)
         return Value(self.step.attention(q_THC.slot, layer, scale))
 
-    def silu_mul(self, gate_up_T2I: Value) -> Value:
-        """See ``Ops.silu_mul``."""
-        return Value(self.step.silu_mul(gate_up_T2I.slot))
+    def gated(self, gate_up_T2I: Value, kind: Gate = SILU) -> Value:
+        """See ``Ops.gated``."""
+        return Value(self.step.gated(gate_up_T2I.slot, gate_words(kind)))
+
+    def activate(self, x_TI: Value, kind: Activation, alpha: float = 1.0) -> Value:
+        """See ``Ops.activate``."""
+        return Value(self.step.activate(x_TI.slot, ACTIVATIONS[kind], alpha))
+
+    def add(self, hidden_TD: Value, x_TD: Value) -> None:
+        """See ``Ops.add``."""
+        self.step.add(x_TD.slot, hidden_TD.slot)
+
+    def add_bias(self, x_TN: Value, bias_N: Array) -> None:
+        """See ``Ops.add_bias``."""
+        self.step.add_bias(x_TN.slot, bias_N)
+
+    def scale(self, x_TN: Value, factor: float) -> None:
+        """See ``Ops.scale``."""
+        self.step.form(x_TN.slot, factor, 0.0)
+
+    def softcap(self, x_TN: Value, cap: float) -> None:
+        """See ``Ops.softcap``."""
+        self.step.form(x_TN.slot, 1.0, cap)
 
     def rows(self, x_TD: Value, rows_R: NDArray[np.int32]) -> Value:
         """See ``Ops.rows``."""

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from penstock.errors import KernelError
 from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.reference_rows import activated, gated, layer_norm, rms_norm, softcapped
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
 from penstock.types import PAGE_TOKENS
 
@@ -127,18 +129,26 @@ class ReferenceOps:
         """See ``Ops.record``: run as they are."""
         return DirectProgram(self, steps, kv)
 
-    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32]) -> Tensor:
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Tensor:
         """See ``Ops.embed``."""
         ids_T = self._indices(tokens_T)
-        return torch.cat([part[ids_T] for part in table.data], dim=1)
+        return torch.cat([part[ids_T] for part in table.data], dim=1) * scale
+
+    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Tensor) -> None:
+        """See ``Ops.embed_add``."""
+        hidden_TD += self.embed(table, positions_T)
 
     def rms_norm(self, hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See ``Ops.rms_norm``."""
+        return self._in_tiles(lambda tile: rms_norm(tile, weight_D, eps), hidden_TD).to(self._dtype)
 
-        def norm(tile: Tensor) -> Tensor:
-            return tile * torch.rsqrt(tile.square().mean(dim=1, keepdim=True) + eps) * weight_D
+    def norm_add(self, hidden_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> None:
+        """See ``Ops.norm_add``."""
+        hidden_TD += self._in_tiles(lambda tile: rms_norm(tile, weight_D, eps), x_TD)
 
-        return self._in_tiles(norm, hidden_TD).to(self._dtype)
+    def layer_norm(self, hidden_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+        """See ``Ops.layer_norm``."""
+        return self._in_tiles(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD).to(self._dtype)
 
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
         """See ``Ops.linear``."""
@@ -185,14 +195,29 @@ class ReferenceOps:
                 token += count
         return out_THC.flatten(1)
 
-    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        """See ``Ops.silu_mul``."""
+    def gated(self, gate_up_T2I: Tensor, kind: Gate = SILU) -> Tensor:
+        """See ``Ops.gated``."""
+        return self._in_tiles(lambda tile: gated(tile, kind), gate_up_T2I).to(self._dtype)
 
-        def activate(tile: Tensor) -> Tensor:
-            gate, up = tile.chunk(2, dim=1)
-            return gate / (1 + torch.exp(-gate)) * up
+    def activate(self, x_TI: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
+        """See ``Ops.activate``."""
+        return self._in_tiles(lambda tile: activated(tile, kind, alpha), x_TI).to(self._dtype)
 
-        return self._in_tiles(activate, gate_up_T2I).to(self._dtype)
+    def add(self, hidden_TD: Tensor, x_TD: Tensor) -> None:
+        """See ``Ops.add``."""
+        hidden_TD += x_TD
+
+    def add_bias(self, x_TN: Tensor, bias_N: Tensor) -> None:
+        """See ``Ops.add_bias``."""
+        x_TN += bias_N
+
+    def scale(self, x_TN: Tensor, factor: float) -> None:
+        """See ``Ops.scale``."""
+        x_TN *= factor
+
+    def softcap(self, x_TN: Tensor, cap: float) -> None:
+        """See ``Ops.softcap``."""
+        x_TN.copy_(self._in_tiles(lambda tile: softcapped(tile, cap), x_TN))
 
     def rows(self, x_TD: Tensor, rows_R: NDArray[np.int32]) -> Tensor:
         """See ``Ops.rows``."""

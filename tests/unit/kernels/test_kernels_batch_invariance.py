@@ -69,7 +69,7 @@ def test_linear_large_enough_for_threads(family: str, compute: str) -> None:
 def test_norm_and_activation(ops: Any, threads: int) -> None:
     weight = ops.vector(normal(3, 322))
     assert_rows_alone(lambda x: ops.to_numpy(ops.rms_norm(x, weight, 1e-6)), ops.hidden(normal(4, 300, 322)))
-    assert_rows_alone(lambda x: ops.to_numpy(ops.silu_mul(x)), ops.hidden(normal(5, 300, 2 * 37)))
+    assert_rows_alone(lambda x: ops.to_numpy(ops.gated(x)), ops.hidden(normal(5, 300, 2 * 37)))
 
 
 def test_sampling(ops: Any, threads: int) -> None:

@@ -67,14 +67,6 @@ def test_rms_norm(ops: Any, width: int) -> None:
     assert_close(got, wanted, TOLERANCE[ops.compute_dtype])
 
 
-def test_silu_mul(ops: Any) -> None:
-    gate_up = normal(7, 5, 2 * 44) * 20
-    gate_up[0, :4] = [-200, -88, 88, 200]
-    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
-    wanted = gate / (1 + np.exp(-gate)) * up
-    assert_close(ops.to_numpy(ops.silu_mul(ops.hidden(gate_up))), wanted, TOLERANCE[ops.compute_dtype])
-
-
 def test_rows_and_rounding(ops: Any) -> None:
     values = normal(8, 6, 10)
     picked = ops.rows(ops.compute(values), np.array([5, 0, 5], np.int32))

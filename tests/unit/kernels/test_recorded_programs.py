@@ -56,6 +56,22 @@ def picks_of(rows: list[tuple[int, float]]) -> Picks:
     return picks
 
 
+class Formed(Lookup):
+    """Logits are scaled, then capped, or one of both."""
+
+    def __init__(self, ops: Ops, plain: Lookup, scale: float | None, cap: float | None) -> None:
+        super().__init__(ops, plain.table, plain.head)
+        self.scale, self.cap = scale, cap
+
+    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
+        logits_RV = super().logits(ops, hidden_RD)
+        if self.scale is not None:
+            ops.scale(logits_RV, self.scale)
+        if self.cap is not None:
+            ops.softcap(logits_RV, self.cap)
+        return logits_RV
+
+
 SPECIAL = [0.0, -0.0, 1.0, 1.0, -1.0, 0.25, 3e38, -3e38, float("inf"), -float("inf"), float("nan")]
 
 
@@ -120,6 +136,26 @@ def test_a_row_draws_the_same_token_either_way(family: str, compute: str, rows: 
         )))  # fmt: skip
         drawn = program.run(batch, 0, mixed.rows()[:listed], rest)
         assert [one.token for one in drawn] + rest.tokens_F.tolist() == picks.tokens_F.tolist()
+
+
+@pytest.mark.parametrize(("family", "compute"), EVERY)
+@pytest.mark.parametrize(("scale", "cap"), [(0.0625, None), (None, 4.0), (-3.0, 0.5)])
+def test_scaled_and_capped_logits_are_picked_from(family: str, compute: str, scale: float, cap: float) -> None:
+    """Caps that make many logits nearly equal, and some equal, and a factor that turns their order."""
+    ops = make(family, compute)
+    plain, kv = lookup(ops, normal(8, 5003, WIDTH) * 2)
+    steps = Formed(ops, plain, scale, cap)
+    program, direct = ops.record(steps, kv), DirectProgram(ops, steps, kv)
+    assert isinstance(program, DirectProgram) or program.step.picks
+    ways = [(index * 77, (0.0, 1.0, 0.7)[index % 3]) for index in range(9)]
+    for count in (1, 9):
+        batch = batch_of(list(range(count)), list(range(count)))
+        got, want = picks_of(ways[:count]), picks_of(ways[:count])
+        program.run(batch, 0, [], got)
+        direct.run(batch, 0, [], want)
+        assert got.tokens_F.tolist() == want.tokens_F.tolist()
+        from_logits = program.run(batch, 0, want.rows(), Picks.empty(0))
+        assert [one.token for one in from_logits] == want.tokens_F.tolist()
 
 
 @pytest.mark.parametrize(("family", "compute"), NATIVE)

@@ -19,4 +19,4 @@ class GatedMlp:
     def add_to(self, ops: Ops, hidden_TD: Array) -> None:
         """hidden += block(hidden), in place."""
         gate_up_T2I = ops.linear(self.norm(ops, hidden_TD), self.gate_up)
-        ops.linear_add(ops.silu_mul(gate_up_T2I), self.down, hidden_TD)
+        ops.linear_add(ops.gated(gate_up_T2I), self.down, hidden_TD)

@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "packing.hpp"
@@ -66,6 +67,25 @@ struct Weights {
               memory.data());
   }
 };
+
+// How a gated unit is computed, as Python says it; see Gate.
+using GateWords = std::tuple<int, float, float, float, bool>;
+
+inline Activation activation_of(int kind) {
+  require(kind >= 0 && kind <= static_cast<int>(Activation::kRelu2), "no such activation");
+  return static_cast<Activation>(kind);
+}
+
+inline Gate gate_of(const GateWords& words) {
+  const auto& [kind, alpha, limit, shift, interleaved] = words;
+  require(limit > 0, "the limit of a gate must be above 0");
+  return {activation_of(kind), alpha, limit, shift, interleaved};
+}
+
+inline Form form_of(float scale, float cap) {
+  require(cap >= 0, "the cap must be above 0");
+  return {scale, cap};
+}
 
 // KV memory over a buffer that Python owns.
 struct KvMemory {

@@ -20,6 +20,9 @@ void without_gil(const Fn& fn) {
 // Declares the functions and classes of compressed weights (module_compressed.cpp).
 void bind_compressed(nb::module_& m);
 
+// Declares the operations that go row by row (module_rows.cpp).
+void bind_rows(nb::module_& m);
+
 // Declares recorded steps (module_program.cpp); after everything that they are made of.
 void bind_program(nb::module_& m);
 

@@ -52,6 +52,7 @@ struct CompressedLinearArgs {
   bool add;
   Pick* picks = nullptr;  // as in LinearArgs
   long stored = 0;
+  Form form{};
 };
 
 struct CompressedEmbedArgs {

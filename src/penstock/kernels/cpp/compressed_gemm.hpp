@@ -26,7 +26,7 @@ struct Sums {
 
 // The same product for what does not look at cells.
 PS_INLINE LinearArgs as_plain(const CompressedLinearArgs& args) {
-  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored};
+  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored, args.form};
 }
 
 // Equal codes for panels [from, from + count)?
@@ -68,7 +68,7 @@ struct CompressedCall {
     }
   }
 
-  void write_group(const float* sums, long block, const Slab& slab) const {
+  void write_group(float* sums, long block, const Slab& slab) const {
     const long first = cut.block_begin(block);
     for (long t = 0; t < cut.tiles(block); ++t) {
       const long row = cut.tile_begin(block, t);

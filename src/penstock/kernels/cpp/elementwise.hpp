@@ -1,4 +1,4 @@
-// Row by row: norm, gated activation, rotary embedding with the write to KV pages, conversion.
+// Row by row: RMS norm, rotary embedding with the write to KV pages, conversion.
 #pragma once
 
 #include "gemm.hpp"
@@ -23,6 +23,18 @@ void each_row(long rows, long width, double work, const Fn& fn) {
   });
 }
 
+// What brings a row of x to unit mean square.
+PS_INLINE F16 inverse_rms(const float* x, long width, float eps) {
+  F16 sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  for (long i = 0; i < width; i += 16) {
+    const F16 v = load_part<F16>(x + i, static_cast<int>(min_of(16, width - i)));
+    F16& own = sum[(i / 16) & 3];
+    own = fma16(v, v, own);
+  }
+  const float mean = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])) / static_cast<float>(width);
+  return splat(1.0f / __builtin_sqrtf(mean + eps));
+}
+
 template <class D>
 void rms_norm_typed(const NormArgs& args) {
   using Value = typename D::Value;
@@ -30,35 +42,11 @@ void rms_norm_typed(const NormArgs& args) {
   each_row(args.rows, args.width, work, [&](long row, int) {
     const float* x = args.hidden + row * args.width;
     Value* to = static_cast<Value*>(args.out) + row * args.width;
-    F16 sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-    for (long i = 0; i < args.width; i += 16) {
-      const F16 v = load_part<F16>(x + i, static_cast<int>(min_of(16, args.width - i)));
-      F16& own = sum[(i / 16) & 3];
-      own = fma16(v, v, own);
-    }
-    const float mean = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])) / static_cast<float>(args.width);
-    const F16 inverse = splat(1.0f / __builtin_sqrtf(mean + args.eps));
+    const F16 inverse = inverse_rms(x, args.width, args.eps);
     for (long i = 0; i < args.width; i += 16) {
       const int count = static_cast<int>(min_of(16, args.width - i));
       const F16 v = load_part<F16>(x + i, count) * inverse * load_part<F16>(args.weight + i, count);
       store_values<D>(to + i, v, count);
-    }
-  });
-}
-
-template <class D>
-void silu_mul_typed(const SiluArgs& args) {
-  using Value = typename D::Value;
-  const double work = static_cast<double>(args.rows) * static_cast<double>(args.width) * 16;
-  each_row(args.rows, args.width * 4, work, [&](long row, int) {
-    const float* gate = args.gate_up + row * 2 * args.width;
-    const float* up = gate + args.width;
-    Value* to = static_cast<Value*>(args.out) + row * args.width;
-    for (long i = 0; i < args.width; i += 16) {
-      const int count = static_cast<int>(min_of(16, args.width - i));
-      const F16 g = load_part<F16>(gate + i, count);
-      const F16 silu = g / (splat(1.0f) + exp16(splat(0.0f) - g));
-      store_values<D>(to + i, silu * load_part<F16>(up + i, count), count);
     }
   });
 }

@@ -4,6 +4,7 @@
 // with its twin would crash processors without it.
 #include "attention.hpp"
 #include "measure.hpp"
+#include "rows.hpp"
 #include "sampling.hpp"
 
 #define PS_STRING_OF(x) #x
@@ -37,7 +38,13 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     by_type<LinearArgs, linear_typed<Bf16>, linear_typed<Fp32>>,
     by_type<EmbedArgs, embed_typed<Bf16>, embed_typed<Fp32>>,
     by_type<NormArgs, rms_norm_typed<Bf16>, rms_norm_typed<Fp32>>,
-    by_type<SiluArgs, silu_mul_typed<Bf16>, silu_mul_typed<Fp32>>,
+    by_type<GatedArgs, gated_typed<Bf16>, gated_typed<Fp32>>,
+    by_type<ActivateArgs, activate_typed<Bf16>, activate_typed<Fp32>>,
+    by_type<LayerNormArgs, layer_norm_typed<Bf16>, layer_norm_typed<Fp32>>,
+    norm_add_rows,
+    add_bias_rows,
+    add_rows,
+    form_rows,
     by_type<RopeArgs, rope_and_write_typed<Bf16>, rope_and_write_typed<Fp32>>,
     by_type<AttentionArgs, attention_typed<Bf16>, attention_typed<Fp32>>,
     convert,

@@ -58,6 +58,14 @@ struct alignas(64) Pick {
   bool greedy;        // without noise
 };
 
+// What becomes of a value of the head: a multiple of it, then cap * tanh(value / cap).
+struct Form {
+  float scale = 1;
+  float cap = 0;  // 0: none
+
+  PS_EVERYWHERE bool changes() const { return scale != 1 || cap != 0; }
+};
+
 struct LinearArgs {
   const void* x;  // [rows, k]
   long rows;
@@ -66,6 +74,7 @@ struct LinearArgs {
   bool add;    // out += product, else out = product
   Pick* picks = nullptr;  // null, or of the rows from `stored` on, whose products only go there
   long stored = 0;
+  Form form{};  // of what goes to the picks
 };
 
 struct EmbedArgs {
@@ -84,11 +93,73 @@ struct NormArgs {
   void* out;
 };
 
-struct SiluArgs {
+enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4 };
+
+// activation(gate) * up, in the words of kernels/ops.py's Gate.
+struct Gate {
+  Activation activation = Activation::kSilu;
+  float alpha = 1;  // silu: x / (1 + exp(-alpha x))
+  float limit = __builtin_inff();  // largest gate, and largest size of up
+  float shift = 0;  // is added to up
+  bool interleaved = false;
+};
+
+struct GatedArgs {
   const float* gate_up;  // [rows, 2 * width]
   long rows;
   long width;
+  Gate gate;
   void* out;
+};
+
+struct ActivateArgs {
+  const float* x;
+  long rows;
+  long width;
+  Activation activation;
+  float alpha;
+  void* out;
+};
+
+struct NormAddArgs {
+  const float* x;
+  const float* weight;
+  long rows;
+  long width;
+  float eps;
+  float* hidden;
+};
+
+struct LayerNormArgs {
+  const float* hidden;
+  const float* weight;
+  const float* bias;  // may be null
+  long rows;
+  long width;
+  float eps;
+  void* out;
+};
+
+struct BiasArgs {
+  float* x;
+  const float* bias;     // [width], or of `which` rows
+  const int32_t* which;  // [rows]: each row's bias; null: all have the first
+  long rows;
+  long width;
+};
+
+struct AddArgs {
+  float* to;
+  const float* x;
+  long rows;
+  long width;
+};
+
+struct FormArgs {
+  float* x;
+  long rows;
+  long width;
+  Form form;
 };
 
 // KV memory: pages of [layers][K: kv_heads x C / per_cell x 16 cells | V: kv_heads x 16 / per_cell x C cells].
@@ -163,7 +234,13 @@ struct Family {
   void (*linear)(const LinearArgs&, Compute);
   void (*embed)(const EmbedArgs&, Compute);
   void (*rms_norm)(const NormArgs&, Compute);
-  void (*silu_mul)(const SiluArgs&, Compute);
+  void (*gated)(const GatedArgs&, Compute);
+  void (*activate)(const ActivateArgs&, Compute);
+  void (*layer_norm)(const LayerNormArgs&, Compute);
+  void (*norm_add)(const NormAddArgs&);
+  void (*add_bias)(const BiasArgs&);
+  void (*add)(const AddArgs&);
+  void (*form)(const FormArgs&);
   void (*rope_and_write)(const RopeArgs&, Compute);
   void (*attention)(const AttentionArgs&, Compute);
   void (*to_compute)(const float* from, long count, void* to, Compute);

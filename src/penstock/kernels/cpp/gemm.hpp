@@ -116,9 +116,11 @@ void add_into(float* to, const float* from, long count) {
 }
 
 // One tile's finished sums [rows][panels * 16] to their place in the output, or to the best tokens of their rows.
-void write_tile(const LinearArgs& args, const float* sums, long row, int rows, long panel, int panels) {
+void write_tile(const LinearArgs& args, float* sums, long row, int rows, long panel, int panels) {
   for (int m = 0; m < rows; ++m) {
     if (args.picks != nullptr && row + m >= args.stored) {
+      if (args.form.changes())
+        for (float *x = sums + m * panels * 16, *end = x + panels * 16; x < end; x += 16) store(x, formed(load(x), args.form));
       offer(args.picks[row + m - args.stored], sums + m * panels * 16, panel * 16, min_of(panels * 16, args.weight.n - panel * 16));
       continue;
     }

@@ -1,6 +1,8 @@
-// exp, exp2 and log on sixteen lanes: plain arithmetic in one fixed order, the same code for every lane and tail.
+// exp, exp2, log, tanh and erfc on sixteen lanes: plain arithmetic in one fixed order, the same code for every lane and
+// tail.
 //
 // Polynomials: minimax fits of exp (degree 6) and exp2 (degree 6); log after Cephes' logf.  Errors are within 2 ulp.
+// tanh and erfc: fits at Chebyshev nodes, to 1e-7 of the value (erfc: of the exponent, so 3e-6 where it is 1e-10).
 #pragma once
 
 #include "simd.hpp"
@@ -79,6 +81,35 @@ PS_INLINE F16 log16(const F16& x) {
   e = e + small;  // minus one where small
   m = select(small, m + m, m) - splat(1.0f);
   return log_near_one(m, to_float(e));
+}
+
+// tanh(x); NaN stays NaN.
+PS_INLINE F16 tanh16(const F16& x) {
+  const F16 z = x * x;
+  F16 p = splat(-0.00593297126f);
+  p = fma16(p, z, splat(0.0208813103f));
+  p = fma16(p, z, splat(-0.0538258457f));
+  p = fma16(p, z, splat(0.133326015f));
+  p = fma16(p, z, splat(-0.333333273f));
+  const F16 near = fma16(p * z, x, x);
+  const F16 far = splat(1.0f) - splat(2.0f) / (exp16(x + x) + splat(1.0f));
+  return select(less(z, splat(0.4225f)), near, far);  // |x| < 0.65
+}
+
+// 1 - erf(x) for x >= 0.
+PS_INLINE F16 erfc16(const F16& x) {
+  const F16 t = splat(1.0f) / fma16(x, splat(0.5f), splat(1.0f));
+  F16 p = splat(0.14950329f);
+  p = fma16(p, t, splat(-0.705712244f));
+  p = fma16(p, t, splat(1.21522678f));
+  p = fma16(p, t, splat(-0.773977406f));
+  p = fma16(p, t, splat(-0.0161374744f));
+  p = fma16(p, t, splat(-0.0327086381f));
+  p = fma16(p, t, splat(0.0461129879f));
+  p = fma16(p, t, splat(0.384244319f));
+  p = fma16(p, t, splat(0.998909967f));
+  p = fma16(p, t, splat(-1.26546154f));
+  return t * exp16(p - x * x);
 }
 
 }  // namespace

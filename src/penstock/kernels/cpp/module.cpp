@@ -51,13 +51,6 @@ class Kernels {
     without_gil([&] { family_->rms_norm(args, compute_); });
   }
 
-  void silu_mul(const In<float, 2>& gate_up, const AnyOut& out) const {
-    require(dim(gate_up, 1) % 2 == 0, "gate_up must be [T, 2 I]");
-    check_out(out, gate_up.size() / 2);
-    const SiluArgs args{gate_up.data(), dim(gate_up, 0), dim(gate_up, 1) / 2, out.data()};
-    without_gil([&] { family_->silu_mul(args, compute_); });
-  }
-
   void rope_and_write(const In<float, 2>& qkv, const In<float, 3>& rope, const KvMemory& kv, int layer,
                       const Batch& batch, int heads, const AnyOut& q) const {
     check_kv(kv, layer, batch, heads);
@@ -191,7 +184,6 @@ NB_MODULE(_native, m) {
       .def("linear", &Kernels::linear)
       .def("embed", &Kernels::embed)
       .def("rms_norm", &Kernels::rms_norm)
-      .def("silu_mul", &Kernels::silu_mul)
       .def("rope_and_write", &Kernels::rope_and_write)
       .def("attention", &Kernels::attention)
       .def("to_compute", &Kernels::to_compute)
@@ -201,6 +193,7 @@ NB_MODULE(_native, m) {
       .def("read_cells", &Kernels::read_cells)
       .def("multiply", &Kernels::multiply);
   bind_compressed(m);
+  bind_rows(m);
   bind_program(m);
   bind_cores(m);
   bind_loading(m);

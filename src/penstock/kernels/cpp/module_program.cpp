@@ -1,4 +1,5 @@
 // The Python face of recorded steps: recording operation by operation, and running all of them in one call.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -91,19 +92,34 @@ class RecordedStep {
     return program_->embed(matrix);
   }
   int rms_norm(int hidden, const In<float, 1>& weight, float eps) {
-    held_.push_back(nb::cast(weight));
-    return program_->rms_norm(hidden, weight.data(), dim(weight, 0), eps);
+    return program_->rms_norm(hidden, held(weight), dim(weight, 0), eps);
   }
   int linear(int x, const nb::object& weight) { return program_->linear(x, matrix_of(weight)); }
   void linear_add(int x, const nb::object& weight, int hidden) { program_->linear_add(x, matrix_of(weight), hidden); }
   int rope_and_write(int qkv, const In<float, 3>& rope, int layer, int heads, int head_dim) {
     require(dim(rope, 1) == 2 && dim(rope, 2) * 2 == head_dim, "the rope table must be [positions, 2, C / 2]");
     held_.push_back(nb::cast(rope));
-    positions_below_ = positions_below_ < 0 ? dim(rope, 0) : std::min(positions_below_, dim(rope, 0));
+    limit_positions(dim(rope, 0));
     return program_->rope_and_write(qkv, rope.data(), layer, heads);
   }
   int attention(int q, int layer, float scale) { return program_->attention(q, layer, scale); }
-  int silu_mul(int gate_up) { return program_->silu_mul(gate_up); }
+  int positions(const nb::object& table) {
+    const Matrix matrix = matrix_of(table);
+    limit_positions(matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n);
+    return program_->positions(matrix);
+  }
+  int layer_norm(int hidden, const In<float, 1>& weight, const std::optional<In<float, 1>>& bias, float eps) {
+    require(!bias || dim(*bias, 0) == dim(weight, 0), "bias must be [D]");
+    return program_->layer_norm(hidden, held(weight), bias ? held(*bias) : nullptr, dim(weight, 0), eps);
+  }
+  void norm_add(int x, const In<float, 1>& weight, float eps, int hidden) {
+    program_->norm_add(x, held(weight), dim(weight, 0), eps, hidden);
+  }
+  void add_bias(int x, const In<float, 1>& bias) { program_->add_bias(x, held(bias), dim(bias, 0)); }
+  void add(int x, int hidden) { program_->add(x, hidden); }
+  void form(int x, float scale, float cap) { program_->form(x, form_of(scale, cap)); }
+  int gated(int gate_up, const GateWords& gate) { return program_->gated(gate_up, gate_of(gate)); }
+  int activate(int x, int activation, float alpha) { return program_->activate(x, activation_of(activation), alpha); }
   int wanted_rows(int x) { return program_->wanted_rows(x); }
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
@@ -117,7 +133,7 @@ class RecordedStep {
     require(program_->finished(), "the recording is not finished");
     const StepView step = inputs.view(pages_, tokens_below_, scored);
     require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
-            "the rope table must reach the last position");
+            "the tables of positions must reach the last one");
     for (const DrawRow* row : rows) row->check(program_->vocabulary());
     const auto draw_all = [&] {
       draw_rows(*family_, program_->logits(), program_->vocabulary(), rows, drawn_);
@@ -149,6 +165,7 @@ class RecordedStep {
   }
   std::pair<long, long> hidden_shape() const { return {last_.wanted, program_->hidden_width()}; }
   std::pair<long, long> logits_shape() const { return {last_.stored, program_->vocabulary()}; }
+  bool picks() const { return program_->picks(); }
   size_t arena_bytes() const { return program_->arena_bytes(); }
   long buffers() const { return program_->buffers(); }
   long nodes() const { return program_->nodes(); }
@@ -158,6 +175,16 @@ class RecordedStep {
     long wanted = 0;
     long stored = 0;
   };
+
+  // A table over positions has so many rows.
+  void limit_positions(long rows) {
+    positions_below_ = positions_below_ < 0 ? rows : std::min(positions_below_, rows);
+  }
+
+  const float* held(const In<float, 1>& vector) {
+    held_.push_back(nb::cast(vector));
+    return vector.data();
+  }
 
   Matrix matrix_of(const nb::object& weight) {
     held_.push_back(weight);
@@ -208,7 +235,14 @@ void bind_program(nb::module_& m) {
       .def("linear_add", &RecordedStep::linear_add)
       .def("rope_and_write", &RecordedStep::rope_and_write)
       .def("attention", &RecordedStep::attention)
-      .def("silu_mul", &RecordedStep::silu_mul)
+      .def("positions", &RecordedStep::positions)
+      .def("layer_norm", &RecordedStep::layer_norm, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
+      .def("norm_add", &RecordedStep::norm_add)
+      .def("add_bias", &RecordedStep::add_bias)
+      .def("add", &RecordedStep::add)
+      .def("form", &RecordedStep::form)
+      .def("gated", &RecordedStep::gated)
+      .def("activate", &RecordedStep::activate)
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)
@@ -217,6 +251,7 @@ void bind_program(nb::module_& m) {
       .def("read_logits", &RecordedStep::read_logits)
       .def_prop_ro("hidden_shape", &RecordedStep::hidden_shape)
       .def_prop_ro("logits_shape", &RecordedStep::logits_shape)
+      .def_prop_ro("picks", &RecordedStep::picks)
       .def_prop_ro("arena_bytes", &RecordedStep::arena_bytes)
       .def_prop_ro("buffers", &RecordedStep::buffers)
       .def_prop_ro("nodes", &RecordedStep::nodes);

@@ -8,6 +8,14 @@
 
 namespace {
 
+// See Form.
+PS_INLINE F16 formed(const F16& value, const Form& form) {
+  F16 to = value;
+  if (form.scale != 1) to = to * splat(form.scale);
+  if (form.cap != 0) to = splat(form.cap) * tanh16(to / splat(form.cap));
+  return to;
+}
+
 // Larger for larger values, and for the lower of two ids of one value; never 0.  -0 counts as 0; not for NaN.
 PS_INLINE uint64_t place_of(float value, int32_t id) {
   value += 0.0f;

@@ -6,7 +6,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <stdexcept>
+
+#include "program_checks.hpp"
 
 namespace penstock {
 namespace {
@@ -14,14 +15,7 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr size_t kHugePage = size_t{2} << 20;
 
-void expect(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
 size_t rounded_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-long outputs(const Matrix& matrix) { return matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n; }
-long inputs(const Matrix& matrix) { return matrix.is_compressed ? matrix.compressed.layout.k : matrix.plain.k; }
 
 }  // namespace
 
@@ -113,12 +107,6 @@ int Program::attention(int q, int layer, float scale) {
              in.rows, true);
 }
 
-int Program::silu_mul(int gate_up) {
-  const Slot& in = given(gate_up, false, "the activation takes hidden values");
-  expect(in.width % 2 == 0, "gate_up must be [T, 2 I]");
-  return add({.op = Op::kSilu, .in = gate_up, .out = -1}, in.width / 2, in.rows, true);
-}
-
 int Program::wanted_rows(int x) {
   expect(x >= 0 && static_cast<size_t>(x) < slots_.size(), "no such value");
   const Slot in = given(x, slots_[static_cast<size_t>(x)].compute, "");
@@ -139,12 +127,23 @@ void Program::finish(int logits) {
   const Slot& last = given(logits, false, "logits are hidden values");
   expect(last.rows == RowsOf::kDrawn && hidden_ >= 0, "logits are those of drawn rows");
   logits_ = logits;
-  const Node& node = nodes_.back();
-  picks_ = node.op == Op::kLinear && node.out == logits && !node.add;
+  find_head();
   if (picks_) slots_[static_cast<size_t>(logits)].rows = RowsOf::kStored;
   drop_unused();
   assign_buffers();
   finished_ = true;
+}
+
+// Tokens can be picked when logits are a product, which may then be scaled and capped.
+void Program::find_head() {
+  auto node = nodes_.rbegin();
+  for (; node->op == Op::kForm && node->out == logits_; ++node) {
+    if (head_form_.scale != 1 || (node->form.cap != 0 && head_form_.cap != 0)) return;
+    if (node->form.cap != 0) head_form_.cap = node->form.cap;
+    head_form_.scale = node->form.scale;
+  }
+  picks_ = node->op == Op::kLinear && node->out == logits_ && !node->add;
+  head_ = static_cast<int>(nodes_.rend() - node) - 1;
 }
 
 // Marks what need not be run when no rows are wanted: whatever is neither kept in pages nor read by what is.
@@ -219,7 +218,7 @@ void Program::run(const StepView& step) {
   expect(finished_, "the recording is not finished");
   place(step);
   for (const Node& node : nodes_) {
-    const bool any = node.op == Op::kLinear && node.out == logits_
+    const bool any = picks_ && &node == &nodes_[static_cast<size_t>(head_)]
                          ? count(RowsOf::kDrawn) > 0
                          : count(slots_[static_cast<size_t>(node.out)].rows) > 0;
     if (any && (node.always || step.wanted_count > 0)) run_node(node, step);
@@ -230,12 +229,8 @@ void Program::run_node(const Node& node, const StepView& step) {
   const Slot& out = slots_[static_cast<size_t>(node.out)];
   const long rows = count(out.rows);
   switch (node.op) {
-    case Op::kEmbed:
-      if (node.matrix.is_compressed)
-        compressed_.embed({node.matrix.compressed, step.tokens, rows, reinterpret_cast<float*>(data(node.out))});
-      else
-        family_.embed({node.matrix.plain, step.tokens, rows, reinterpret_cast<float*>(data(node.out))}, compute_);
-      return;
+    case Op::kEmbed: return run_lookup(node, step.tokens);
+    case Op::kPositions: return run_lookup(node, step.batch.positions);
     case Op::kNorm: {
       const auto* hidden = reinterpret_cast<const float*>(data(node.in));
       family_.rms_norm({hidden, node.vector, rows, out.width, node.number, data(node.out)}, compute_);
@@ -249,27 +244,32 @@ void Program::run_node(const Node& node, const StepView& step) {
       return;
     }
     case Op::kAttention: return attend(node, step);
-    case Op::kSilu: {
-      const auto* gate_up = reinterpret_cast<const float*>(data(node.in));
-      family_.silu_mul({gate_up, rows, out.width, data(node.out)}, compute_);
-      return;
-    }
     case Op::kWanted: return gather(node, step);
     case Op::kDrawn: return;  // a part of its input
+    default: return run_rows(node);
   }
 }
 
+void Program::run_lookup(const Node& node, const int32_t* ids) {
+  const long rows = count(slots_[static_cast<size_t>(node.out)].rows);
+  auto* out = reinterpret_cast<float*>(data(node.out));
+  if (node.matrix.is_compressed)
+    compressed_.embed({node.matrix.compressed, ids, rows, out});
+  else
+    family_.embed({node.matrix.plain, ids, rows, out}, compute_);
+}
+
 void Program::run_linear(const Node& node, const StepView& step) {
-  const bool head = picks_ && node.out == logits_;
+  const bool head = picks_ && &node == &nodes_[static_cast<size_t>(head_)];
   const long rows = count(slots_[static_cast<size_t>(node.in)].rows);
   const void* x = data(node.in);
   auto* out = reinterpret_cast<float*>(data(node.out));
   Pick* picks = head && step.picked > 0 ? step.picks : nullptr;
   const long stored = count(RowsOf::kStored);
   if (node.matrix.is_compressed)
-    compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored});
+    compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored, head_form_});
   else
-    family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored}, compute_);
+    family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored, head_form_}, compute_);
 }
 
 void Program::attend(const Node& node, const StepView& step) {

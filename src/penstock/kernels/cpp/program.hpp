@@ -66,7 +66,14 @@ class Program {
   void linear_add(int x, const Matrix& weight, int hidden);
   int rope_and_write(int qkv, const float* rope, int layer, int heads);
   int attention(int q, int layer, float scale);
-  int silu_mul(int gate_up);
+  int positions(const Matrix& table);  // rows of the table by absolute position
+  int layer_norm(int hidden, const float* weight, const float* bias, long width, float eps);
+  void norm_add(int x, const float* weight, long width, float eps, int hidden);
+  void add_bias(int x, const float* bias, long width);
+  void add(int x, int hidden);
+  void form(int x, const Form& form);
+  int gated(int gate_up, const Gate& gate);
+  int activate(int x, Activation activation, float alpha);
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
@@ -87,7 +94,10 @@ class Program {
   long nodes() const { return static_cast<long>(nodes_.size()); }
 
  private:
-  enum class Op : uint8_t { kEmbed, kNorm, kLinear, kRope, kAttention, kSilu, kWanted, kDrawn };
+  enum class Op : uint8_t {
+    kEmbed, kPositions, kNorm, kLayerNorm, kNormAdd, kLinear, kBias, kAdd, kForm, kGated, kActivate, kRope, kAttention,
+    kWanted, kDrawn
+  };
 
   struct Slot {
     long width;  // values a row
@@ -103,8 +113,11 @@ class Program {
     int in;
     int out;
     Matrix matrix{};
-    const float* vector = nullptr;  // norm weights, rotary table
-    float number = 0;               // eps, scale
+    const float* vector = nullptr;  // norm weights, bias, rotary table
+    const float* bias = nullptr;    // of a layer norm
+    float number = 0;               // eps, scale, alpha
+    Form form{};
+    Gate gate{};
     int layer = 0;
     int heads = 0;
     bool add = false;
@@ -118,10 +131,13 @@ class Program {
   const Slot& given(int slot, bool compute, const char* what) const;
   void check_heads(int layer, int heads) const;
   int add(Node node, long width, RowsOf rows, bool compute);
+  void find_head();
   void drop_unused();
   void assign_buffers();
   void place(const StepView& step);
   void run_node(const Node& node, const StepView& step);
+  void run_rows(const Node& node);
+  void run_lookup(const Node& node, const int32_t* ids);
   void run_linear(const Node& node, const StepView& step);
   void gather(const Node& node, const StepView& step);
   void attend(const Node& node, const StepView& step);
@@ -138,6 +154,8 @@ class Program {
   int hidden_ = -1;
   int logits_ = -1;
   bool picks_ = false;
+  int head_ = -1;  // the node that computes the logits, when tokens can be picked
+  Form head_form_{};
   bool finished_ = false;
   long counts_[4] = {};
   Arena arena_;

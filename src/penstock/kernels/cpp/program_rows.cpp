@@ -1,0 +1,74 @@
+// The operations of a recorded step that change or make rows one by one.
+#include "program.hpp"
+#include "program_checks.hpp"
+
+namespace penstock {
+
+int Program::positions(const Matrix& table) {
+  expect(!nodes_.empty() && !finished_, "a step begins with its tokens");
+  return add({.op = Op::kPositions, .in = -1, .out = -1, .matrix = table}, inputs(table), RowsOf::kTokens, false);
+}
+
+int Program::layer_norm(int hidden, const float* weight, const float* bias, long width, float eps) {
+  const Slot& in = given(hidden, false, "the norm takes hidden values");
+  expect(width == in.width, "weight must be [D]");
+  const Node node{.op = Op::kLayerNorm, .in = hidden, .out = -1, .vector = weight, .bias = bias, .number = eps};
+  return add(node, in.width, in.rows, true);
+}
+
+void Program::norm_add(int x, const float* weight, long width, float eps, int hidden) {
+  const Slot &in = given(x, false, "the norm takes hidden values"), &to = given(hidden, false, "a sum is of hidden values");
+  expect(width == in.width && to.width == in.width, "weight must be [D], x and hidden [T, D]");
+  expect(in.rows == to.rows && x != hidden, "x and hidden have other rows");
+  nodes_.push_back({.op = Op::kNormAdd, .in = x, .out = hidden, .vector = weight, .number = eps});
+}
+
+void Program::add_bias(int x, const float* bias, long width) {
+  expect(given(x, false, "a bias is added to hidden values").width == width, "bias must be [N]");
+  nodes_.push_back({.op = Op::kBias, .in = -1, .out = x, .vector = bias});
+}
+
+void Program::add(int x, int hidden) {
+  const Slot &in = given(x, false, "a sum is of hidden values"), &to = given(hidden, false, "a sum is of hidden values");
+  expect(in.width == to.width && in.rows == to.rows, "x and hidden must be [T, D]");
+  nodes_.push_back({.op = Op::kAdd, .in = x, .out = hidden});
+}
+
+void Program::form(int x, const Form& form) {
+  given(x, false, "only hidden values are changed in place");
+  nodes_.push_back({.op = Op::kForm, .in = -1, .out = x, .form = form});
+}
+
+int Program::gated(int gate_up, const Gate& gate) {
+  const Slot& in = given(gate_up, false, "the activation takes hidden values");
+  expect(in.width % 2 == 0, "gate_up must be [T, 2 I]");
+  return add({.op = Op::kGated, .in = gate_up, .out = -1, .gate = gate}, in.width / 2, in.rows, true);
+}
+
+int Program::activate(int x, Activation activation, float alpha) {
+  const Slot& in = given(x, false, "the activation takes hidden values");
+  const Node node{.op = Op::kActivate, .in = x, .out = -1, .gate = {.activation = activation, .alpha = alpha}};
+  return add(node, in.width, in.rows, true);
+}
+
+void Program::run_rows(const Node& node) {
+  const Slot& slot = slots_[static_cast<size_t>(node.out)];
+  const long rows = count(slot.rows), width = slot.width;
+  const auto* in = node.in < 0 ? nullptr : reinterpret_cast<const float*>(data(node.in));
+  char* out = data(node.out);
+  auto* hidden = reinterpret_cast<float*>(out);
+  switch (node.op) {
+    case Op::kLayerNorm:
+      return family_.layer_norm({in, node.vector, node.bias, rows, width, node.number, out}, compute_);
+    case Op::kNormAdd: return family_.norm_add({in, node.vector, rows, width, node.number, hidden});
+    case Op::kBias: return family_.add_bias({hidden, node.vector, nullptr, rows, width});
+    case Op::kAdd: return family_.add({hidden, in, rows, width});
+    case Op::kForm: return family_.form({hidden, rows, width, node.form});
+    case Op::kGated: return family_.gated({in, rows, width, node.gate, out}, compute_);
+    case Op::kActivate:
+      return family_.activate({in, rows, width, node.gate.activation, node.gate.alpha, out}, compute_);
+    default: return;
+  }
+}
+
+}  // namespace penstock
