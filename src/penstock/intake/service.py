@@ -20,7 +20,8 @@ from penstock.hashing import block_hashes, chain_root
 from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
 from penstock.intake.prompt_fields import Prompt
 from penstock.intake.sampling_fields import ModelFacts
-from penstock.intake.template import ChatTemplate, load_source
+from penstock.intake.template import ChatTemplate, Conversation, TemplateLimits
+from penstock.intake.template_files import ChatTemplates, load_sources
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.intake.validate import (
     Call,
@@ -49,9 +50,9 @@ class ModelIntake:
         config = _read_json(folder / "config.json")
         tokenizer_config = _read_json(folder / "tokenizer_config.json", required=False)
         special = _named_tokens(tokenizer_config, _read_json(folder / "special_tokens_map.json", required=False))
-        source = load_source(folder, tokenizer_config)
-        self._template = None if source is None else _template(source, special, limits)
-        literals = self._template.literals if self._template else ()
+        sources = load_sources(folder, tokenizer_config)
+        self._templates = _templates(sources, special, limits) if sources else None
+        literals = self._templates.literals if self._templates else ()
         self._tokenizer = TextTokenizer(folder, literals=literals)
         self._facts = ModelFacts(
             name=name,
@@ -123,11 +124,11 @@ class ModelIntake:
         return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
 
     async def _encode_chat(self, text: ChatText, *, add_special_tokens: bool) -> tuple[int, ...]:
-        template = self._template
-        if template is None:
+        if self._templates is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template"
             )
+        template = self._templates.for_chat(tools=False)
         size = sum(map(len, (message["content"] for message in text.messages)))
         self._check_size(size, param="messages")
         work = size + len(text.messages) * _CHARS_OF_A_MESSAGE
@@ -241,10 +242,12 @@ def _render_and_encode(
     control = tokenizer.control
     guarded = control.suspicious(text.messages) or control.suspicious(text.arguments)
     rendered = template.render(
-        control.mark(text.messages) if guarded else text.messages,
-        add_generation_prompt=text.add_generation_prompt,
-        continue_final_message=text.continue_final_message,
-        arguments=control.mark(text.arguments) if guarded else text.arguments,
+        Conversation(
+            messages=control.mark(text.messages) if guarded else text.messages,
+            add_generation_prompt=text.add_generation_prompt,
+            continue_final_message=text.continue_final_message,
+            arguments=control.mark(text.arguments) if guarded else text.arguments,
+        )
     )
     if guarded:
         tokens = tokenizer.encode_guarded(control.guarded(rendered))
@@ -264,13 +267,9 @@ async def _hash_blocks(root: BlockHash, tokens: tuple[int, ...]) -> tuple[BlockH
     return tuple(hashes)
 
 
-def _template(source: str, special: dict[str, str], limits: Limits) -> ChatTemplate:
-    return ChatTemplate(
-        source,
-        special=special,
-        max_output_bytes=limits.max_template_output_bytes,
-        max_seconds=limits.max_template_s,
-    )
+def _templates(sources: dict[str, str], special: dict[str, str], limits: Limits) -> ChatTemplates:
+    bounds = TemplateLimits(max_output_bytes=limits.max_template_output_bytes, max_seconds=limits.max_template_s)
+    return ChatTemplates(sources, special=special, limits=bounds)
 
 
 def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:

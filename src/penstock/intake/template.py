@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import msgspec
 
 from penstock.errors import ModelError, RequestError
 from penstock.intake.sandbox import METER, LimitReached, Meter, MeteredEnvironment, Namespace
@@ -50,18 +50,33 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class ChatTemplate:
-    """One model's template, compiled once.  Rendering may happen on any thread."""
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template renders, in the words of transformers' ``apply_chat_template``."""
 
-    def __init__(
-        self, source: str, *, special: Mapping[str, str], max_output_bytes: int = 16 << 20, max_seconds: float = 5.0
-    ) -> None:
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False  # the text is to end where the last message's content ends
+    arguments: Mapping[str, Any] = {}  # further names that the template may look up
+
+
+class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rendering may use (``config.schema.Limits``)."""
+
+    max_output_bytes: int
+    max_seconds: float
+
+
+class ChatTemplate:
+    """One template, compiled once.  Rendering may happen on any thread."""
+
+    def __init__(self, source: str, *, special: Mapping[str, str], limits: TemplateLimits) -> None:
         """``special`` holds the tokenizer's named tokens (``bos_token``, ...).  Raises ModelError."""
         if len(source.encode()) > MAX_TEMPLATE_BYTES:
             raise ModelError(f"The chat template is larger than {MAX_TEMPLATE_BYTES} bytes.")
         self._special = dict(special)
-        self._max_output_bytes = max_output_bytes
-        self._max_seconds = max_seconds
+        self._limits = limits
         environment = _environment()
         try:
             self.literals = _literals(environment.parse(source)) | frozenset(special.values())
@@ -69,34 +84,25 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"The model's chat template is not one: {error}") from error
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text for ``messages``.  Raises RequestError with what the template said, or the limit reached.
-
-        With ``continue_final_message`` the text ends where the last message's content ends.
-        """
-        shown: Sequence[Mapping[str, Any]] = messages
-        if continue_final_message:
-            shown = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_CONTINUE_TAG}"}]
-        variables: dict[str, Any] = {
-            **self._special,
-            **(arguments or {}),
-            "messages": shown,
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
-        text = self._generate(variables)
-        return _cut_at_tag(text) if continue_final_message else text
+    def render(self, conversation: Conversation) -> str:
+        """The text.  Raises RequestError with what the template said, or the limit reached."""
+        messages = [_with_reasoning_names(message) for message in conversation.messages]
+        if conversation.continue_final_message:
+            messages[-1] = _tagged(messages[-1])
+        text = self._generate(
+            {
+                **self._special,
+                **conversation.arguments,
+                "messages": messages,
+                "add_generation_prompt": conversation.add_generation_prompt,
+                "tools": conversation.tools,
+                "documents": conversation.documents,
+            }
+        )
+        return _cut_at_tag(text) if conversation.continue_final_message else text
 
     def _generate(self, variables: Mapping[str, Any]) -> str:
-        meter = Meter(seconds=self._max_seconds, max_bytes=self._max_output_bytes)
+        meter = Meter(seconds=self._limits.max_seconds, max_bytes=self._limits.max_output_bytes)
         token = METER.set(meter)
         pieces: list[str] = []
         size = 0
@@ -115,18 +121,25 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def load_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a model: ``chat_template.jinja``, else the one in its tokenizer_config; or None."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes.")
-        return path.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reasoning under both names that templates know it by (gpt-oss reads ``thinking``)."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {"thinking": reasoning, **message}
+
+
+def _tagged(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with a tag where its text ends; of several parts, the last text's."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _CONTINUE_TAG}
+    parts = list(content or ())
+    for i in reversed(range(len(parts))):
+        if "text" in parts[i]:
+            parts[i] = {**parts[i], "text": parts[i]["text"] + _CONTINUE_TAG}
+            return {**message, "content": parts}
+    raise RequestError(
+        "The last message has no text that could be continued.", param="continue_final_message", code="invalid_value"
+    )
 
 
 def _environment() -> MeteredEnvironment:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_corpus import CONVERSATIONS
 
 from penstock.errors import ModelError, RequestError
-from penstock.intake.template import ChatTemplate, load_source
+from penstock.intake.template import ChatTemplate, Conversation, TemplateLimits
+from penstock.intake.template_files import ChatTemplates, load_sources
 
 TESTS = Path(__file__).parents[2]
 OURS = sorted((TESTS / "fixtures" / "templates").glob("*.jinja"))
@@ -18,46 +20,63 @@ SHARED = Path(os.environ.get("PENSTOCK_SHARED", TESTS.parents[1] / "shared")) / 
 THEIRS = sorted(SHARED.rglob("*.jinja"))
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+LIMITS = TemplateLimits(max_output_bytes=100_000, max_seconds=1.0)
 ONE = [{"role": "user", "content": "Hello <b> & 'q' \"z\" é "}]
-MANY = [
-    {"role": "system", "content": "You are kind."},
-    {"role": "user", "content": " Hi\n"},
-    {"role": "assistant", "content": "<think>hm</think>\n\nYes? "},
-    {"role": "user", "content": "Tell me."},
-]
 
 
-def ours(source: str, messages: list[dict[str, str]], **options: Any) -> str:
-    return ChatTemplate(source, special=SPECIAL, max_seconds=1.0, max_output_bytes=100_000).render(
-        messages, add_generation_prompt=options.pop("add_generation_prompt", False), **options
-    )
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(source, special=SPECIAL, limits=LIMITS)
 
 
-def check_against_transformers(source: str) -> None:
+def ours(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    return template_of(source).render(Conversation(messages=messages, **options))
+
+
+def outcome_of_transformers(source: str, conversation: Conversation) -> str | Exception:
+    """The text, or what went wrong."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    for messages in (ONE, MANY):
-        for add_generation_prompt in (False, True):
-            options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
-            try:
-                (theirs,), _ = utils.render_jinja_template([messages], chat_template=source, **options, **SPECIAL)
-            except Exception as error:  # noqa: BLE001 - whatever it is
-                said = str(error)
-                with pytest.raises(RequestError) as refused:
-                    ours(source, messages, **options)
-                assert said in str(refused.value)
-            else:
-                assert ours(source, messages, **options) == theirs
+    try:
+        (text,), _ = utils.render_jinja_template(
+            [list(conversation.messages)],
+            tools=conversation.tools,
+            documents=conversation.documents,
+            chat_template=source,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **SPECIAL,
+            **conversation.arguments,
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+    return str(text)
+
+
+def check_against_transformers(source: str) -> int:
+    """Returns how many conversations the template took."""
+    template = template_of(source)
+    taken = 0
+    for name, conversation in CONVERSATIONS.items():
+        theirs = outcome_of_transformers(source, conversation)
+        if isinstance(theirs, str):
+            assert template.render(conversation) == theirs, name
+            taken += 1
+        elif not conversation.continue_final_message:  # transformers refuses more of these, by the template's source
+            with pytest.raises(RequestError) as refused:
+                template.render(conversation)
+            said = "calls itself" if isinstance(theirs, RecursionError) else str(theirs)
+            assert said in str(refused.value), name
+    return taken
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_renders_as_transformers_does(path: Path):
-    check_against_transformers(path.read_text())
+    assert check_against_transformers(path.read_text()) > 0
 
 
 @pytest.mark.skipif(not THEIRS, reason="the models' own templates are not in this repository (PENSTOCK_SHARED)")
 @pytest.mark.parametrize("path", THEIRS, ids=lambda path: path.stem)
 def test_models_own_templates_render_as_transformers_does(path: Path):
-    check_against_transformers(path.read_text())
+    assert check_against_transformers(path.read_text()) >= 3
 
 
 def test_refusals_are_in_the_templates_own_words():
@@ -123,10 +142,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_template_is_stopped(source: str):
-    template = ChatTemplate(source, special=SPECIAL, max_seconds=0.3, max_output_bytes=100_000)
+    limits = TemplateLimits(max_output_bytes=100_000, max_seconds=0.3)
+    template = ChatTemplate(source, special=SPECIAL, limits=limits)
     began = time.process_time()
     with pytest.raises(RequestError) as refused:
-        template.render(ONE, add_generation_prompt=True)
+        template.render(Conversation(messages=ONE, add_generation_prompt=True))
     assert time.process_time() - began < 2.0
     assert refused.value.code in ("template_limit", "template_error")
 
@@ -134,18 +154,56 @@ def test_a_hostile_template_is_stopped(source: str):
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 1 +", "{% unknown %}", "x" * (2 << 20)])
 def test_what_is_no_template_is_refused_at_the_start(source: str):
     with pytest.raises(ModelError, match="template"):
-        ChatTemplate(source, special=SPECIAL)
+        template_of(source)
 
 
 def test_literals_are_everything_that_the_template_itself_says():
-    template = ChatTemplate("<|a|>{{ '<|b|>' + x }}{% if y == '<|c|>' %}<|d|>{% endif %}", special=SPECIAL)
+    template = template_of("<|a|>{{ '<|b|>' + x }}{% if y == '<|c|>' %}<|d|>{% endif %}")
     assert {"<|a|>", "<|b|>", "<|c|>", "<|d|>", "<s>"} <= template.literals
 
 
-def test_where_a_models_template_is_found(tmp_path: Path):
-    assert load_source(tmp_path, {}) is None
-    assert load_source(tmp_path, {"chat_template": "a"}) == "a"
+def test_the_last_of_several_parts_is_continued():
+    parts = [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon "}, {"type": "image"}]
+    source = "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}"
+    assert ours(source, [{"role": "assistant", "content": parts}], continue_final_message=True) == "[Once ][upon "
+    with pytest.raises(RequestError, match="no text that could be continued"):
+        ours(source, [{"role": "assistant", "content": [{"type": "image"}]}], continue_final_message=True)
+
+
+def test_where_a_models_templates_are_found(tmp_path: Path):
+    assert load_sources(tmp_path, {}) == {}
+    assert load_sources(tmp_path, {"chat_template": "a"}) == {"default": "a"}
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert load_source(tmp_path, {"chat_template": named}) == "d"
+    assert load_sources(tmp_path, {"chat_template": named}) == {"default": "d", "tool_use": "t"}
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "old file"}')
+    assert load_sources(tmp_path, {"chat_template": "a"}) == {"default": "old file"}
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_source(tmp_path, {"chat_template": "a"}) == "file"
+    assert load_sources(tmp_path, {"chat_template": "a"}) == {"default": "file"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert load_sources(tmp_path, {}) == {"default": "file", "tool_use": "tools"}
+
+
+def test_files_that_hold_no_templates_are_refused(tmp_path: Path):
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ModelError, match=r"chat_template\.json is not JSON"):
+        load_sources(tmp_path, {})
+    (tmp_path / "chat_template.jinja").write_text("x" * (2 << 20))
+    with pytest.raises(ModelError, match="larger than"):
+        load_sources(tmp_path, {})
+    many = [{"name": f"n{i}", "template": ""} for i in range(99)]
+    with pytest.raises(ModelError, match="99 chat templates"):
+        load_sources(tmp_path / "none", {"chat_template": many})
+
+
+def test_which_template_a_chat_takes():
+    def chosen(*names: str, tools: bool) -> str:
+        templates = ChatTemplates({name: name for name in names}, special=SPECIAL, limits=LIMITS)
+        return templates.for_chat(tools=tools).render(Conversation(messages=ONE))
+
+    assert chosen("default", "tool_use", "rag", tools=True) == "tool_use"
+    assert chosen("default", "tool_use", "rag", tools=False) == "default"
+    assert chosen("default", "rag", tools=True) == "default"
+    assert chosen("rag", tools=False) == "rag"
+    with pytest.raises(ModelError, match="named rag, tool_use and none named 'default'"):
+        chosen("rag", "tool_use", tools=False)
