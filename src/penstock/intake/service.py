@@ -53,7 +53,7 @@ class ModelIntake:
         sources = load_sources(folder, tokenizer_config)
         self._templates = _templates(sources, special, limits) if sources else None
         literals = self._templates.literals if self._templates else ()
-        self._tokenizer = TextTokenizer(folder, literals=literals)
+        self._tokenizer = TextTokenizer(folder, config=tokenizer_config, literals=literals)
         self._facts = ModelFacts(
             name=name,
             max_model_len=max_model_len,

@@ -8,15 +8,16 @@ nobody's answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
-from penstock.errors import ModelError, RequestError
+from penstock.errors import RequestError
 from penstock.intake.control import ControlText
+from penstock.intake.vocabularies.load import load_tokenizer
 from penstock.intake.vocabulary import TokenTable
 
 INLINE_CHARS = 2048
@@ -31,19 +32,13 @@ T = TypeVar("T")
 class TextTokenizer:
     """One model's tokenizer: encode, decode, and the table of what every token says."""
 
-    def __init__(self, folder: Path, *, literals: Iterable[str] = ()) -> None:
-        """Reads ``tokenizer.json`` in ``folder``.
+    def __init__(self, folder: Path, *, config: Mapping[str, Any] | None = None, literals: Iterable[str] = ()) -> None:
+        """Reads the vocabulary in ``folder``; ``config`` is its tokenizer_config.json.
 
         ``literals`` are the chat template's own strings: an added token among them is a control token like the
         special ones.  Raises ModelError.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json. Penstock needs one (a 'fast' tokenizer).")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from error
+        self._tokenizer = load_tokenizer(folder, config or {})
         # A shipped tokenizer.json may say "truncate": nothing is ever truncated here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -54,7 +49,9 @@ class TextTokenizer:
             self._tokenizer, decoder=None if decoder is None else decoder.__getstate__(), special=special
         )
         joined = "\0".join(literals)
-        self._control_ids = special | {token for token, added in self._added.items() if added.content in joined}
+        self._control_ids = special | {
+            token for token, added in self._added.items() if added.content in joined and _is_word(added.content)
+        }
         self.control = ControlText(self._added[token].content for token in self._control_ids)
         self._guarded, self._places = self._guarded_tokenizer()
         self._forbidden = self._control_ids - self._places.keys()
@@ -125,6 +122,11 @@ class TextTokenizer:
         guarded.add_tokens([_renamed(self._added[token], name) for token, name in sorted(names.items())])
         places = {guarded.token_to_id(name): token for token, name in names.items()}
         return guarded, {place: token for place, token in places.items() if place is not None}
+
+
+def _is_word(text: str) -> bool:
+    """Some vocabularies have added tokens for white space and for marks, which templates and clients write alike."""
+    return any(map(str.isalnum, text))
 
 
 def _renamed(added: AddedToken, name: str) -> AddedToken:

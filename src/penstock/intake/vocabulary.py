@@ -16,6 +16,12 @@ from penstock.errors import ModelError
 Step = Callable[[str | bytes], str | bytes]
 """One step of a decoder on one token; bytes are final and pass through."""
 
+_CLEANUPS = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m")),
+    *((" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
+"""What WordPiece's ``cleanup`` does to each token (huggingface/tokenizers, ``decoders/wordpiece.rs``)."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -48,11 +54,13 @@ def decoder_steps(spec: Mapping[str, Any]) -> list[Step]:
         return [_replacement(spec["replacement"], " ")]
     if kind == "Replace" and isinstance(spec["pattern"].get("String"), str):
         return [_replacement(spec["pattern"]["String"], spec["content"])]
+    if kind == "WordPiece":
+        return [_word_piece(spec["prefix"], cleanup=spec["cleanup"])]
     if kind == "Fuse":
         return []
     raise ModelError(
         f"This tokenizer's decoder '{kind}' cannot be applied token by token. "
-        "ByteLevel, ByteFallback, Metaspace and Replace can."
+        "ByteLevel, ByteFallback, Metaspace, Replace and WordPiece can."
     )
 
 
@@ -84,6 +92,19 @@ def _strip(content: str, start: int, stop: int) -> Step:
         left = min(start, len(piece) - len(piece.lstrip(content)))
         right = min(stop, len(piece) - len(piece.rstrip(content)))
         return piece[left : len(piece) - right]
+
+    return step
+
+
+def _word_piece(prefix: str, *, cleanup: bool) -> Step:
+    def step(piece: str | bytes) -> str | bytes:
+        if isinstance(piece, bytes):
+            return piece
+        text = piece.removeprefix(prefix) if piece.startswith(prefix) else f" {piece}"
+        if cleanup:
+            for apart, joined in _CLEANUPS:
+                text = text.replace(apart, joined)
+        return text
 
     return step
 

@@ -18,7 +18,10 @@ from penstock.errors import ModelError
 from penstock.launch.zygote import fork
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "LICENSE*", "README.md")
+_WANTED = (
+    *("*.json", "*.safetensors", "*.jinja", "LICENSE*", "README.md"),
+    *("*.model", "*.tiktoken", "merges.txt", "vocab.bpe"),  # vocabularies without tokenizer.json
+)
 _OK, _BAD = b"+", b"-"
 
 

@@ -20,7 +20,11 @@ ComputeDtype = Literal["bf16", "fp32"]
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER = "tokenizer.json"
+VOCABULARIES = (
+    *("tokenizer.json", "tekken.json", "tiktoken.model", "*.tiktoken", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "encoder.json"),
+)
+"""Files of which one must be there; the intake reads them before any process starts."""
 
 
 def inspect_model(path: str | Path) -> ModelSpec:
@@ -78,13 +82,8 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG).exists():
         raise ModelError(f"{folder}: has no {CONFIG}; expected a Hugging Face model folder")
-    if not (folder / TOKENIZER).exists():
-        hint = ""
-        if (folder / "tokenizer.model").exists():
-            hint = (
-                "; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one of tokenizer.model"
-            )
-        raise ModelError(f"{folder}: has no {TOKENIZER}{hint}")
+    if not any(True for pattern in VOCABULARIES for _ in folder.glob(pattern)):
+        raise ModelError(f"{folder}: has no vocabulary; expected one of {', '.join(VOCABULARIES)}")
 
 
 def _open_fields(path: Path) -> Fields:

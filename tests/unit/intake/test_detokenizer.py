@@ -8,7 +8,7 @@ import pytest
 import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from penstock.errors import ModelError
 from penstock.intake.detokenizer import Utf8Stream
@@ -110,7 +110,7 @@ def test_decoding_is_linear():
 @pytest.mark.parametrize(
     "spec",
     [
-        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "BPEDecoder", "suffix": "</w>"},
         {"type": "CTC"},
         {"type": "Replace", "pattern": {"Regex": "x+"}, "content": ""},
         {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
@@ -131,3 +131,14 @@ def test_metaspace_and_strips_before_fuse(piece: str):
     )
     expected = piece.removeprefix(" ")
     assert strip(piece) == (expected.removesuffix(" ") if expected else expected)
+
+
+@given(
+    st.lists(st.sampled_from(["the", "##s", "fox", ".", "'", "##'", "n't", "?", "狐", "##狐"]), min_size=1, max_size=12)
+)
+def test_word_pieces_join_to_what_the_library_decodes(pieces: list[str]):
+    spec = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    library = decoders.WordPiece(prefix="##", cleanup=True)
+    (step,) = decoder_steps(spec)
+    # An answer is the middle of a text: the library leaves the blank before the first piece out.
+    assert "".join(map(str, map(step, ["x", *pieces]))) == " " + library.decode(["x", *pieces])

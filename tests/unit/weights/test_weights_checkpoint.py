@@ -197,7 +197,7 @@ def test_a_bias_in_the_files_is_refused_even_if_the_configuration_hides_it(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("file", "reason"), [("config.json", "has no config.json"), ("tokenizer.json", "has no tokenizer.json")]
+    ("file", "reason"), [("config.json", "has no config.json"), ("tokenizer.json", "has no vocabulary")]
 )
 def test_missing_files(tmp_path: Path, file: str, reason: str) -> None:
     write_model(tmp_path, llama_config())
