@@ -65,11 +65,13 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict) -> None:
     read = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     entries = sorted(read["model"]["vocab"], key=read["model"]["vocab"].__getitem__)
     specials = [token["content"] for token in sorted(read["added_tokens"], key=lambda token: token["id"])]
+    tokens = [*entries, *(token for token in specials if token not in read["model"]["vocab"])]
+    cut = "llama-bpe" if "Split" in json.dumps(read["pre_tokenizer"]) else "gpt-2"
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([*entries, *specials])
-    writer.add_token_types([NORMAL] * len(entries) + [CONTROL] * len(specials))
-    writer.add_token_merges(read["model"]["merges"])
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if token in specials else NORMAL for token in tokens])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in read["model"]["merges"]])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)

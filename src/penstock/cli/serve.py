@@ -32,7 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder or org/name; none: the bundled storyteller")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a folder, a .gguf file or org/name; none: the storyteller"
+    )
     parser.add_argument("--config", metavar="FILE", help="settings as TOML")
     _add_http_flags(parser.add_argument_group("HTTP"))
     _add_fleet_flags(parser.add_argument_group("workers"))

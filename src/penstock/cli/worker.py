@@ -29,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder or org/name; none: the bundled storyteller")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a folder, a .gguf file or org/name; none: the storyteller"
+    )
     parser.add_argument("--role", metavar="prefill|decode|both", help="what gateways send to it (default: both)")
     parser.add_argument("--listen", metavar="tcp://HOST:PORT", help="default: tcp://127.0.0.1:9000")
     parser.add_argument("--keys", metavar="DIR", help="the deployment's keys (`penstock keys DIR`); needed")

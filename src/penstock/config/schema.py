@@ -142,7 +142,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 class EngineSettings(Config, frozen=True, kw_only=True):
     """What both commands that start workers are asked.  None means: decide for me."""
 
-    model: str | None = None  # None: the bundled storyteller; a folder; or a Hub name as "org/name"
+    model: str | None = None  # None: the bundled storyteller; a folder or .gguf file; or a Hub name as "org/name"
     max_model_len: Positive | None = None  # tokens of prompt and answer together
     kv_memory: Positive | None = None  # bytes of KV pages in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"

@@ -32,6 +32,7 @@ from penstock.intake.validate import (
     parse_tokenize,
 )
 from penstock.types import BlockHash, RequestId, SamplingParams, ValidRequest
+from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
 _HASHES_AT_A_TIME = 512
@@ -42,14 +43,15 @@ _CHARS_OF_A_MESSAGE = 256
 
 
 class ModelIntake:
-    """``wire.ports.Intake`` for one model folder."""
+    """``wire.ports.Intake`` for one model folder or GGUF file."""
 
     def __init__(self, folder: Path, *, name: str, max_model_len: int, limits: Limits, created: int) -> None:
         """Reads tokenizer, template and end tokens.  Raises ModelError."""
         self._limits = limits
-        config = _read_json(folder / "config.json")
-        tokenizer_config = _read_json(folder / "tokenizer_config.json", required=False)
-        special = _named_tokens(tokenizer_config, _read_json(folder / "special_tokens_map.json", required=False))
+        files = small_files(folder)
+        config = _read_json(files, CONFIG)
+        tokenizer_config = _read_json(files, TOKENIZER_CONFIG, required=False)
+        special = _named_tokens(tokenizer_config, _read_json(files, "special_tokens_map.json", required=False))
         sources = load_sources(folder, tokenizer_config)
         self._templates = _templates(sources, special, limits) if sources else None
         literals = self._templates.literals if self._templates else ()
@@ -58,7 +60,7 @@ class ModelIntake:
             name=name,
             max_model_len=max_model_len,
             vocabulary=_vocabulary(config),
-            end_tokens=_end_tokens(folder, config, self._tokenizer.token_id(special.get("eos_token", ""))),
+            end_tokens=_end_tokens(files, config, self._tokenizer.token_id(special.get("eos_token", ""))),
         )
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len)
 
@@ -272,13 +274,14 @@ def _templates(sources: dict[str, str], special: dict[str, str], limits: Limits)
     return ChatTemplates(sources, special=special, limits=bounds)
 
 
-def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    if not path.is_file():
+def _read_json(files: SmallFiles, name: str, *, required: bool = True) -> dict[str, Any]:
+    raw, path = files.read(name), files.path_of(name)
+    if raw is None:
         if required:
-            raise ModelError(f"{path.parent} has no {path.name}.")
+            raise ModelError(f"{path} is missing.")
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(raw)
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -304,9 +307,9 @@ def _vocabulary(config: dict[str, Any]) -> int:
     return size
 
 
-def _end_tokens(folder: Path, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
+def _end_tokens(files: SmallFiles, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
     """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
-    generation = _read_json(folder / "generation_config.json", required=False)
+    generation = _read_json(files, GENERATION_CONFIG, required=False)
     given = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = given if isinstance(given, list) else [given]
     return tuple(dict.fromkeys(token for token in (*ids, eos_token) if type(token) is int))

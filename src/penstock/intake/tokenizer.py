@@ -33,7 +33,7 @@ class TextTokenizer:
     """One model's tokenizer: encode, decode, and the table of what every token says."""
 
     def __init__(self, folder: Path, *, config: Mapping[str, Any] | None = None, literals: Iterable[str] = ()) -> None:
-        """Reads the vocabulary in ``folder``; ``config`` is its tokenizer_config.json.
+        """Reads the vocabulary in ``folder``, which may be a GGUF file; ``config`` is its tokenizer_config.json.
 
         ``literals`` are the chat template's own strings: an added token among them is a control token like the
         special ones.  Raises ModelError.

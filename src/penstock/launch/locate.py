@@ -1,4 +1,4 @@
-"""From what was typed to a folder: the bundled model, a folder of the user's, or a name on the Hugging Face Hub.
+"""From what was typed to a model: the bundled one, a folder or GGUF file of the user's, or a name on the Hub.
 
 Downloading happens in a child process, because the Hub's library starts threads, and a process with threads must not
 fork workers later.  Knows nothing about what is in the folder.
@@ -22,12 +22,13 @@ _WANTED = (
     *("*.json", "*.safetensors", "*.jinja", "LICENSE*", "README.md"),
     *("*.model", "*.tiktoken", "merges.txt", "vocab.bpe"),  # vocabularies without tokenizer.json
 )
+GGUF = ".gguf"
 _OK, _BAD = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A model's folder and the name that clients call it by."""
+    """A model's folder, or its GGUF file, and the name that clients call it by."""
 
     path: Path
     name: str
@@ -44,8 +45,10 @@ def locate(model: str | None, download: Callable[[str], str] | None = None) -> L
     path = Path(model).expanduser()
     if path.is_dir():
         return Located(path.resolve(), path.resolve().name)
+    if path.suffix.lower() == GGUF and path.is_file():
+        return Located(path.resolve(), path.stem)
     if path.exists():
-        raise ModelError(f"{model} is a file; expected the folder that holds config.json and *.safetensors")
+        raise ModelError(f"{model} is a file; expected a .gguf file, or the folder with config.json and *.safetensors")
     if not _HUB_NAME.fullmatch(model):
         raise ModelError(f"{model}: no such folder, and no Hub name (org/name) either")
     return Located(Path((download or download_in_child)(model)), model)

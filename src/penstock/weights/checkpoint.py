@@ -12,14 +12,20 @@ import msgspec
 from penstock.errors import ConfigError, ModelError
 from penstock.weights.family import CheckpointFormat, checkpoint_format, installed_names
 from penstock.weights.fields import Fields
+from penstock.weights.gguf_file import is_gguf
 from penstock.weights.reader import Checkpoint
+from penstock.weights.small_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    SmallFiles,
+    read_object,
+    small_files,
+)
 from penstock.weights.spec import ModelSpec, SamplingDefaults
-from penstock.weights.strict_json import read_object
 
 ComputeDtype = Literal["bf16", "fp32"]
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 VOCABULARIES = (
     *("tokenizer.json", "tekken.json", "tiktoken.model", "*.tiktoken", "tokenizer.model", "spiece.model"),
     *("vocab.json", "encoder.json"),
@@ -28,21 +34,24 @@ VOCABULARIES = (
 
 
 def inspect_model(path: str | Path) -> ModelSpec:
-    """The specification of the model in a Hugging Face folder.
+    """The specification of the model in a Hugging Face folder or a GGUF file.
 
     Raises ModelError if it cannot be served: unknown architecture, a variant that is not computed here, missing or
     damaged files, tensors of other names, shapes or types than the configuration promises.
     """
     folder = Path(path)
-    _check_folder(folder)
-    fields = _open_fields(folder / CONFIG)
+    files = small_files(folder)
+    fields = _fields(files, CONFIG)
+    _check_files(folder, files)
+    if fields is None:
+        raise ModelError(f"{folder}: has no {CONFIG}")
     family = _family(fields)
     spec = family.parse(fields)
     with Checkpoint(folder) as checkpoint:
         layout = family.layout(spec)
         layout.check(checkpoint)
         dtype = layout.widest_dtype(checkpoint)
-    generation = _open_fields(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else None
+    generation = _fields(files, GENERATION_CONFIG)
     return msgspec.structs.replace(
         spec,
         checkpoint_dtype=dtype,
@@ -77,7 +86,10 @@ def compute_dtype_for(spec: ModelSpec, wanted: str) -> ComputeDtype:
             raise ConfigError(f"dtype {wanted!r} is not known; expected auto, bf16 or fp32")
 
 
-def _check_folder(folder: Path) -> None:
+def _check_files(folder: Path, files: SmallFiles) -> None:
+    if is_gguf(folder):
+        files.read(TOKENIZER)  # refused here if it is not known
+        return
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG).exists():
@@ -86,8 +98,9 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{folder}: has no vocabulary; expected one of {', '.join(VOCABULARIES)}")
 
 
-def _open_fields(path: Path) -> Fields:
-    return Fields(read_object(path), str(path))
+def _fields(files: SmallFiles, name: str) -> Fields | None:
+    values = read_object(files, name)
+    return None if values is None else Fields(values, files.path_of(name))
 
 
 def _family(fields: Fields) -> CheckpointFormat:

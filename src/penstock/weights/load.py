@@ -192,7 +192,7 @@ class _Meter:
 
 def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: Loading) -> bool:
     """Name the weight's parts to the backend; False if it must be made of arrays."""
-    if not all(part.is_whole for part in weight.parts):
+    if any(checkpoint.is_turned(part.tensor) or not part.is_whole for part in weight.parts):
         return False
     places = [_stored(checkpoint, part.tensor) for part in weight.parts]
     if isinstance(weight, Vector):

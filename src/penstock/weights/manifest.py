@@ -23,7 +23,8 @@ from blake3 import blake3
 
 from penstock.errors import ModelError
 from penstock.weights.compressed import Original
-from penstock.weights.reader import Checkpoint, Stamp
+from penstock.weights.mapped import Stamp
+from penstock.weights.reader import Checkpoint
 
 VERSION = 1
 FOLDER = "manifests"

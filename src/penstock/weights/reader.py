@@ -1,4 +1,6 @@
-"""Tensors of a checkpoint folder: one ``model.safetensors`` or an index of shards, mapped into memory.
+"""Tensors of a checkpoint: a folder with one ``model.safetensors`` or an index of shards, or one GGUF file.
+
+Mapped into memory.
 
 Compressed files are read like plain ones: type, shape and bytes of a tensor are those of the original, decoded and
 checked against its hash when they are asked for.  Knows names, types and shapes; knows nothing of architectures.
@@ -9,16 +11,12 @@ tensor before it is asked for.
 from __future__ import annotations
 
 import math
-import mmap
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import ml_dtypes
-import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
@@ -27,7 +25,9 @@ from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.weights import codec
 from penstock.weights.compressed import Original, original_info, parse_originals
+from penstock.weights.gguf_file import GgufFile, is_gguf
 from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
+from penstock.weights.mapped import MappedFile, Place, Stamp
 from penstock.weights.strict_json import read_object
 
 SINGLE = "model.safetensors"
@@ -44,41 +44,17 @@ SHORT_NAMES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 """The same types as the rest of Penstock names them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor's bytes lie: ``file`` is a descriptor, valid while the checkpoint is open."""
-
-    file: int
-    offset: int
-    nbytes: int
-
-
-class Stamp(msgspec.Struct, frozen=True):
-    """What the system knows of a file without reading it; another one when the file was written, replaced or moved."""
-
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-
-
 class SafetensorsFile:
     """One file, mapped read-only and open for reading."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError if the file cannot be read or is not a sound safetensors file."""
+        self._file = MappedFile(path)
         self.path = path
         try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                prefix = file.read(64)
-                length = header_length(prefix, size, str(path))
-                self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-                self._descriptor = os.dup(file.fileno())
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
-        try:
-            self._parse(self._map[LENGTH_BYTES : LENGTH_BYTES + length], size)
+            size = self._file.size
+            length = header_length(bytes(self._file.view(0, 64)), size, str(path))
+            self._parse(bytes(self._file.view(LENGTH_BYTES, LENGTH_BYTES + length)), size)
         except ModelError:
             self.close()
             raise
@@ -87,12 +63,11 @@ class SafetensorsFile:
     @property
     def stamp(self) -> Stamp:
         """Of the open file, whatever stands under its name now."""
-        stat = os.fstat(self._descriptor)
-        return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        return self._file.stamp
 
     def place(self, info: TensorInfo) -> Place:
         """Where the stored bytes lie."""
-        return Place(self._descriptor, info.start, info.nbytes)
+        return self._file.place(info.start, info.stop)
 
     def original(self, info: TensorInfo) -> Original | None:
         """The tensor's entry in a compressed file's table."""
@@ -115,7 +90,7 @@ class SafetensorsFile:
 
     def stored(self, info: TensorInfo) -> memoryview:
         """The bytes in the file, a read-only view of the mapping."""
-        return memoryview(self._map)[info.start : info.stop]
+        return self._file.view(info.start, info.stop)
 
     def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
         """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
@@ -167,34 +142,53 @@ class SafetensorsFile:
     def _where(self, info: TensorInfo) -> str:
         return f"{self.path}: tensor {info.name!r}"
 
+    def turned_heads(self, info: TensorInfo) -> None:
+        """None: rows lie as the model has them."""
+        return
+
     def drop(self, info: TensorInfo) -> None:
         """Take the tensor's pages out of this process's resident memory."""
-        first = info.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(self._map, "madvise") and info.nbytes:
-            self._map.madvise(mmap.MADV_DONTNEED, first, info.stop - first)
+        self._file.drop(info.start, info.stop)
 
     def close(self) -> None:
-        """Unmap, unless arrays still look into the mapping: then it goes with the last of them."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        try:
-            self._map.close()
-        except BufferError:
-            del self._map
+        """Views that are still held stay valid."""
+        self._file.close()
+
+
+class TensorFile(Protocol):
+    """One file of a checkpoint; ``info`` is always one of its ``tensors``."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def stamp(self) -> Stamp: ...
+    @property
+    def is_compressed(self) -> bool: ...
+    def place(self, info: TensorInfo) -> Place: ...
+    def stored(self, info: TensorInfo) -> memoryview: ...
+    def raw(self, info: TensorInfo) -> memoryview: ...
+    def digest(self, info: TensorInfo) -> bytes: ...
+    def original(self, info: TensorInfo) -> Original | None: ...
+    def matrix(self, info: TensorInfo) -> CompressedMatrix | None: ...
+    def turned_heads(self, info: TensorInfo) -> int | None: ...
+    def drop(self, info: TensorInfo) -> None: ...
+    def close(self) -> None: ...
 
 
 class Checkpoint:
-    """All tensors of a folder by name, whichever file they are in.  Use as a context manager."""
+    """All tensors of a model by name, whichever file they are in.  Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens and checks every file's header.  Raises ModelError."""
+        """Opens and checks every file's header; ``folder`` may be a GGUF file.  Raises ModelError."""
         self.folder = folder
-        self._files: list[SafetensorsFile] = []
-        self._home: dict[str, SafetensorsFile] = {}
+        self._files: list[TensorFile] = []
+        self._home: dict[str, TensorFile] = {}
         try:
-            if (folder / SINGLE).exists():
-                self._open(SINGLE)
+            if is_gguf(folder):
+                self._add(GgufFile(folder))
+            elif (folder / SINGLE).exists():
+                self._add(SafetensorsFile(folder / SINGLE))
             elif (folder / INDEX).exists():
                 self._open_shards(folder / INDEX)
             else:
@@ -205,8 +199,8 @@ class Checkpoint:
 
     @property
     def files(self) -> list[SafetensorsFile]:
-        """The files, by name."""
-        return list(self._files)
+        """The safetensors files, by name; none where the model is a GGUF file."""
+        return [file for file in self._files if isinstance(file, SafetensorsFile)]
 
     @property
     def names(self) -> list[str]:
@@ -266,6 +260,11 @@ class Checkpoint:
             )
         return SHORT_NAMES[dtype]
 
+    def is_turned(self, name: str) -> bool:
+        """Are its rows stored in another order than ``raw`` has them?"""
+        file = self._file_of(name)
+        return file.turned_heads(file.tensors[name]) is not None
+
     def done_with(self, name: str) -> None:
         """Let go of the memory behind a tensor (the page cache keeps it); it can still be read again."""
         file = self._file_of(name)
@@ -288,20 +287,18 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _file_of(self, name: str) -> SafetensorsFile:
+    def _file_of(self, name: str) -> TensorFile:
         file = self._home.get(name)
         if file is None:
             raise ModelError(f"{self.folder}: tensor {name!r} is missing")
         return file
 
-    def _open(self, name: str) -> SafetensorsFile:
-        file = SafetensorsFile(self.folder / name)
+    def _add(self, file: TensorFile) -> None:
         self._files.append(file)
         for tensor in file.tensors:
             if tensor in self._home:
                 raise ModelError(f"{file.path}: tensor {tensor!r} is also in {self._home[tensor].path.name}")
             self._home[tensor] = file
-        return file
 
     def _open_shards(self, index: Path) -> None:
         places = read_object(index).get("weight_map")
@@ -313,7 +310,7 @@ class Checkpoint:
                     f"{index}: tensor {tensor!r}: {name!r} is not the name of a .safetensors file beside it"
                 )
         for name in sorted(set(places.values())):
-            self._open(name)
+            self._add(SafetensorsFile(self.folder / name))
         for tensor, name in places.items():
             if self._file_of(tensor).path.name != name:
                 raise ModelError(f"{self.folder / name}: tensor {tensor!r} is missing, {index.name} says it is here")
@@ -342,5 +339,5 @@ def _no_weights(folder: Path) -> str:
         )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
-        return f"{folder}: has its weights in {ggufs[0]} only; GGUF cannot be served, take the safetensors release"
+        return f"{folder}: has its weights in GGUF files only; give one of them: penstock serve {folder / ggufs[0]}"
     return f"{folder}: has no weights; expected {SINGLE} or {INDEX}"

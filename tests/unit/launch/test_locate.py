@@ -57,10 +57,16 @@ def test_neither_folder_nor_hub_name(name: str) -> None:
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.touch()
-    with pytest.raises(ModelError, match="is a file; expected the folder"):
+    with pytest.raises(ModelError, match=r"is a file; expected a \.gguf file, or the folder"):
         locate(str(file), no_download)
+
+
+def test_a_gguf_file_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "story-Q8_0.gguf"
+    file.touch()
+    assert locate(str(file), no_download) == Located(file.resolve(), "story-Q8_0")
 
 
 RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))

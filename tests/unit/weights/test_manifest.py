@@ -142,7 +142,7 @@ def test_bytes_that_changed_under_an_unchanged_stamp_are_found(stage: Stage, mon
         found = real(descriptor)
         return stamp if found.st_ino == stamp.st_ino and found.st_size == stamp.st_size else found
 
-    monkeypatch.setattr("penstock.weights.reader.os.fstat", as_it_was)
+    monkeypatch.setattr("penstock.weights.mapped.os.fstat", as_it_was)
     with pytest.raises(ModelError, match=f"tensor '{NAME}': damaged, its bytes are not those that were hashed"):
         stage.load()
 

@@ -1,4 +1,4 @@
-"""Finds the vocabulary in a model's folder and reads it.
+"""Finds the vocabulary in a model's folder, or in its GGUF file, and reads it.
 
 The first of these counts: tokenizer.json; tekken.json; a tiktoken file (tiktoken.model, ``*.tiktoken``, or a
 tokenizer.model that is one); SentencePiece's tokenizer.model or spiece.model; vocab.json with merges.txt.
@@ -14,11 +14,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from penstock.errors import ModelError
+from penstock.errors import ModelError, PenstockError
 from penstock.intake.vocabularies.added import complete, configured_tokens, named_token, with_ends
 from penstock.intake.vocabularies.merges import PAIRS, read_merges
 from penstock.intake.vocabularies.ranks import FILLER, is_tiktoken, read_tekken, read_tiktoken
 from penstock.intake.vocabularies.sentencepiece import read_sentencepiece
+from penstock.weights.gguf_file import is_gguf
+from penstock.weights.small_files import TOKENIZER, small_files
 
 MAX_FILE_BYTES = 256 << 20
 _WANTED = "tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or vocab.json with merges.txt"
@@ -26,6 +28,8 @@ _WANTED = "tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or voca
 
 def load_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of the model in ``folder``; ``config`` is its tokenizer_config.json.  Raises ModelError."""
+    if is_gguf(folder):
+        return _read_gguf(folder)
     tokens = configured_tokens(config, _extra(folder))
     if (path := _file(folder, "tokenizer.json")) is not None:
         tokenizer = _read_library_file(path)
@@ -71,6 +75,15 @@ def _read_library_file(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from error
+
+
+def _read_gguf(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(small_files(path).read(TOKENIZER) or b"")
+    except PenstockError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path}: its tokenizer is none that the tokenizers library can read: {error}") from error
 
 
 def _with_configured_ends(tokenizer: Tokenizer, config: Mapping[str, Any], *, begin: bool) -> Tokenizer:
