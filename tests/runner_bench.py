@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,13 @@ class RunnerBench:
         """Take the pages back and forget what was computed, as a preemption does."""
         self._free = [*request.surrender(), *self._free]
 
-    def step(self, work: Sequence[tuple[Request, int]], steps: int = 1) -> list[Drawn]:
-        """Compute so many missing tokens of each request; whoever has none left draws."""
+    def step(
+        self, work: Sequence[tuple[Request, int]], steps: int = 1, drafts: Mapping[RequestId, tuple[int, ...]] = {}
+    ) -> list[Drawn]:
+        """Compute so many missing tokens of each request; whoever has none left draws, after each draft token too."""
         rows = tuple(
-            Row(request, request.computed, count, request.computed + count == request.known) for request, count in work
+            Row(request, request.computed, count, request.computed + count == request.known, drafts.get(request.id, ()))
+            for request, count in work
         )
         drawn = list(self.runner.run(Plan(rows=rows, steps=steps)))
         self.runner_steps += steps

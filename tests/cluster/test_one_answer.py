@@ -40,6 +40,9 @@ DEFAULT_CELLS = {
     ("aggregated", "whole", "roomy"),
 }
 
+GUESSING = {("split-shm", "chunk-16"), ("aggregated", "chunk-16"), ("split-tcp", "whole")}
+"""Topologies and chunk sizes whose workers guess tokens ahead; the plain answers come from one that does not."""
+
 CELLS = [
     pytest.param(*cell, id="-".join(cell), marks=() if cell in DEFAULT_CELLS else (pytest.mark.long,))
     for cell in itertools.product(TOPOLOGIES, CHUNKS, ROOMS)
@@ -119,6 +122,9 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list
     flags = [*TOPOLOGIES[topology], "--kv-memory", ROOMS[room]]
     if CHUNKS[chunk] is not None:
         flags += ["--max-chunk-tokens", str(CHUNKS[chunk])]
+    guessing = (topology, chunk) in GUESSING
+    if guessing:
+        flags += ["--speculate", "lookup"]
     with PenstockServer(flags) as server:
         for together, kill in itertools.product([False, True], [False, True]):
             # A salt of its own keeps a round's first pass cold, and makes its second pass find its own pages.  In a
@@ -137,6 +143,10 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list
                 if temperature == "cold" and not together and not kill:
                     assert cached <= 300, f"{where}: the first pass found {cached} tokens already"
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
+        if guessing:
+            metrics = server.metrics()
+            guessed = metrics["penstock:spec_decode_num_draft_tokens_total"]
+            assert 0 < metrics["penstock:spec_decode_num_accepted_tokens_total"] < guessed
 
 
 def assert_it_took_place(server: PenstockServer, *, split: bool, tight: bool) -> None:

@@ -118,7 +118,12 @@ def _resolve(
     carrier, wishes = how
     cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
     division = divide(places, cores, machine.cores, wishes)
-    scheduler = SchedulerConfig(pages=pages, max_model_len=max_model_len, max_running=config.max_running)
+    scheduler = SchedulerConfig(
+        pages=pages,
+        max_model_len=max_model_len,
+        max_running=config.max_running,
+        max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
+    )
     if config.max_chunk_tokens is not None:
         scheduler = msgspec.structs.replace(scheduler, max_chunk_tokens=config.max_chunk_tokens)
     return ServePlan(

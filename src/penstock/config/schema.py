@@ -28,6 +28,8 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     step_budget_ms: float = 100.0  # predicted time of a step that also decodes
     prefill_step_budget_ms: float = 250.0  # predicted time of a step that only reads prompts
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
+    max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
+    max_step_draft_tokens: int = 64  # the same of all requests together
 
 
 class HandOverConfig(Config, frozen=True, kw_only=True):
@@ -149,6 +151,8 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     threads: Positive | None = None  # own kernel threads of each worker
     max_chunk_tokens: Positive | None = None
     max_running: Positive = 256
+    speculate: Literal["off", "lookup"] = "off"  # how tokens are guessed ahead
+    max_draft_tokens: Positive = 8
     kernels: str = "auto"  # a kernel family, or "reference"
     device: Literal["cpu", "cuda"] = "cpu"
     log_json: bool = False

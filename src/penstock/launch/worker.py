@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import WorkerConfig
+from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
@@ -22,6 +22,7 @@ from penstock.engine.models.port import Model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.mailbox import WorkerMailbox
+from penstock.engine.spec.speculator import LookupSpeculator
 from penstock.kernels.cores import Cores
 from penstock.kernels.ops import Ops
 from penstock.kv.layout import KvLayout
@@ -72,7 +73,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         file.close()
     transport = ZmqTransport(inherited.keys)
     clock = MonotonicClock()
-    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)))
+    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), _speculator(config.scheduler))
     carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
     hand_over = HandOver(
         inherited.identity,
@@ -121,6 +122,12 @@ class _Pulse:
         self._mailbox.planned(plan)
         now = monotonic_ns()
         self._slot.beat(now, now + int(plan.predicted_s * 1e9), self._mailbox.reporter.steps)
+
+
+def _speculator(config: SchedulerConfig) -> LookupSpeculator | None:
+    if config.max_draft_tokens == 0:
+        return None
+    return LookupSpeculator(most_each=config.max_draft_tokens, most=config.max_step_draft_tokens)
 
 
 def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:

@@ -34,6 +34,9 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "step_seconds",  # spent in steps
     "borrowed_core_seconds",  # computed at cores of workers that were idle
     "batch_multi_row_steps",  # steps that computed two requests or more
+    "spec_drafts",  # rows that had guessed tokens
+    "spec_draft_tokens",  # guessed tokens computed
+    "spec_accepted_tokens",  # of those, the ones that stood
 )
 """Names in ``Report.counters`` that only grow within one incarnation; the gateway adds them over incarnations."""
 
@@ -110,6 +113,9 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "step_seconds": _counter("engine_step_seconds", "Time spent in steps.", "worker"),
     "borrowed_core_seconds": _counter("borrowed_core_seconds", "Computed at cores of idle workers.", "worker"),
     "batch_multi_row_steps": _counter("engine_multi_row_steps", "Steps of two requests or more.", "worker"),
+    "spec_drafts": _counter("spec_decode_num_drafts", "Rows of steps that had guessed tokens.", "worker"),
+    "spec_draft_tokens": _counter("spec_decode_num_draft_tokens", "Guessed tokens computed.", "worker"),
+    "spec_accepted_tokens": _counter("spec_decode_num_accepted_tokens", "Guessed tokens that stood.", "worker"),
 }
 """The family of each name in ``WORKER_COUNTERS``."""
 

@@ -29,14 +29,19 @@ class Draft:
 
     def close_decodes(self) -> None:
         """All rows with a single missing token are in; the rest of the budget is for chunks."""
+        work, count = self.work, len(self.rows)
         for row in self.rows:
-            self.work.pairs += row.start
-        count = len(self.rows)
-        self.work.pairs += count
-        self.work.tokens += count
-        self.work.draws += count
+            if row.draft:
+                work.add(row.start, 1 + len(row.draft), 1 + len(row.draft))
+            else:
+                work.add(row.start, 1, 1)
         budget_ms = self._config.step_budget_ms if count else self._config.prefill_step_budget_ms
         self._budget_s = budget_ms / 1000
+
+    @property
+    def drafted(self) -> bool:
+        """Does any row have draft tokens?"""
+        return any(row.draft for row in self.rows)
 
     def affordable_steps(self, limit: int) -> int:
         """How often the rows can be repeated within the time budget, at least once."""

@@ -90,12 +90,16 @@ Event = Arrive | Granted | PagesArrived | FirstToken | Released | Cancelled
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and draw the token after them."""
+    """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and draw the token after them.
+
+    ``draft``: guessed tokens that are computed after them, with a token drawn after each; see ``core.speculation``.
+    """
 
     request: Request
     start: int
     count: int
     samples: bool
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,10 @@ class Plan:
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
-    """The runner's answer for one row: the tokens drawn (none for a row that does not sample, ``steps`` otherwise)."""
+    """The runner's answer for one row: the tokens drawn.
+
+    None for a row that does not sample, ``steps`` otherwise; after a draft those that stand, one at least.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()

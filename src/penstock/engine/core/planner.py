@@ -11,6 +11,7 @@ from penstock.engine.core.cost import StepCost
 from penstock.engine.core.draft import Draft
 from penstock.engine.core.plan import Row
 from penstock.engine.core.request import OrderKey, Request, Status
+from penstock.engine.core.speculation import Speculator
 from penstock.engine.core.table import RequestTable
 from penstock.types import Leg
 
@@ -28,11 +29,14 @@ def grows(request: Request) -> bool:
 class Planner:
     """Drafts steps from the table, and moves requests in it by admission and preemption."""
 
-    def __init__(self, config: SchedulerConfig, cost: StepCost, table: RequestTable) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cost: StepCost, table: RequestTable, speculator: Speculator | None = None
+    ) -> None:
         self._config = config
         self._cost = cost
         self._table = table
         self._memory = table.memory
+        self._speculator = speculator
         # Each running request gets at least one token of a step, so a long prompt never starves behind many answers.
         self._max_active = min(config.max_running, config.max_step_tokens)
 
@@ -43,9 +47,12 @@ class Planner:
         """
         draft = Draft(self._config, self._cost)
         chunked = sorted(self._grant_single_tokens(draft), key=order)
-        draft.close_decodes()
         table = self._table
-        if max_steps > 1 and draft.rows and not chunked and not table.queue and not table.reserved:
+        only_answers = bool(draft.rows) and not chunked and not table.queue
+        if self._speculator is not None and only_answers and not draft.preempted:
+            self._speculate(draft, self._speculator)
+        draft.close_decodes()
+        if max_steps > 1 and only_answers and not table.reserved and not draft.drafted:
             self._grant_several(draft, max_steps)
         granted = [draft.add_chunk(request) for request in chunked]
         if all(granted) and not draft.preempted:
@@ -85,6 +92,22 @@ class Planner:
                 table.preempt(max(victims, key=order))
                 draft.preempted += 1
         return disturbed
+
+    def _speculate(self, draft: Draft, speculator: Speculator) -> None:
+        """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
+        rows = draft.rows
+        if any(row.request.leg is Leg.PREFILL for row in rows):
+            return  # the first token is all that is drawn there
+        left = self._config.max_step_tokens - len(rows)
+        for index, tokens in enumerate(speculator.propose(rows)):
+            row = rows[index]
+            most = min(len(tokens), left)
+            if most and row.start + 1 + most > row.request.room:
+                self._memory.grow(row.request, row.start + 1 + most)
+                most = min(most, row.request.room - row.start - 1)
+            if most > 0:
+                rows[index] = Row(row.request, row.start, 1, True, tokens[:most])
+                left -= most
 
     def _grant_several(self, draft: Draft, limit: int) -> None:
         """Repeat the rows: until the first could end by its length, as time allows, while pages last."""

@@ -34,6 +34,7 @@ from penstock.engine.core.plan import (
 )
 from penstock.engine.core.planner import Planner
 from penstock.engine.core.request import Request, Status
+from penstock.engine.core.speculation import Speculator
 from penstock.engine.core.table import RequestTable
 from penstock.errors import ConfigError
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
@@ -55,7 +56,9 @@ class Load:
 class Scheduler:
     """Decides, step by step, which tokens of which requests are computed, and in which pages they stand."""
 
-    def __init__(self, config: SchedulerConfig, cost: StepCost | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cost: StepCost | None = None, speculator: Speculator | None = None
+    ) -> None:
         """Raises ConfigError for a limit below 1, or memory that cannot hold one request of the greatest length."""
         for name in ("pages", "page_tokens", "max_model_len", "max_running", "max_step_tokens", "max_chunk_tokens"):
             if getattr(config, name) < 1:
@@ -70,7 +73,8 @@ class Scheduler:
                 f"but there is memory for {config.pages}: give more KV memory or a smaller max_model_len"
             )
         self._table = RequestTable(self.memory)
-        self._planner = Planner(config, self.cost, self._table)
+        self._planner = Planner(config, self.cost, self._table, speculator)
+        self._speculator = speculator
         self._serial = 0
         self._in_flight: tuple[Plan, Work] | None = None
         self._pending = Outcome()  # for the next commit to hand out
@@ -170,6 +174,9 @@ class Scheduler:
             preempted=draft.preempted,
             gone=tuple(table.gone),
         )
+        if self._speculator is not None:
+            for gone in table.gone:
+                self._speculator.forget(gone)
         table.returned.clear()
         table.gone.clear()
         self._in_flight = (plan, draft.work)
@@ -188,6 +195,8 @@ class Scheduler:
         self._in_flight = None
         if seconds is not None:
             self.cost.learn(work, seconds / plan.steps)
+            if self._speculator is not None and plan.rows and plan.steps == 1 and work.tokens == work.draws:
+                self._speculator.learn(plan.rows, drawn, seconds)
         outcome = self._take_pending()
         for row, new in zip(plan.rows, drawn, strict=True):
             if row.request.status is Status.RUNNING:

@@ -7,6 +7,7 @@ has fewer output tokens than were counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,8 +104,31 @@ class Answer:
             row.output_ids, row.output_counts = self._count(self._counts, drawn)
         return row
 
+    def rows(self, position: int, draft: Sequence[int]) -> list[SampleRow]:
+        """How the tokens at ``position`` and the positions after it are drawn: each after so much of ``draft``.
+
+        Rows of their own: drawing from one and guessing wrongly in the next leaves nothing behind.
+        """
+        found: list[SampleRow] = []
+        first = self.row(position, ())
+        ids, counts = first.output_ids, first.output_counts
+        for index in range(len(draft) + 1):
+            banned = self._stop_ids if self._is_short(position + index) else self._stop_ids[:0]
+            if self._counts is not None:
+                ids, counts = np.unique(np.array([*self.request.output, *draft[:index]], np.int32), return_counts=True)
+            found.append(
+                replace(
+                    first,
+                    position=position + index,
+                    banned_ids=banned,
+                    output_ids=ids,
+                    output_counts=counts.astype(np.int32),
+                )
+            )
+        return found
+
     def picks(self, position: int) -> bool:
-        """Is the token at ``position`` drawn from all tokens by temperature alone, with nothing else asked for?"""
+        """Is the token at ``position``, and so every later one, drawn from all tokens by temperature alone?"""
         return self._plain and not (len(self._stop_ids) and self._is_short(position))
 
     def _is_short(self, position: int) -> bool:

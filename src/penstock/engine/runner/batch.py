@@ -7,14 +7,16 @@ now and then.  Everything else is filled anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn
+from penstock.engine.core.speculation import standing
 from penstock.engine.runner.answer import Answer
-from penstock.kernels.ops import Picks, SampleRow, StepBatch
+from penstock.kernels.ops import Picks, Sampled, SampleRow, StepBatch
 from penstock.types import PAGE_TOKENS, PageId, TokenLogprob
 
 if TYPE_CHECKING:
@@ -26,14 +28,18 @@ SPARE_BLOCKS = 8
 
 
 class Span:
-    """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far."""
+    """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far.
 
-    __slots__ = ("answer", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
+    ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
+    """
+
+    __slots__ = ("answer", "draft", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
 
     def __init__(self, row: Row, answer: Answer) -> None:
         self.answer = answer
         self.samples = row.samples
-        self.begin(row.start, row.request.tokens(row.start, row.start + row.count))
+        self.draft = row.draft
+        self.begin(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
 
     def begin(self, start: int, tokens: Sequence[int]) -> None:
         """These tokens from ``start`` on; nothing is brought yet."""
@@ -49,6 +55,11 @@ class Span:
         return self.start + len(self.tokens)
 
     @property
+    def draws(self) -> range:
+        """Positions that tokens are drawn for."""
+        return range(self.stop - len(self.draft), self.stop + 1) if self.samples else range(0)
+
+    @property
     def targets(self) -> Sequence[int]:
         """Prompt tokens that these tokens predict and whose log-probabilities were asked for."""
         if not self.answer.request.wants_prompt_logprobs:
@@ -59,6 +70,11 @@ class Span:
         """Go on with the token just drawn."""
         self.start = self.stop
         self.tokens = self.drawn[-1:]
+
+    def result(self) -> Drawn:
+        """What the span has brought: of the tokens after a draft, those that stand."""
+        count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
+        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs))
 
 
 class StepArrays:
@@ -124,23 +140,29 @@ class StepArrays:
         for span in self.spans:
             scored.extend(range(begin, begin + len(span.targets)))
             begin += len(span.tokens)
-            if span.samples and span.answer.picks(span.stop):
-                picked.append(begin - 1)
+            if not span.samples:
+                continue
+            rows = range(begin - len(span.draws), begin)
+            if span.answer.picks(span.draws[0]):
+                picked.extend(rows)
                 self.picked.append(span)
-            elif span.samples:
-                listed.append(begin - 1)
+            else:
+                listed.extend(rows)
                 self.listed.append(span)
         self.scored = len(scored)
         return np.array(scored + listed + picked, np.int32)
 
     def _fill_picks(self) -> None:
-        self.picks = picks = Picks.empty(len(self.picked))
-        for index, span in enumerate(self.picked):
-            sampling = span.answer.request.sampling
-            picks.seeds_F[index] = sampling.seed
-            picks.positions_F[index] = span.stop
-            picks.choices_F[index] = sampling.choice
-            picks.temperatures_F[index] = sampling.temperature
+        self.picks = picks = Picks.empty(sum(len(span.draws) for span in self.picked))
+        begin = 0
+        for span in self.picked:
+            sampling, positions = span.answer.request.sampling, span.draws
+            rows = slice(begin, begin + len(positions))
+            picks.seeds_F[rows] = sampling.seed
+            picks.positions_F[rows] = positions
+            picks.choices_F[rows] = sampling.choice
+            picks.temperatures_F[rows] = sampling.temperature
+            begin = rows.stop
 
     def _reserve(self, tokens: int, spans: int, blocks: int) -> None:
         if tokens > len(self._tokens):
@@ -170,7 +192,7 @@ class StepArrays:
             if row.request is not request or start != at + 1 or request.known != start + 1 or row.count != 1:
                 return False
             # Pages taken back and given anew are another list.
-            if not row.samples or request.pages is not pages or not request.output:
+            if not row.samples or row.draft or request.pages is not pages or not request.output:
                 return False
         tokens = [request.output[-1] for request in self._requests]
         if not self._move(tokens):
@@ -208,17 +230,37 @@ class StepArrays:
     # --- what came of it ----------------------------------------------------------------------------------------------
 
     def draws(self) -> list[SampleRow]:
-        """How the spans ``listed`` draw."""
-        return [span.answer.row(span.stop, span.drawn) for span in self.listed]
+        """How the spans ``listed`` draw, one row a token."""
+        rows: list[SampleRow] = []
+        for span in self.listed:
+            if span.draft:
+                rows += span.answer.rows(span.draws[0], span.draft)
+            else:
+                rows.append(span.answer.row(span.stop, span.drawn))
+        return rows
 
-    def take_picks(self) -> None:
-        """Hand out the picked tokens."""
-        for span, token in zip(self.picked, self.picks.tokens_F.tolist(), strict=True):
-            span.drawn.append(token)
+    def take(self, answers: Sequence[Sampled]) -> None:
+        """Hand out what was drawn: ``answers`` to the spans ``listed``, the picked tokens to the others."""
+        told = iter(answers)
+        for span in self.listed:
+            wants = span.answer.request.sampling.logprobs is not None
+            for one in islice(told, len(span.draws)):
+                span.drawn.append(one.token)
+                if wants:
+                    span.logprobs.append(token_logprob(one))
+        tokens = iter(self.picks.tokens_F.tolist())
+        for span in self.picked:
+            span.drawn += islice(tokens, len(span.draws))
 
     def drawn(self) -> list[Drawn]:
         """What the spans have brought."""
-        return [Drawn(tuple(span.drawn), tuple(span.logprobs), tuple(span.prompt_logprobs)) for span in self.spans]
+        return [span.result() for span in self.spans]
+
+
+def token_logprob(one: Sampled) -> TokenLogprob:
+    """A row that asked for log-probabilities has them."""
+    assert one.logprob is not None
+    return TokenLogprob(one.token, one.logprob, one.top)
 
 
 def _room(wanted: int) -> int:

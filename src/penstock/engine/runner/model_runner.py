@@ -13,9 +13,9 @@ import numpy as np
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.models.port import Model
 from penstock.engine.runner.answer import Answers
-from penstock.engine.runner.batch import Span, StepArrays
-from penstock.kernels.ops import Array, Ops, Sampled, StepProgram
-from penstock.types import RequestId, TokenLogprob
+from penstock.engine.runner.batch import Span, StepArrays, token_logprob
+from penstock.kernels.ops import Array, Ops, StepProgram
+from penstock.types import RequestId
 
 SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
@@ -57,11 +57,7 @@ class ModelRunner:
         """Compute every span; draw and score what was asked for."""
         arrays = self._arrays
         answers = self.program.run(arrays.batch, arrays.scored, arrays.draws(), arrays.picks)
-        arrays.take_picks()
-        for span, one in zip(arrays.listed, answers, strict=True):
-            span.drawn.append(one.token)
-            if span.answer.request.sampling.logprobs is not None:
-                span.logprobs.append(_token_logprob(one))
+        arrays.take(answers)
         if arrays.scored:
             self._score(arrays.spans, self.program.hidden())
 
@@ -76,10 +72,5 @@ class ModelRunner:
                 rows_R = np.arange(begin + first, begin + first + len(piece_R), dtype=np.int32)
                 logits_RV = self._model.logits(self._ops, self._ops.rows(hidden_RD, rows_R))
                 scored = self._ops.token_logprobs(logits_RV, piece_R, top)
-                span.prompt_logprobs.extend(_token_logprob(one) for one in scored)
+                span.prompt_logprobs.extend(token_logprob(one) for one in scored)
             begin += len(targets_R)
-
-
-def _token_logprob(one: Sampled) -> TokenLogprob:
-    assert one.logprob is not None  # the row asked for it
-    return TokenLogprob(one.token, one.logprob, one.top)

@@ -11,6 +11,7 @@ from math import log
 
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
+from penstock.engine.core.speculation import standing
 from penstock.types import RequestId, SamplingParams, TokenLogprob
 
 
@@ -47,7 +48,10 @@ class NullRunner:
         if not row.samples:
             return Drawn((), (), told)
         sampling, drawn = request.sampling, len(request.output)
-        tokens = tuple(null_token(sampling, end + step, vocab=self.vocab, drawn=drawn + step) for step in range(steps))
+        count = len(row.draft) + steps
+        tokens = tuple(null_token(sampling, end + step, vocab=self.vocab, drawn=drawn + step) for step in range(count))
+        if row.draft:
+            tokens = tokens[: standing(row.draft, tokens)]
         if sampling.logprobs is None:
             return Drawn(tokens, (), told)
         return Drawn(tokens, tuple(self._logprob(token, sampling.logprobs) for token in tokens), told)

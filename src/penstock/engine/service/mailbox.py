@@ -137,6 +137,8 @@ class WorkerMailbox:
             ask = self._asks.get(progress.request.id)
             if ask is None or ask.epoch != progress.request.epoch:
                 continue
+            if plan.steps == 1 and len(progress.tokens) > 1:
+                self.reporter.count_progress(len(progress.tokens))
             item = item_of(progress, ask, now)
             batches.add(ask.gateway, item)
             if ask.leg is Leg.PREFILL:

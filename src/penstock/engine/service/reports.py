@@ -52,8 +52,17 @@ class Reporter:
         for row in rows:
             if row.samples:
                 counts["generation_tokens"] += plan.steps
+            if row.draft:
+                counts["spec_drafts"] += 1
+                counts["spec_draft_tokens"] += len(row.draft)
             if row.count > 1 or not row.samples:
                 counts["prompt_tokens_computed"] += row.count
+
+    def count_progress(self, tokens: int) -> None:
+        """A request got so many tokens by one row of one step: all but the first were guessed."""
+        counts = self._counts
+        counts["generation_tokens"] += tokens - 1
+        counts["spec_accepted_tokens"] += tokens - 1
 
     def due(self, now: float) -> bool:
         """May the next report go out already?"""

@@ -26,6 +26,7 @@ from penstock.engine.core.plan import (
 )
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.speculation import Speculator, standing
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
 
 VOCAB = 11
@@ -97,6 +98,9 @@ class GlassRunner:
         if not row.samples:
             return Drawn((), (), told)
         self.verify(request, tokens)
+        if row.draft:
+            assert steps == 1
+            return self.drafted(row, tokens)
         drawn: list[int] = []
         for step in range(steps):
             if step:
@@ -104,6 +108,18 @@ class GlassRunner:
             drawn.append(draw(self.at(request, len(tokens) - 1), request.sampling, len(request.output) + step))
             tokens.append(drawn[-1])
         return Drawn(tuple(drawn), tuple(TokenLogprob(t, -1.0) for t in drawn), told)
+
+    def drafted(self, row: Row, tokens: list[int]) -> Drawn:
+        """Compute the guesses as if they were true, draw after each, and keep what stands."""
+        request, drawn = row.request, list[int]()
+        assert request.known + len(row.draft) < request.last, "guessed beyond the end"
+        for index, guess in enumerate((*row.draft, None)):
+            drawn.append(draw(self.at(request, len(tokens) - 1), request.sampling, len(request.output) + index))
+            if guess is not None:
+                tokens.append(guess)
+                self.write(request, tokens, len(tokens) - 1)
+        stands = tuple(drawn[: standing(row.draft, drawn)])
+        return Drawn(stands, tuple(TokenLogprob(t, -1.0) for t in stands))
 
     def write(self, request: Request, tokens: Sequence[int], position: int) -> None:
         before = self.at(request, position - 1) if position else 0
@@ -141,9 +157,16 @@ class Client:
 class World:
     """One scheduler, its clients, and the other worker of each split request."""
 
-    def __init__(self, config: SchedulerConfig, *, max_steps: int = 1, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        max_steps: int = 1,
+        seconds: float | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, speculator=speculator)
         self.runner = GlassRunner(config)
         self.max_steps = max_steps
         self.seconds = seconds
@@ -242,7 +265,7 @@ class World:
             assert bool(request.pages) == (request.status not in (Status.UNGRANTED, Status.WAITING))
 
     def _check_plan(self, plan: Plan, waiting: set[Request]) -> None:
-        assert sum(row.count for row in plan.rows) <= self.config.max_step_tokens
+        assert sum(row.count + len(row.draft) for row in plan.rows) <= self.config.max_step_tokens
         assert all(row.count <= self.config.max_chunk_tokens for row in plan.rows)
         assert len({row.request.id for row in plan.rows}) == len(plan.rows)
         left = [r for r in waiting if r.status is Status.WAITING]

@@ -7,15 +7,17 @@ something and a failing one can be shortened.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 from engine_world import ROOT, STOP, World, answer, prompt_of
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive
-from penstock.engine.core.request import Status
+from penstock.engine.core.plan import Arrive, Drawn, Row
+from penstock.engine.core.request import Request, Status
 from penstock.hashing import block_hashes
 from penstock.types import Leg, RequestId, SamplingParams
 
@@ -120,21 +122,58 @@ def apply(world: World, move: Move) -> None:
             assert world.find(found) is request
 
 
-@given(config=configs(), max_steps=st.sampled_from([1, 1, 4]), seconds=st.sampled_from([None, 0.002]), moves=moves)
+class Guesser:
+    """Knows the right tokens, and gives them or others, as many as it likes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.stood = self.fell = 0
+        self.asked: set[RequestId] = set()
+
+    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+        self.asked |= {row.request.id for row in rows}
+        return [self.guess(row.request) for row in rows] if self.random.random() < 0.8 else []
+
+    def guess(self, request: Request) -> tuple[int, ...]:
+        right = answer(request.prompt, request.sampling, MAX_LEN).tokens[len(request.output) :]
+        most = min(self.random.randrange(6), request.last - request.known - 1)
+        wrong = self.random.randrange(8)
+        return tuple(token if index != wrong else token + 1 for index, token in enumerate(right[: max(most, 0)]))
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        for row, new in zip(rows, drawn, strict=True):
+            self.stood += len(new.tokens) - 1
+            self.fell += len(row.draft) - (len(new.tokens) - 1)
+
+    def forget(self, request: RequestId) -> None:
+        self.asked.discard(request)
+
+
+@given(
+    config=configs(),
+    max_steps=st.sampled_from([1, 1, 4]),
+    seconds=st.sampled_from([None, 0.002]),
+    guesser=st.none() | st.builds(Guesser, st.integers(0, 99)),
+    moves=moves,
+)
 @settings(
     max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "150")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 def test_no_page_is_lost_and_every_answer_is_right(
-    config: SchedulerConfig, max_steps: int, seconds: float | None, moves: list[Move]
+    config: SchedulerConfig, max_steps: int, seconds: float | None, guesser: Guesser | None, moves: list[Move]
 ) -> None:
-    world = World(config, max_steps=max_steps, seconds=seconds)
+    world = World(config, max_steps=max_steps, seconds=seconds, speculator=guesser)
     for move in moves:
         apply(world, move)
         world.check()
     world.run_to_completion()
     memory = world.scheduler.memory
+    world.step()  # tells of those that left in the last one
+    if guesser is not None:
+        assert not guesser.asked, "whoever guesses was not told that a request has gone"
+        event(f"guesses stood {guesser.stood > 0}, fell {guesser.fell > 0}")
     event(f"preempted {min(world.scheduler.preemptions, 3)}")
     event(f"preempted decode leg {world.resubmitted > 0}")
     event(f"found in the cache {memory.found_tokens > 0}")
