@@ -115,14 +115,16 @@ class Answer:
         for index in range(len(draft) + 1):
             banned = self._stop_ids if self._is_short(position + index) else self._stop_ids[:0]
             if self._counts is not None:
-                ids, counts = np.unique(np.array([*self.request.output, *draft[:index]], np.int32), return_counts=True)
+                output = np.array([*self.request.output, *draft[:index]], np.int32)
+                ids, often = np.unique(output, return_counts=True)
+                counts = often.astype(np.int32)
             found.append(
                 replace(
                     first,
                     position=position + index,
                     banned_ids=banned,
                     output_ids=ids,
-                    output_counts=counts.astype(np.int32),
+                    output_counts=counts,
                 )
             )
         return found

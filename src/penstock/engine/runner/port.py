@@ -20,7 +20,8 @@ class Runner(Protocol):
 
         A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
         of the next.  A row with a draft (then ``steps`` is 1) draws one more after each draft token, and answers with
-        those that stand (``core.speculation``).  The pages of ``row.request`` already reach as far as the last token that is computed.
+        those that stand (``core.speculation``).  The pages of ``row.request`` already reach as far as the last token
+        that is computed.
         """
         ...
 

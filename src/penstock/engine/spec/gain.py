@@ -8,7 +8,7 @@ time, and forgotten again, so that a guess that lost once is tried again later. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace, heappop
+from heapq import heapify, heappop, heapreplace
 
 from penstock.engine.spec.lookup import LONGEST_MATCH
 
