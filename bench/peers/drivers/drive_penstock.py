@@ -14,7 +14,7 @@ from task import WARM_STEPS, Task, answer, prefill_rates
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, prior_for
-from penstock.engine.core.plan import Arrive, Event, Outcome, Plan
+from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
@@ -25,6 +25,7 @@ from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 
 KV_TOKENS = 16_384
+MAX_MODEL_LEN = 4096
 
 
 class ListMailbox:
@@ -59,11 +60,12 @@ class Engine:
         runner = ModelRunner(model, ops, ops.new_kv(pages=pages, **sizes))
         self._clock = MonotonicClock()
         self._mailbox = ListMailbox()
-        scheduler = Scheduler(SchedulerConfig(pages=pages, max_model_len=4096), StepCost(prior_for(spec.parameters)))
+        scheduler = Scheduler(SchedulerConfig(pages=pages, max_model_len=MAX_MODEL_LEN), StepCost(prior_for(spec.parameters)))
         self._loop = EngineLoop(self._mailbox, scheduler, runner, self._clock)
         self._serial = 0
 
     def add(self, prompt: list[int], tokens: int) -> None:
+        """Hand a request over; it is read with the next steps."""
         self._serial += 1
         request = Arrive(
             id=RequestId(f"r{self._serial}"),
@@ -74,35 +76,49 @@ class Engine:
             arrival=float(self._serial),
             root=BlockHash(bytes(32)),
         )
+        self._mailbox.told[request.id] = 0
         self._mailbox.waiting.append(request)
 
-    def run(self, tokens: int, enough: int = 0) -> tuple[tuple[float, int], tuple[float, int]]:
-        """Turn the loop until every request added has ``tokens``: (time, tokens) when each first had ``enough``, and
-        in the end."""
-        told = self._mailbox.told = {}
-        streams = len(self._mailbox.waiting)
-        marked = None
-        while True:
+    def run(self, tokens: int) -> None:
+        """Turn the loop until every stream has ``tokens`` at least."""
+        told = self._mailbox.told
+        while min(told.values()) < tokens:
             self._loop.step()
-            least = min(told.values()) if len(told) == streams else -1
-            if marked is None and least >= enough:
-                marked = (time.perf_counter(), sum(told.values()))
-            if marked is not None and least >= tokens:
-                return marked, (time.perf_counter(), sum(told.values()))
+
+    def timed(self, steps: int) -> float:
+        """Tokens/s of so many steps.  Raises RuntimeError when one of them was not a token of every stream."""
+        told = self._mailbox.told
+        since = time.perf_counter()
+        for _ in range(steps):
+            before = list(told.values())
+            self._loop.step()
+            if [new - old for new, old in zip(told.values(), before, strict=True)] != [1] * len(told):
+                raise RuntimeError(f"a step did not write one token of each of {len(told)} streams")
+        return steps * len(told) / (time.perf_counter() - since)
+
+    def leave(self) -> None:
+        """Forget every stream, whether it has ended or not."""
+        self._mailbox.waiting += [Cancelled(id=request, epoch=0) for request in self._mailbox.told]
+        self._mailbox.told.clear()
+        self._loop.step()
 
 
 def first_token(engine: Engine, prompt: list[int]) -> None:
     engine.add(prompt, 1)
     engine.run(1)
+    engine.leave()
 
 
 def decode(engine: Engine, task: Task) -> dict[str, list[float]]:
+    """Prompts are read a piece a step, and those that are read write meanwhile; so answers are longer than what is
+    timed, and the clock starts when the last of them is on its way."""
     found: dict[str, list[float]] = {}
     for streams in task.decode:
         for prompt in task.prompts(streams):
-            engine.add(prompt, WARM_STEPS + task.steps)
-        (since, before), (until, after) = engine.run(WARM_STEPS + task.steps, enough=WARM_STEPS)
-        found[str(streams)] = [(after - before) / (until - since)]
+            engine.add(prompt, MAX_MODEL_LEN - len(prompt))
+        engine.run(WARM_STEPS)
+        found[str(streams)] = [engine.timed(task.steps)]
+        engine.leave()
     return found
 
 
@@ -113,6 +129,7 @@ def main() -> None:
     load_s = time.perf_counter() - began
     engine.add(task.prompt(task.context, "warm"), 2)
     engine.run(2)
+    engine.leave()
     answer(prefill_rates(task, lambda prompt: first_token(engine, prompt)), decode(engine, task), load_s)
 
 
