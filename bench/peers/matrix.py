@@ -19,7 +19,7 @@ from typing import Any, Final
 from bench.peers import offline, online
 from bench.peers.offline import Ask, MeasureError
 from bench.peers.places import AGGREGATED, LLAMA, OFFLINE_SYSTEMS, SERVERS, SPLIT, Workplace
-from bench.peers.processes import own_environment
+from bench.peers.processes import compile_sources, own_environment
 from bench.peers.records import ABOUT, Record, Records
 from bench.peers.servers import running
 
@@ -64,6 +64,7 @@ class Matrix:
         wanted = self._wanted
         keep_to_cores(wanted.threads)
         self._records.add(Record(model=wanted.model, round=-1, system=MACHINE, measure=ABOUT, figures=about()))
+        compile_sources()
         warm_page_cache(self._place, wanted.model)
         for number in range(wanted.rounds):
             self._round(number)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,13 +23,25 @@ STOP_S = 15.0
 def own_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """With this repository's packages first, whether Penstock is installed or not; and no network."""
     paths = [str(REPOSITORY / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", **(extra or {})}
+    return {**_inherited(), "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(extra or {})}
 
 
 def peer_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Without this repository's packages; and no network."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **(extra or {})}
+    kept = {name: value for name, value in _inherited().items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**kept, "TRANSFORMERS_VERBOSITY": "error", **(extra or {})}
+
+
+def _inherited() -> dict[str, str]:
+    """Bytecode is kept, as an installed package's is: no start is charged with compiling sources."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "HF_HUB_OFFLINE": "1"}
+
+
+def compile_sources() -> None:
+    """Bytecode of this repository's package, as ``pip install`` would have made it."""
+    command = [sys.executable, "-m", "compileall", "-q", str(REPOSITORY / "src" / "penstock")]
+    subprocess.run(command, env=own_environment(), check=True)
 
 
 def free_port() -> int:

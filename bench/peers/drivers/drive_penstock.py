@@ -60,7 +60,9 @@ class Engine:
         runner = ModelRunner(model, ops, ops.new_kv(pages=pages, **sizes))
         self._clock = MonotonicClock()
         self._mailbox = ListMailbox()
-        scheduler = Scheduler(SchedulerConfig(pages=pages, max_model_len=MAX_MODEL_LEN), StepCost(prior_for(spec.parameters)))
+        scheduler = Scheduler(
+            SchedulerConfig(pages=pages, max_model_len=MAX_MODEL_LEN), StepCost(prior_for(spec.parameters))
+        )
         self._loop = EngineLoop(self._mailbox, scheduler, runner, self._clock)
         self._serial = 0
 

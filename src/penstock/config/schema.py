@@ -11,6 +11,9 @@ import msgspec
 
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
+BACKLOG = 2048
+"""Connections that wait to be taken by a gateway."""
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all configuration: frozen, keyword-only, strict."""

@@ -152,15 +152,15 @@ class ModelIntake:
 
     def _check_size(self, chars: int, *, param: str) -> None:
         """Refuses what cannot fit before any of it is read."""
-        least = self._tokenizer.least_tokens(chars)
-        if least >= self._facts.max_model_len:
+        least = self._tokenizer.at_least(chars, self._facts.max_model_len)
+        if least is not None:
             raise PromptTooLong(
                 prompt_tokens=least, max_tokens=1, limit=self._facts.max_model_len, param=param, at_least=True
             )
 
     def _check_known(self, tokens: tuple[int, ...], *, param: str) -> tuple[int, ...]:
         """Some tokenizers have more tokens than their model has rows."""
-        if self._tokenizer.size > self._facts.vocabulary and max(tokens) >= self._facts.vocabulary:
+        if max(tokens, default=0) >= self._facts.vocabulary:
             raise RequestError(
                 f"The text has a token that the model does not know: {max(tokens)}, of {self._facts.vocabulary}.",
                 param=param,

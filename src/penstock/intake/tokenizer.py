@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,18 +56,26 @@ class TextTokenizer:
         self.control = ControlText(self._added[token].content for token in self._control_ids)
         self._guarded, self._places = self._guarded_tokenizer()
         self._forbidden = self._control_ids - self._places.keys()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.size = max(vocabulary.values(), default=0) + 1
-        self._longest = max(_LONGEST_TOKEN_FLOOR, max(map(len, vocabulary), default=0))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         """Lets the threads end.  What is being encoded is finished, what waits is forgotten."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def least_tokens(self, chars: int) -> int:
-        """A number of tokens that any text of ``chars`` characters has at least."""
-        return -(-chars // self._longest)
+    def at_least(self, chars: int, limit: int) -> int | None:
+        """A number of tokens, ``limit`` or more, that any text of ``chars`` characters has; None if it may have fewer.
+
+        Only a text that could be refused has the vocabulary looked through, once: that takes as long as a start may.
+        """
+        if -(-chars // _LONGEST_TOKEN_FLOOR) < limit:
+            return None
+        least = -(-chars // self._longest)
+        return least if least >= limit else None
+
+    @cached_property
+    def _longest(self) -> int:
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(_LONGEST_TOKEN_FLOOR, max(map(len, vocabulary), default=0))
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is written so."""

@@ -53,15 +53,15 @@ def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
     yield f"no workers here; asked to join: {', '.join(endpoints)}"
 
 
-def worker_lines(endpoint: str, keys: str, *, seconds: float) -> Iterator[str]:
+def worker_lines(endpoint: str, keys: str, *, took: str) -> Iterator[str]:
     """Ready, and how a gateway joins it."""
-    yield f"ready after {seconds:.1f} s at {endpoint}"
+    yield f"ready after {took}, at {endpoint}"
     yield f"join it: penstock serve MODEL --keys {keys} --join {endpoint}"
 
 
-def talk_lines(url: str, model: str, *, needs_key: bool, seconds: float) -> Iterator[str]:
+def talk_lines(url: str, model: str, *, needs_key: bool, took: str) -> Iterator[str]:
     """Ready, and how to talk to it."""
-    yield f"ready after {seconds:.1f} s: {url}"
+    yield f"ready after {took}: {url}"
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     body = json.dumps({"model": model, "messages": messages, "stream": True})
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
@@ -79,6 +79,24 @@ def _cores(worker: WorkerPlan) -> str:
         own += f", nice {worker.niceness}"
     borrowed = sum(loan.cores for loan in worker.loans)
     return own + (f", {borrowed} more while other workers are idle" if borrowed else "")
+
+
+class Phases:
+    """How long each part of a start took, counted from ``began``."""
+
+    def __init__(self, began: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._began = self._last = began
+        self._clock = clock
+        self._parts: list[str] = []
+
+    def end(self, phase: str) -> None:
+        """This is over, and the next begins."""
+        now = self._clock()
+        self._parts.append(f"{phase} {now - self._last:.2f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.2f} s ({', '.join(self._parts)})"
 
 
 class LoadLog:

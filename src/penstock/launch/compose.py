@@ -33,13 +33,12 @@ from penstock.config.resolve import (
     resolve,
     resolve_worker,
 )
-from penstock.config.schema import EngineSettings, GatewayConfig, ServeConfig, WorkerServeConfig
+from penstock.config.schema import BACKLOG, EngineSettings, GatewayConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.kernels.select import REFERENCE, available_families
-from penstock.launch.announce import fleet_lines, join_lines, model_lines, talk_lines, worker_lines
+from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.board import Board, Slot
-from penstock.launch.facts import machine_facts, usable_cores
-from penstock.launch.gateway import BACKLOG
+from penstock.launch.facts import machine_facts, process_began, usable_cores
 from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_before, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
@@ -60,7 +59,7 @@ def serve(config: ServeConfig) -> int:
 
     Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
     """
-    started = _begin(config)
+    phases = _begin(config)
     located = locate(config.model)
     spec = inspect_model(located.path)
     name = config.served_model_name or located.name
@@ -94,14 +93,14 @@ def serve(config: ServeConfig) -> int:
         def ready() -> None:
             _say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
             url = f"http://{_reachable(config.host)}:{port}"
-            _say(talk_lines(url, name, needs_key=config.api_key is not None, seconds=time.monotonic() - started))
+            _say(talk_lines(url, name, needs_key=config.api_key is not None, took=str(phases)))
 
-        return _watch(supervisor, workers, plan, ready)
+        return _watch(supervisor, workers, plan, phases, ready)
 
 
 def serve_worker(config: WorkerServeConfig) -> int:
     """``penstock worker`` from start to end; returns the exit code.  Raises as ``serve``."""
-    started = _begin(config)
+    phases = _begin(config)
     located = locate(config.model)
     spec = inspect_model(located.path)
     _check_tcp(config.listen, "--listen")
@@ -119,9 +118,9 @@ def serve_worker(config: WorkerServeConfig) -> int:
 
         def ready() -> None:
             _say(fleet_lines(plan, supervisor.pid))
-            _say(worker_lines(config.listen, str(config.keys), seconds=time.monotonic() - started))
+            _say(worker_lines(config.listen, str(config.keys), took=str(phases)))
 
-        return _watch(supervisor, workers, plan, ready)
+        return _watch(supervisor, workers, plan, phases, ready)
 
 
 def manifests_of(config: EngineSettings, located: Located) -> Manifests | None:
@@ -140,18 +139,32 @@ def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _begin(config: EngineSettings) -> float:
+def _begin(config: EngineSettings) -> Phases:
     configure("supervisor", as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
-    return time.monotonic()
+    phases = Phases(process_began())
+    phases.end("imports")
+    return phases
 
 
-def _watch(supervisor: Supervisor, workers: Workers | None, plan: ServePlan | None, ready: Callable[[], None]) -> int:
+def _watch(
+    supervisor: Supervisor,
+    workers: Workers | None,
+    plan: ServePlan | None,
+    phases: Phases,
+    announce: Callable[[], None],
+) -> int:
+    def ready() -> None:
+        phases.end("processes")
+        announce()
+
     try:
         supervisor.start()
+        phases.end("plan")
         if workers is not None:
             workers.load(supervisor.keep_watch, usable_cores(tuple(os.sched_getaffinity(0))))
+            phases.end("weights")
         code = supervisor.run({w.worker: w.role for w in plan.workers} if plan else {}, ready)
     except Stopped:
         supervisor.wind_up()

@@ -6,11 +6,15 @@ Reads /proc, /sys and cgroup v2; what cannot be read counts as unlimited.  Decid
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.config.cores import Core, parse_cpus
 from penstock.config.resolve import MachineFacts
+
+_START_TIME = 19
+"""proc_pid_stat(5): ticks from the system's start to the process's, counted from the field after its name."""
 
 
 def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> MachineFacts:
@@ -23,6 +27,15 @@ def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> M
         memory_bytes=free_memory(root),
         kernel_families=kernel_families,
     )
+
+
+def process_began(root: Path = Path("/")) -> float:
+    """When this process did, on the monotonic clock, to a hundredth of a second; now where the system does not say."""
+    numbers = _read(root / "proc/self/stat").rpartition(")")[2].split()
+    if len(numbers) <= _START_TIME:
+        return time.monotonic()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(numbers[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - max(age, 0.0)
 
 
 def topology(cpus: tuple[int, ...], root: Path = Path("/")) -> tuple[Core, ...]:

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import GatewayConfig
+from penstock.config.schema import BACKLOG, GatewayConfig
 from penstock.errors import ProtocolError
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
@@ -43,8 +43,6 @@ STALL_ALLOWED_S = 8.0
 
 KEEP_ALIVE_S = 65.0
 """Idle connections are kept for longer than clients and proxies usually keep theirs: they close first."""
-
-BACKLOG = 2048
 
 SWITCH_S = 0.0005
 """How long a thread that tokenizes or parses may keep the interpreter from the event loop.  Python's own 5 ms showed

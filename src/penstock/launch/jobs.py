@@ -16,14 +16,10 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.clock import MonotonicClock
 from penstock.config.resolve import ServePlan, WorkerPlan
 from penstock.config.schema import EngineSettings, GatewayConfig, WorkerConfig
-from penstock.edge.app import Behind, make_app
-from penstock.edge.auth import KeyRing
 from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
-from penstock.intake.service import ModelIntake
 from penstock.kernels.cores import Cores, KeptCores
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
@@ -32,15 +28,11 @@ from penstock.kv.memory import KvFile
 from penstock.launch.announce import LoadLog
 from penstock.launch.board import CoreBoard, Slot
 from penstock.launch.channel import Channel
-from penstock.launch.gateway import App, GatewayInheritance, run_gateway
 from penstock.launch.nodes import spread_over
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Job
-from penstock.launch.worker import Inheritance, run_worker
 from penstock.launch.zygote import prefer_for_oom_kill
-from penstock.router.service import RouterService
 from penstock.telemetry.log import configure
-from penstock.telemetry.registry import Metrics
 from penstock.types import ModelIdentity, WorkerId
 from penstock.weights.checkpoint import for_length
 from penstock.weights.load import load_model
@@ -103,6 +95,9 @@ class Workers:
 
         Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
         """
+        # Only now, and before any worker is forked: the gateway, which needs none of it, is on its way already.
+        import penstock.launch.worker  # noqa: F401
+
         if self._config.device == "cpu":
             with spread_over(self._plan.nodes):
                 self._loaded = self._load(self._ops(threads=1), LoadLog(keep_watch), threads)
@@ -132,6 +127,8 @@ class Workers:
         )
 
     def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
+        from penstock.launch.worker import Inheritance, run_worker
+
         configure(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
         ops = self._ops(place.threads)
@@ -187,6 +184,14 @@ class Front:
 
     def job(self, incarnation: int, channel: Channel) -> Job:
         """What the gateway does."""
+        return Job(body=partial(self._run, incarnation, channel), keep=(self.listener.fileno(), channel.fileno()))
+
+    def _run(self, incarnation: int, channel: Channel) -> int:
+        configure(GATEWAY, as_json=self.log_json)
+        # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
+        from penstock.launch.front import make_http_app
+        from penstock.launch.gateway import GatewayInheritance, run_gateway
+
         inherited = GatewayInheritance(
             listener=self.listener,
             channel=channel,
@@ -194,10 +199,6 @@ class Front:
             slot=self.slot,
             make_app=partial(make_http_app, created=self.created),
         )
-        return Job(body=partial(self._run, incarnation, inherited), keep=(self.listener.fileno(), channel.fileno()))
-
-    def _run(self, incarnation: int, inherited: GatewayInheritance) -> int:
-        configure(GATEWAY, as_json=self.log_json)
         return run_gateway(structs.replace(self.config, incarnation=incarnation), inherited)
 
 
@@ -217,27 +218,6 @@ class HostJobs:
         if self.workers is None:
             raise LookupError("there are no workers here")
         return self.workers.job(worker, incarnation)
-
-
-def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics, *, created: int) -> App:
-    """Everything in front of the router; made in the gateway's process.  Raises ModelError."""
-    intake = ModelIntake(
-        Path(config.model_path),
-        name=config.model_name,
-        max_model_len=config.max_model_len,
-        limits=config.limits,
-        created=created,
-    )
-    return make_app(
-        Behind(
-            streams=router,
-            intake=intake,
-            limits=config.limits,
-            clock=MonotonicClock(),
-            metrics=metrics.exposition,
-            keys=KeyRing.of([config.api_key] if config.api_key else []),
-        )
-    )
 
 
 def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:

@@ -128,7 +128,10 @@ def test_a_tokenizer_that_says_to_truncate_does_not(tmp_path: Path):
 
 def test_the_least_number_of_tokens_is_never_too_high(storyteller: TextTokenizer):
     text = "Once upon a time there was a little girl. " * 50
-    assert storyteller.least_tokens(len(text)) <= len(storyteller.encode(text, add_special_tokens=False))
+    tokens = len(storyteller.encode(text, add_special_tokens=False))
+    assert storyteller.at_least(len(text), tokens + 1) is None
+    assert storyteller.at_least(16 * len(text), 4) is not None
+    assert storyteller.at_least(0, 1) is None
 
 
 async def test_a_long_prompt_does_not_hold_up_the_loop(storyteller: TextTokenizer):

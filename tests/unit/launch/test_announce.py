@@ -8,7 +8,7 @@ import shlex
 from penstock.bundled import storyteller
 from penstock.config.resolve import MachineFacts, ModelFacts, resolve
 from penstock.config.schema import ServeConfig
-from penstock.launch.announce import fleet_lines, model_lines, talk_lines
+from penstock.launch.announce import Phases, fleet_lines, model_lines, talk_lines
 from penstock.launch.locate import Located
 from penstock.weights.checkpoint import inspect_model
 
@@ -42,12 +42,20 @@ def test_every_worker_has_a_line() -> None:
 
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
-    *_, curl = talk_lines("http://127.0.0.1:8001", "it's", needs_key=True, seconds=1.23)
+    *_, curl = talk_lines("http://127.0.0.1:8001", "it's", needs_key=True, took="1.23 s")
     words = shlex.split(curl.removeprefix("or: "))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8001/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert (body["model"], body["stream"]) == ("it's", True)
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
-    ready, talk, _ = talk_lines("http://127.0.0.1:8000", "m", needs_key=False, seconds=1.23)
-    assert ready == "ready after 1.2 s: http://127.0.0.1:8000"
+    ready, talk, _ = talk_lines("http://127.0.0.1:8000", "m", needs_key=False, took="1.23 s")
+    assert ready == "ready after 1.23 s: http://127.0.0.1:8000"
     assert talk == "talk to it: penstock chat"
+
+
+def test_a_start_is_told_phase_by_phase() -> None:
+    times = iter((100.25, 100.5, 102.0))
+    phases = Phases(100.0, lambda: next(times))
+    for phase in ("imports", "plan", "weights"):
+        phases.end(phase)
+    assert str(phases) == "2.00 s (imports 0.25, plan 0.25, weights 1.50)"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from penstock.config.cores import Core
-from penstock.launch.facts import free_memory, machine_facts, topology, usable_cores
+from penstock.launch.facts import free_memory, machine_facts, process_began, topology, usable_cores
 
 MEMINFO = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"
 
@@ -84,3 +88,17 @@ def test_cores_have_their_threads_and_their_node(machine: Machine) -> None:
         Core(cpus=(3, 7), node=1),
     )
     assert topology((1, 6), machine.root) == (Core(cpus=(1,), node=0), Core(cpus=(6,), node=1))
+
+
+def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
+    before = time.monotonic()
+    words = "from penstock.launch.facts import process_began; print(process_began())"
+    said = subprocess.run(
+        [sys.executable, "-c", words],
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert before - 0.02 <= float(said.stdout) <= time.monotonic()
+    assert process_began(tmp_path) == pytest.approx(time.monotonic(), abs=1.0)
