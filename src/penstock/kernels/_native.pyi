@@ -125,6 +125,40 @@ class RowKernels:
     def add(self, x: NDArray[np.float32], hidden: NDArray[np.float32], /) -> None: ...
     def form(self, x: NDArray[np.float32], scale: float, cap: float, /) -> None: ...
 
+RoutingWords = tuple[int, int, int, bool, int, int, bool, float]
+
+class Experts:
+    def __init__(
+        self,
+        gate_up: list[Any],
+        down: list[Any],
+        gate_up_bias: NDArray[np.float32] | None,
+        down_bias: NDArray[np.float32] | None,
+        per_cell: int,
+        weighs_input: bool,
+        /,
+    ) -> None: ...
+
+class ExpertKernels:
+    def __init__(self, family: str, compute: str, /) -> None: ...
+    def route(
+        self,
+        logits: NDArray[np.float32],
+        how: RoutingWords,
+        bias: NDArray[np.float32] | None,
+        routes: NDArray[np.uint32],
+        /,
+    ) -> None: ...
+    def add(
+        self,
+        x: NDArray[Any],
+        routes: NDArray[np.uint32],
+        experts: Experts,
+        gate: GateWords,
+        hidden: NDArray[np.float32],
+        /,
+    ) -> None: ...
+
 def count_exponents(weight: NDArray[np.uint16], /) -> list[int]: ...
 def encode(
     weight: NDArray[np.uint16],
@@ -204,6 +238,8 @@ class RecordedStep:
     def form(self, x: int, scale: float, cap: float, /) -> None: ...
     def gated(self, gate_up: int, gate: GateWords, /) -> int: ...
     def activate(self, x: int, activation: int, alpha: float, /) -> int: ...
+    def route(self, logits: int, how: RoutingWords, bias: NDArray[np.float32] | None, /) -> int: ...
+    def experts_add(self, x: int, routes: int, experts: Experts, gate: GateWords, hidden: int, /) -> None: ...
     def wanted_rows(self, x: int, /) -> int: ...
     def drawn_rows(self, hidden: int, /) -> int: ...
     def finish(self, logits: int, /) -> None: ...

@@ -9,6 +9,7 @@ Results that are alive are never overwritten (see ``memory.StepBuffers``).  Oper
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,19 @@ from penstock.kernels.compression import ESCAPE_PADDING, native_weights
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.loading import Backend, NativeLoading
 from penstock.kernels.memory import StepBuffers, WeightArena
-from penstock.kernels.native_arguments import ACTIVATIONS, NativeKv, draw_row, gate_words, sampled
+from penstock.kernels.native_arguments import (
+    ACTIVATIONS,
+    NativeKv,
+    draw_row,
+    gate_words,
+    packed_experts,
+    routing_words,
+    sampled,
+)
 from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.recording import recorded
+from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.types import PAGE_TOKENS
 
 KV_LAYOUT = "cells16-1"
@@ -55,6 +65,7 @@ class NativeOps:
         self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
         self._kernels = _native.Kernels(family, compute_dtype)
         self._compressed = _native.CompressedKernels(family)
+        self._experts = _native.ExpertKernels(family, compute_dtype)
         self._rows = _native.RowKernels(family, compute_dtype)
         self._per_cell = 2 if compute_dtype == "bf16" else 1
         self._dtype = np.dtype(np.uint16 if compute_dtype == "bf16" else np.float32)
@@ -96,6 +107,18 @@ class NativeOps:
     def _keeps_compressed(self, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> bool:
         fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
         return self.compute_dtype == "bf16" and self._compressed.in_registers() and fits
+
+    def pack_experts(
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        *,
+        gate_up_bias_EN: Array | None = None,
+        down_bias_ED: Array | None = None,
+        weighs_input: bool = False,
+    ) -> PackedExperts:
+        """See ``Ops.pack_experts``."""
+        return packed_experts((gate_up, down), (gate_up_bias_EN, down_bias_ED), self._per_cell, weighs_input)
 
     def loading(self, nbytes: int) -> NativeLoading:
         """See ``Ops.loading``."""
@@ -237,6 +260,21 @@ class NativeOps:
         out_TI = self._buffers.empty(x_TI.shape, self._dtype)
         self._rows.activate(x_TI, ACTIVATIONS[kind], alpha, out_TI)
         return out_TI
+
+    def route(self, logits_TE: Array, routing: Routing, bias_E: Array | None = None) -> Routes:
+        """See ``Ops.route``: ids, then weights, 32 bits each."""
+        routes = np.empty((len(logits_TE), 2 * routing.top_k), np.uint32)
+        self._experts.route(logits_TE, routing_words(routing), bias_E, routes)
+        return Routes(routes, routing.top_k)
+
+    def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
+        """See ``Ops.experts_add``."""
+        self._experts.add(x_TK, routes.data, experts.data, gate_words(kind), hidden_TD)
+
+    def routes_to_numpy(self, routes: Routes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """See ``Ops.routes_to_numpy``."""
+        ids, weights = np.split(routes.data, 2, axis=1)
+        return ids.astype(np.int32), np.ascontiguousarray(weights).view(np.float32)
 
     def add(self, hidden_TD: Array, x_TD: Array) -> None:
         """See ``Ops.add``."""

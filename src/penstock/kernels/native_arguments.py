@@ -1,8 +1,8 @@
-"""What the C++ kernels are handed beside arrays: KV memory, kinds of gates, and how a row is drawn."""
+"""What the C++ kernels are handed beside arrays: KV memory, kinds of gates, experts, and how a row is drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.ops import Sampled, SampleRow
+from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow
+from penstock.kernels.routing import PackedExperts, Routing, Score
 
 ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})
 """The kernels' numbers (cpp/family.hpp)."""
@@ -20,6 +21,29 @@ ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for numbe
 def gate_words(gate: Gate) -> tuple[int, float, float, float, bool]:
     """How the kernels are told of a gate."""
     return ACTIVATIONS[gate.activation], gate.alpha, gate.limit, gate.shift, gate.interleaved
+
+
+_SCORES: Mapping[Score, int] = MappingProxyType({score: number for number, score in enumerate(Score)})
+
+
+def routing_words(how: Routing) -> _native.RoutingWords:
+    """How the kernels are told of a routing."""
+    groups = (how.groups, how.groups_kept, how.pairs)
+    return how.experts, how.top_k, _SCORES[how.score], how.normalised, *groups, how.factor
+
+
+def packed_experts(
+    matrices: tuple[Sequence[PackedLinear], Sequence[PackedLinear]],
+    biases: tuple[Array | None, Array | None],
+    per_cell: int,
+    weighs_input: bool,
+) -> PackedExperts:
+    """(gate_up, down) of a layer's experts, and their biases.  Raises ValueError unless all have one shape."""
+    gate_up, down = matrices
+    wide, narrow = (None if bias is None else np.ascontiguousarray(bias, np.float32) for bias in biases)
+    data = _native.Experts([w.data for w in gate_up], [w.data for w in down], wide, narrow, per_cell, weighs_input)
+    nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
+    return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ time by absolute position, in partitions of 512 keys joined from low to high.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.kinds import SILU, Activation, Gate
+from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.kernels.stored import Loading
 
 Array = Any
@@ -216,6 +217,22 @@ class Ops(Protocol):
         """
         ...
 
+    def pack_experts(
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        *,
+        gate_up_bias_EN: Array | None = None,
+        down_bias_ED: Array | None = None,
+        weighs_input: bool = False,
+    ) -> PackedExperts:
+        """The experts of one layer over packed matrices of any form, which are not copied.  Biases: NumPy arrays.
+
+        ``weighs_input``: a token is multiplied by its weight before its expert, not after it (Llama 4).
+        Raises ValueError unless all have one shape.
+        """
+        ...
+
     def loading(self, nbytes: int) -> Loading | None:
         """What reads a model's weights (about ``nbytes`` in memory) straight from files, if this backend can."""
         ...
@@ -303,6 +320,22 @@ class Ops(Protocol):
 
     def activate(self, x_TI: Array, kind: Activation, alpha: float = 1.0) -> Array:
         """compute [T, I] = activation(x), in fp32, rounded once."""
+        ...
+
+    def route(self, logits_TE: Array, routing: Routing, bias_E: Array | None = None) -> Routes:
+        """Each token's experts and their weights, by fp32 logits; ``bias_E`` (a vector) matters for the choice only."""
+        ...
+
+    def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
+        """hidden += sum over a token's experts of weight * (down(gated(gate_up(x) + bias)) + bias), in place.
+
+        Rows are grouped by expert; an expert that nobody chose is not read.  A token's experts are summed in fp32, by
+        ascending id, and the finished sum is added.
+        """
+        ...
+
+    def routes_to_numpy(self, routes: Routes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """ids [T, top_k] and weights [T, top_k] (tests and tools)."""
         ...
 
     def add(self, hidden_TD: Array, x_TD: Array) -> None:

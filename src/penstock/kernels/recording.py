@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.native_arguments import ACTIVATIONS, NativeKv, draw_row, gate_words, sampled
+from penstock.kernels.native_arguments import ACTIVATIONS, NativeKv, draw_row, gate_words, routing_words, sampled
 from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, Sampled, SampleRow, StepBatch, Steps
 from penstock.kernels.program import RecordingError
+from penstock.kernels.routing import PackedExperts, Routes, Routing
 
 
 class Value:
@@ -113,6 +114,14 @@ class RecordingOps:
     def activate(self, x_TI: Value, kind: Activation, alpha: float = 1.0) -> Value:
         """See ``Ops.activate``."""
         return Value(self.step.activate(x_TI.slot, ACTIVATIONS[kind], alpha))
+
+    def route(self, logits_TE: Value, routing: Routing, bias_E: Array | None = None) -> Routes:
+        """See ``Ops.route``."""
+        return Routes(Value(self.step.route(logits_TE.slot, routing_words(routing), bias_E)), routing.top_k)
+
+    def experts_add(self, x_TK: Value, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Value) -> None:
+        """See ``Ops.experts_add``."""
+        self.step.experts_add(x_TK.slot, routes.data.slot, experts.data, gate_words(kind), hidden_TD.slot)
 
     def add(self, hidden_TD: Value, x_TD: Value) -> None:
         """See ``Ops.add``."""

@@ -10,7 +10,7 @@ This module imports torch; nothing imports this module but ``select``, when it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
+from penstock.kernels import reference_experts
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.reference_rows import activated, gated, layer_norm, rms_norm, softcapped
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
+from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.types import PAGE_TOKENS
 
 TILE_ROWS = 64
@@ -75,6 +77,23 @@ class ReferenceOps:
     ) -> PackedLinear | None:
         """See ``Ops.pack_compressed``: plain weights only."""
         return None
+
+    def pack_experts(
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        *,
+        gate_up_bias_EN: Any = None,
+        down_bias_ED: Any = None,
+        weighs_input: bool = False,
+    ) -> PackedExperts:
+        """See ``Ops.pack_experts``."""
+        wide, narrow = (None if bias is None else self.vector(bias) for bias in (gate_up_bias_EN, down_bias_ED))
+        data = reference_experts.ReferenceExperts(list(gate_up), list(down), wide, narrow, weighs_input)
+        if {(w.n, w.k) for w in gate_up} != {(2 * down[0].k, gate_up[0].k)} or len({(w.n, w.k) for w in down}) > 1:
+            raise ValueError("all experts of a layer have one shape")
+        nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
+        return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)
 
     def loading(self, nbytes: int) -> None:
         """See ``Ops.loading``: it cannot."""
@@ -202,6 +221,22 @@ class ReferenceOps:
     def activate(self, x_TI: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
         """See ``Ops.activate``."""
         return self._in_tiles(lambda tile: activated(tile, kind, alpha), x_TI).to(self._dtype)
+
+    def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> Routes:
+        """See ``Ops.route``."""
+        rows = [reference_experts.route(row_1E, routing, bias_E) for row_1E in logits_TE.clone()[:, None]]
+        ids_TK, weights_TK = torch.cat([row.ids for row in rows]), torch.cat([row.weights for row in rows])
+        return Routes(reference_experts.Chosen(ids_TK, weights_TK), routing.top_k)
+
+    def experts_add(self, x_TK: Tensor, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Tensor) -> None:
+        """See ``Ops.experts_add``."""
+        hidden_TD += reference_experts.mixed(
+            x_TK, routes.data, experts, linear=self.linear, gated=lambda wide_RN: self.gated(wide_RN, kind)
+        )
+
+    def routes_to_numpy(self, routes: Routes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """See ``Ops.routes_to_numpy``."""
+        return routes.data.ids.cpu().numpy().astype(np.int32), self.to_numpy(routes.data.weights)
 
     def add(self, hidden_TD: Tensor, x_TD: Tensor) -> None:
         """See ``Ops.add``."""

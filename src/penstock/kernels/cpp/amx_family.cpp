@@ -18,6 +18,14 @@ void linear(const LinearArgs& args, Compute compute) {
   compute == Compute::kBf16 ? linear_amx(args) : family_avx512_bf16.linear(args, compute);
 }
 
+void linear_group(const LinearGroup& group, Compute compute) {
+  for (long i = 0; i < group.count; ++i) linear(group.calls[i], compute);
+}
+
+void linear_group_compressed(const CompressedGroup& group) {
+  for (long i = 0; i < group.count; ++i) linear_compressed_amx(group.calls[i]);
+}
+
 double multiply(long repeats, Compute compute) {
   return compute == Compute::kBf16 ? multiply_amx(repeats) : family_avx512_bf16.multiply(repeats, compute);
 }
@@ -62,6 +70,7 @@ const Family* amx_family() {
     Family made = family_avx512_bf16;
     made.name = kName;
     made.linear = linear;
+    made.linear_group = linear_group;
     made.multiply = multiply;
     return made;
   }();
@@ -78,6 +87,7 @@ const CompressedFamily& compressed_amx_family() {
     CompressedFamily made = compressed_avx512_bf16_vbmi2;
     made.name = kName;
     made.linear = linear_compressed_amx;
+    made.linear_group = linear_group_compressed;
     return made;
   }();
   return family;

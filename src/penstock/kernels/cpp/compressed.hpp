@@ -55,6 +55,11 @@ struct CompressedLinearArgs {
   Form form{};
 };
 
+struct CompressedGroup {  // as LinearGroup
+  const CompressedLinearArgs* calls;
+  long count;
+};
+
 struct CompressedEmbedArgs {
   CompressedView table;
   const int32_t* tokens;
@@ -67,6 +72,7 @@ struct CompressedFamily {
   const char* name;
   bool in_registers;  // decoded in front of the multiplication, never through memory, when rows are few
   void (*linear)(const CompressedLinearArgs&);
+  void (*linear_group)(const CompressedGroup&);
   void (*embed)(const CompressedEmbedArgs&);
   void (*decode_rows)(const CompressedView&, long panel, uint16_t* rows);  // bf16 [outputs of the panel, k]
 };

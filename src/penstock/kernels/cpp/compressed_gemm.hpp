@@ -36,13 +36,33 @@ PS_INLINE bool same_code(const CompressedView& w, long from, int count) {
   return true;
 }
 
+PS_INLINE bool in_registers(long rows) { return kInRegisters && rows <= kMaxRegisterRows; }
+
+struct CompressedCall;
+void in_register_panels(const CompressedCall& call, long panel, long end, float* slots);
+
 // One call's operands; what is multiplied in which order follows from `cut` alone.
 struct CompressedCall {
-  const CompressedLinearArgs& args;
+  CompressedLinearArgs args;
   LinearArgs plain;  // the same without cells
   RowCut cut;
   Inputs x;
-  int wide;  // panels of a group
+  int wide;   // panels of a group
+  long each;  // panels of an item
+
+  long blocks() const { return in_registers(args.rows) ? 1 : cut.blocks(); }
+  long groups() const { return (args.weight.layout.panels() + each - 1) / each; }
+  long items() const { return groups() * blocks(); }
+
+  void run(long item, int worker) const {
+    const long panel = item % groups() * each, end = min_of(args.weight.layout.panels(), panel + each);
+    void* scratch = workspace(worker, scratch_bytes());
+    if (in_registers(args.rows)) {
+      in_register_panels(*this, panel, end, static_cast<float*>(scratch));
+    } else {
+      by_slabs(item / groups(), panel, end, scratch);
+    }
+  }
 
   static constexpr size_t kBufferCells = static_cast<size_t>(kSlabPanels) * kSlabCells;  // of one buffer
 
@@ -125,37 +145,65 @@ void in_register_panels(const CompressedCall& call, long panel, long end, float*
 void in_register_panels(const CompressedCall&, long, long, float*) {}
 #endif
 
-// All rows as one tile, side by side from `kPackedFrom` on.
-Inputs register_inputs(const LinearArgs& args) {
-  const size_t row_bytes = static_cast<size_t>(args.weight.steps()) * 4;
-  if (args.rows < kPackedFrom) return {static_cast<const char*>(args.x), false, row_bytes};
-  char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
-  pack_inputs<Bf16>(args, 0, static_cast<int>(args.rows), reinterpret_cast<uint32_t*>(packed));
-  return {packed, true, row_bytes};
+// As few rows as fit one tile in registers are taken where they lie; else they lie side by side, as one tile if all go
+// through registers.
+PS_INLINE bool registers_take(const LinearArgs& args) { return in_registers(args.rows) && args.rows < kPackedFrom; }
+PS_INLINE size_t packed_bytes(const LinearArgs& args) {
+  return registers_take(args) ? 0 : args.rows * packed_row_bytes(args.weight);
+}
+
+void pack_call(const CompressedCall& call) {
+  if (!call.x.packed) return;
+  char* packed = const_cast<char*>(call.x.data);
+  if (in_registers(call.args.rows))
+    return pack_inputs<Bf16>(call.plain, 0, static_cast<int>(call.args.rows), reinterpret_cast<uint32_t*>(packed));
+  for (long block = 0; block < call.cut.blocks(); ++block)
+    pack_block<Bf16>(call.plain, call.cut, block, packed, call.x.row_bytes);
+}
+
+// The call with its inputs packed at `packed`, which is still to be done.
+CompressedCall prepared(const CompressedLinearArgs& args, char* packed) {
+  const LinearArgs plain = as_plain(args);
+  const bool given = registers_take(plain);
+  const Inputs x{given ? static_cast<const char*>(args.x) : packed, !given, packed_row_bytes(plain.weight)};
+  const int wide = in_registers(args.rows) ? register_panels(static_cast<int>(args.rows)) : kSlabPanels;
+  return {args, plain, RowCut{args.rows}, x, wide, 0};
 }
 
 void linear_compressed(const CompressedLinearArgs& args) {
   if (args.rows == 0) return;
-  const PackedView& layout = args.weight.layout;
-  const LinearArgs plain = as_plain(args);
-  const RowCut cut{args.rows};
-  const bool in_registers = kInRegisters && args.rows <= kMaxRegisterRows;
-  const CompressedCall call{args, plain, cut, in_registers ? register_inputs(plain) : pack_all_inputs<Bf16>(plain, cut),
-                            in_registers ? register_panels(static_cast<int>(args.rows)) : kSlabPanels};
-  const long panels = layout.panels();
-  const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * layout.steps());
-  const long blocks = in_registers ? 1 : cut.blocks();
-  const long each = panels_an_item(panels, call.wide, work / static_cast<double>(blocks));
-  const long groups = (panels + each - 1) / each;
-  each_item(groups * blocks, work, [&](long item, int worker) {
-    const long panel = item % groups * each, end = min_of(panels, panel + each);
-    void* scratch = workspace(worker, call.scratch_bytes());
-    if (in_registers) {
-      in_register_panels(call, panel, end, static_cast<float*>(scratch));
-    } else {
-      call.by_slabs(item / groups, panel, end, scratch);
-    }
-  });
+  const size_t bytes = packed_bytes(as_plain(args));
+  CompressedCall call = prepared(args, bytes == 0 ? nullptr : static_cast<char*>(shared_workspace(bytes)));
+  if (in_registers(args.rows)) {
+    pack_call(call);
+  } else {
+    call.x = pack_all_inputs<Bf16>(call.plain, call.cut);
+  }
+  const double work = product_work(args.rows, args.weight.layout);
+  call.each = panels_an_item(args.weight.layout.panels(), call.wide, work / static_cast<double>(call.blocks()));
+  each_item(call.items(), work, [&](long item, int worker) { call.run(item, worker); });
+}
+
+void linear_group_compressed(const CompressedGroup& group) {
+  double work = 0;
+  size_t bytes = 0;
+  for (long i = 0; i < group.count; ++i) {
+    work += product_work(group.calls[i].rows, group.calls[i].weight.layout);
+    bytes += packed_bytes(as_plain(group.calls[i]));
+  }
+  using Calls = CallList<CompressedCall>;
+  const Calls list(static_cast<char*>(shared_workspace(Calls::bytes(group.count) + bytes)), group.count);
+  char* packed = list.behind();
+  for (long i = 0; i < group.count; ++i) {
+    const PackedView& layout = group.calls[i].weight.layout;
+    CompressedCall& call = list.calls[i];
+    call = prepared(group.calls[i], packed);
+    const double own = product_work(call.args.rows, layout) / static_cast<double>(call.blocks());
+    call.each = panels_of_share(layout.panels(), call.wide, own, work);
+    packed += packed_bytes(call.plain);
+  }
+  each_item(group.count, static_cast<double>(bytes), [&](long i, int) { pack_call(list.calls[i]); });
+  list.run(work);
 }
 
 // The weights of one output in one block, to out[4].

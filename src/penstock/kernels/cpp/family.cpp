@@ -3,6 +3,7 @@
 // No function of the standard library is instantiated here: a template compiled for AVX-512 and merged by the linker
 // with its twin would crash processors without it.
 #include "attention.hpp"
+#include "experts.hpp"
 #include "measure.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
@@ -36,6 +37,7 @@ extern const Family PS_JOIN(family_, PENSTOCK_FAMILY);
 const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     PS_STRING(PENSTOCK_FAMILY),
     by_type<LinearArgs, linear_typed<Bf16>, linear_typed<Fp32>>,
+    by_type<LinearGroup, linear_group_typed<Bf16>, linear_group_typed<Fp32>>,
     by_type<EmbedArgs, embed_typed<Bf16>, embed_typed<Fp32>>,
     by_type<NormArgs, rms_norm_typed<Bf16>, rms_norm_typed<Fp32>>,
     by_type<GatedArgs, gated_typed<Bf16>, gated_typed<Fp32>>,
@@ -45,6 +47,9 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     add_bias_rows,
     add_rows,
     form_rows,
+    route_rows,
+    by_type<GatherArgs, gather_typed<Bf16>, gather_typed<Fp32>>,
+    combine_rows,
     by_type<RopeArgs, rope_and_write_typed<Bf16>, rope_and_write_typed<Fp32>>,
     by_type<AttentionArgs, attention_typed<Bf16>, attention_typed<Fp32>>,
     convert,

@@ -77,6 +77,12 @@ struct LinearArgs {
   Form form{};  // of what goes to the picks
 };
 
+// Products that have nothing to do with one another but that their items are shared out together.
+struct LinearGroup {
+  const LinearArgs* calls;  // each with at least one row, without picks
+  long count;
+};
+
 struct EmbedArgs {
   PackedView table;
   const int32_t* tokens;
@@ -229,9 +235,14 @@ struct Best {
   int32_t id;
 };
 
+struct RouteArgs;  // routing.hpp
+struct GatherArgs;
+struct CombineArgs;
+
 struct Family {
   const char* name;
   void (*linear)(const LinearArgs&, Compute);
+  void (*linear_group)(const LinearGroup&, Compute);
   void (*embed)(const EmbedArgs&, Compute);
   void (*rms_norm)(const NormArgs&, Compute);
   void (*gated)(const GatedArgs&, Compute);
@@ -241,6 +252,9 @@ struct Family {
   void (*add_bias)(const BiasArgs&);
   void (*add)(const AddArgs&);
   void (*form)(const FormArgs&);
+  void (*route)(const RouteArgs&);
+  void (*gather)(const GatherArgs&, Compute);
+  void (*combine)(const CombineArgs&);
   void (*rope_and_write)(const RopeArgs&, Compute);
   void (*attention)(const AttentionArgs&, Compute);
   void (*to_compute)(const float* from, long count, void* to, Compute);

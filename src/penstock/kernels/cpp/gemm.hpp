@@ -1,6 +1,6 @@
 // x W^T over packed weights, segment by segment, and rows of a packed table.
 //
-// A work item is a group of panels times a block of rows.  Inside it, K is cut into spans that keep the panels in the
+// A work item is a group of panels times a block of rows; several products may share their items.  Inside it, K is cut into spans that keep the panels in the
 // second-level cache; an accumulator that is stored and loaded between two spans keeps its bits.
 #pragma once
 
@@ -87,10 +87,22 @@ void pack_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
     }
 }
 
+// All tiles of a block.
+template <class D>
+void pack_block(const LinearArgs& args, const RowCut& cut, long block, char* packed, size_t row_bytes) {
+  for (long t = 0; t < cut.tiles(block); ++t) {
+    const long row = cut.tile_begin(block, t);
+    const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
+    pack_inputs<D>(args, row, rows, reinterpret_cast<uint32_t*>(packed + row * row_bytes));
+  }
+}
+
+PS_INLINE size_t packed_row_bytes(const PackedView& w) { return static_cast<size_t>(w.steps()) * 4; }
+
 template <class D>
 Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
   const PackedView& w = args.weight;
-  const size_t row_bytes = static_cast<size_t>(w.steps()) * 4;
+  const size_t row_bytes = packed_row_bytes(w);
   char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
   const double work = static_cast<double>(args.rows * w.steps()) * 4;
   const long tiles = (cut.rows + kMaxRows - 1) / kMaxRows / cut.blocks() + 1;  // at least those of any block
@@ -105,10 +117,14 @@ Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
 }
 
 // As few rows as fit one tile are taken where they lie, if they lie as the cells want them.
+PS_INLINE bool taken_as_given(const LinearArgs& args) { return args.rows <= kMaxRows && args.weight.direct(); }
+PS_INLINE Inputs given_inputs(const LinearArgs& args) {
+  return {static_cast<const char*>(args.x), false, packed_row_bytes(args.weight)};
+}
+
 template <class D>
 Inputs prepare_inputs(const LinearArgs& args, const RowCut& cut) {
-  if (args.rows > kMaxRows || !args.weight.direct()) return pack_all_inputs<D>(args, cut);
-  return {static_cast<const char*>(args.x), false, static_cast<size_t>(args.weight.steps()) * 4};
+  return taken_as_given(args) ? given_inputs(args) : pack_all_inputs<D>(args, cut);
 }
 
 void add_into(float* to, const float* from, long count) {
@@ -201,27 +217,121 @@ void linear_block(const LinearArgs& args, const Inputs& x, const RowCut& cut, lo
   }
 }
 
+PS_INLINE double product_work(long rows, const PackedView& w) {
+  return static_cast<double>(rows + 4) * static_cast<double>(w.panels() * 16 * w.steps());
+}
+
+// One product, cut into items.
 template <class D>
-void linear_typed(const LinearArgs& args) {
-  if (args.rows == 0) return;
-  const RowCut cut{args.rows};
-  const Inputs x = prepare_inputs<D>(args, cut);
-  const long panels = args.weight.panels();
-  const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
-  const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * args.weight.steps());
-  const long each = panels_an_item(panels, wide, work / static_cast<double>(cut.blocks()));
-  const long groups = (panels + each - 1) / each;
-  each_item(groups * cut.blocks(), work, [&](long item, int worker) {
-    const long block = item / groups, group = item % groups;
+struct LinearCall {
+  LinearArgs args;
+  RowCut cut;
+  Inputs x;
+  int wide;   // panels at once
+  long each;  // panels of an item
+
+  long groups() const { return (args.weight.panels() + each - 1) / each; }
+  long items() const { return groups() * cut.blocks(); }
+
+  void run(long item, int worker) const {
+    const long block = item / groups(), group = item % groups();
     const long rows = cut.block_begin(block + 1) - cut.block_begin(block);
     float* slots = static_cast<float*>(workspace(worker, kTreeSlots * static_cast<size_t>(rows) * wide * 64));
-    const long end = min_of(panels, (group + 1) * each);
+    const long end = min_of(args.weight.panels(), (group + 1) * each);
     for (long panel = group * each; panel < end;) {
       const int count = panel + wide <= end ? wide : 1;
       linear_block<D>(args, x, cut, block, panel, count, slots);
       panel += count;
     }
-  });
+  }
+};
+
+template <class D>
+void linear_typed(const LinearArgs& args) {
+  if (args.rows == 0) return;
+  const RowCut cut{args.rows};
+  const Inputs x = prepare_inputs<D>(args, cut);
+  const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
+  const double work = product_work(args.rows, args.weight);
+  const long each = panels_an_item(args.weight.panels(), wide, work / static_cast<double>(cut.blocks()));
+  const LinearCall<D> call{args, cut, x, wide, each};
+  each_item(call.items(), work, [&](long item, int worker) { call.run(item, worker); });
+}
+
+// --- several products at once ---------------------------------------------------------------------------------------
+
+// Calls side by side, their items one after another.  `Call` is trivial: it lies in the caller's scratch memory.
+template <class Call>
+struct CallList {
+  Call* calls;
+  long* first;  // item of each call; of one more, all items
+  long count;
+
+  static size_t bytes(long count) { return static_cast<size_t>(count) * (sizeof(Call) + sizeof(long)) + 128; }
+
+  CallList(char* memory, long calls_count)
+      : calls(reinterpret_cast<Call*>(memory)),
+        first(reinterpret_cast<long*>(memory + static_cast<size_t>(calls_count) * sizeof(Call))),
+        count(calls_count) {}
+
+  char* behind() const { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(first + count + 1) + 63) & ~uintptr_t{63}); }
+
+  void run(double work) const {
+    first[0] = 0;
+    for (long i = 0; i < count; ++i) first[i + 1] = first[i] + calls[i].items();
+    each_item(first[count], work, [&](long item, int worker) {
+      long low = 0, high = count;  // first[low] <= item < first[high]
+      while (high - low > 1) {
+        const long middle = (low + high) / 2;
+        (first[middle] <= item ? low : high) = middle;
+      }
+      calls[low].run(item - first[low], worker);
+    });
+  }
+};
+
+// Panels of an item of one call among several: items of all calls are worth about the same.
+PS_INLINE long panels_of_share(long panels, int wide, double work, double all_work) {
+  const double most = static_cast<double>(kItemsAThread * hands()) > all_work / kMostAnItem
+                          ? static_cast<double>(kItemsAThread * hands())
+                          : all_work / kMostAnItem;
+  const double wanted = static_cast<double>(panels) * all_work / most / work;
+  return (static_cast<long>(wanted < static_cast<double>(panels) ? wanted : static_cast<double>(panels)) + wide) / wide * wide;
+}
+
+template <class D>
+void linear_group_typed(const LinearGroup& group) {
+  if (group.count == 0) return;
+  double work = 0, pack_work = 0;
+  size_t packed_bytes = 0;
+  for (long i = 0; i < group.count; ++i) {
+    const LinearArgs& args = group.calls[i];
+    work += product_work(args.rows, args.weight);
+    if (taken_as_given(args)) continue;
+    packed_bytes += args.rows * packed_row_bytes(args.weight);
+    pack_work += static_cast<double>(args.rows * args.weight.steps()) * 4;
+  }
+  using Calls = CallList<LinearCall<D>>;
+  const Calls list(static_cast<char*>(shared_workspace(Calls::bytes(group.count) + packed_bytes)), group.count);
+  char* packed = list.behind();
+  for (long i = 0; i < group.count; ++i) {
+    const LinearArgs& args = group.calls[i];
+    const RowCut cut{args.rows};
+    const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
+    const double own = product_work(args.rows, args.weight) / static_cast<double>(cut.blocks());
+    const long each = panels_of_share(args.weight.panels(), wide, own, work);
+    const bool given = taken_as_given(args);
+    list.calls[i] = {args, cut, given ? given_inputs(args) : Inputs{packed, true, packed_row_bytes(args.weight)}, wide, each};
+    if (!given) packed += args.rows * packed_row_bytes(args.weight);
+  }
+  if (packed_bytes > 0)
+    each_item(group.count, pack_work, [&](long i, int) {
+      const LinearCall<D>& call = list.calls[i];
+      if (!call.x.packed) return;
+      for (long block = 0; block < call.cut.blocks(); ++block)
+        pack_block<D>(call.args, call.cut, block, const_cast<char*>(call.x.data), call.x.row_bytes);
+    });
+  list.run(work);
 }
 
 template <class D>

@@ -194,6 +194,7 @@ NB_MODULE(_native, m) {
       .def("multiply", &Kernels::multiply);
   bind_compressed(m);
   bind_rows(m);
+  bind_experts(m);
   bind_program(m);
   bind_cores(m);
   bind_loading(m);

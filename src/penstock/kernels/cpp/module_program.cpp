@@ -9,8 +9,8 @@
 
 #include "answers.hpp"
 #include "binding.hpp"
-#include "compressed_weights.hpp"
 #include "dispatch.hpp"
+#include "expert_arguments.hpp"
 #include "program.hpp"
 
 namespace penstock {
@@ -120,6 +120,16 @@ class RecordedStep {
   void form(int x, float scale, float cap) { program_->form(x, form_of(scale, cap)); }
   int gated(int gate_up, const GateWords& gate) { return program_->gated(gate_up, gate_of(gate)); }
   int activate(int x, int activation, float alpha) { return program_->activate(x, activation_of(activation), alpha); }
+  int route(int logits, const RoutingWords& words, const std::optional<In<float, 1>>& bias) {
+    require(!bias || dim(*bias, 0) == std::get<0>(words), "bias must be [E]");
+    return program_->route(logits, routing_of(words, bias ? held(*bias) : nullptr));
+  }
+  void experts_add(int x, int routes, const nb::object& experts, const GateWords& gate, int hidden) {
+    held_.push_back(experts);
+    const auto& own = nb::cast<const Experts&>(experts);
+    require(own.per_cell == per_cell_, "the weights were packed for the other compute type");
+    program_->experts_add(x, routes, own.view, gate_of(gate), hidden);
+  }
   int wanted_rows(int x) { return program_->wanted_rows(x); }
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
@@ -188,17 +198,7 @@ class RecordedStep {
 
   Matrix matrix_of(const nb::object& weight) {
     held_.push_back(weight);
-    Matrix matrix;
-    if (nb::isinstance<CompressedWeights>(weight)) {
-      const auto& own = nb::cast<const CompressedWeights&>(weight);
-      require(own.whole_blocks && per_cell_ == 2, "compressed weights are bf16, and segments end with a block");
-      matrix.compressed = own.view;
-      matrix.is_compressed = true;
-      return matrix;
-    }
-    matrix.plain = nb::cast<const Weights&>(weight).view;
-    require(matrix.plain.per_cell == per_cell_, "the weight was packed for the other compute type");
-    return matrix;
+    return matrix_from(weight, per_cell_);
   }
 
   int32_t picked_token(const StepInputs& inputs, size_t pick, size_t drawn_row) const {
@@ -243,6 +243,8 @@ void bind_program(nb::module_& m) {
       .def("form", &RecordedStep::form)
       .def("gated", &RecordedStep::gated)
       .def("activate", &RecordedStep::activate)
+      .def("route", &RecordedStep::route, nb::arg(), nb::arg(), nb::arg().none())
+      .def("experts_add", &RecordedStep::experts_add)
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)

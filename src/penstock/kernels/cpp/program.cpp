@@ -1,11 +1,7 @@
 #include "program.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "program_checks.hpp"
 
@@ -13,32 +9,12 @@ namespace penstock {
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
 
-size_t rounded_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
 
-Arena::~Arena() { std::free(data_); }
-
-char* Arena::reserve(size_t bytes) {
-  if (bytes <= bytes_) return data_;
-  std::free(data_);
-  const size_t unit = bytes < kHugePage ? 4096 : kHugePage;
-  bytes_ = rounded_up(bytes + bytes / 8, unit);
-  data_ = static_cast<char*>(std::aligned_alloc(unit, bytes_));
-  if (data_ == nullptr) {
-    bytes_ = 0;
-    throw std::bad_alloc();
-  }
-#if defined(MADV_HUGEPAGE)
-  if (unit == kHugePage) madvise(data_, bytes_, MADV_HUGEPAGE);
-#endif
-  return data_;
-}
-
 Program::Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv)
-    : family_(family), compressed_(compressed), compute_(compute), kv_(kv) {
+    : family_(family), compressed_(compressed), compute_(compute), kv_(kv), expert_run_(family, compressed, compute) {
   expect(kv.per_cell == (compute == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
 }
 
@@ -152,14 +128,15 @@ void Program::drop_unused() {
   for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
     const RowsOf rows = slots_[static_cast<size_t>(node->out)].rows;
     node->always = node->op == Op::kRope || (rows == RowsOf::kTokens && needed[static_cast<size_t>(node->out)]);
-    if (node->always && node->in >= 0) needed[static_cast<size_t>(node->in)] = true;
+    for (const int read : {node->in, node->also})
+      if (node->always && read >= 0) needed[static_cast<size_t>(read)] = true;
   }
 }
 
 // A slot takes the widest buffer of its kind of rows that no later node reads, or a new one.
 void Program::assign_buffers() {
   for (size_t n = 0; n < nodes_.size(); ++n)
-    for (const int slot : {nodes_[n].in, nodes_[n].out})
+    for (const int slot : {nodes_[n].in, nodes_[n].also, nodes_[n].out})
       for (int s = slot; s >= 0; s = slots_[static_cast<size_t>(s)].inside)
         slots_[static_cast<size_t>(s)].last_use = static_cast<int>(n);
   const int never = static_cast<int>(nodes_.size());
@@ -208,7 +185,7 @@ void Program::place(const StepView& step) {
   for (size_t b = 0; b < widths_.size(); ++b) {
     const RowsOf rows = slots_[static_cast<size_t>(users_[b].front())].rows;
     offsets_[b] = end;
-    end += rounded_up(static_cast<size_t>(widths_[b]) * static_cast<size_t>(count(rows)), kLine) + kLine;
+    end += (static_cast<size_t>(widths_[b]) * static_cast<size_t>(count(rows)) + kLine - 1) / kLine * kLine + kLine;
   }
   base_ = arena_.reserve(end);
   attention_.heads = 0;
@@ -246,6 +223,8 @@ void Program::run_node(const Node& node, const StepView& step) {
     case Op::kAttention: return attend(node, step);
     case Op::kWanted: return gather(node, step);
     case Op::kDrawn: return;  // a part of its input
+    case Op::kRoute:
+    case Op::kExperts: return run_experts(node);
     default: return run_rows(node);
   }
 }

@@ -8,9 +8,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "arena.hpp"
 #include "attention_cut.hpp"
-#include "compressed.hpp"
-#include "family.hpp"
+#include "expert_run.hpp"
+#include "matrix.hpp"
 
 namespace penstock {
 
@@ -33,28 +34,6 @@ struct StepView {
   long picked;
 };
 
-// A weight in either form.
-struct Matrix {
-  PackedView plain{};  // without cells when compressed
-  CompressedView compressed{};
-  bool is_compressed = false;
-};
-
-// Memory that keeps its size from step to step, in huge pages where it is large.
-class Arena {
- public:
-  Arena() = default;
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-  char* reserve(size_t bytes);  // old content is lost when it grows
-  size_t bytes() const { return bytes_; }
-
- private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
-};
-
 // Every recording method returns the slot of its result.  They throw std::invalid_argument for what does not fit.
 class Program {
  public:
@@ -74,6 +53,8 @@ class Program {
   void form(int x, const Form& form);
   int gated(int gate_up, const Gate& gate);
   int activate(int x, Activation activation, float alpha);
+  int route(int logits, const Routing& how);
+  void experts_add(int x, int routes, const ExpertsView& experts, const Gate& gate, int hidden);
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
@@ -96,13 +77,14 @@ class Program {
  private:
   enum class Op : uint8_t {
     kEmbed, kPositions, kNorm, kLayerNorm, kNormAdd, kLinear, kBias, kAdd, kForm, kGated, kActivate, kRope, kAttention,
-    kWanted, kDrawn
+    kRoute, kExperts, kWanted, kDrawn
   };
 
   struct Slot {
     long width;  // values a row
     RowsOf rows;
     bool compute;  // in the compute type, else fp32
+    int chosen = 0;  // of routes: experts that they choose among
     int inside = -1;  // the slot that this one is a part of
     int buffer = -1;
     int last_use = -1;
@@ -112,12 +94,15 @@ class Program {
     Op op;
     int in;
     int out;
+    int also = -1;  // another input
     Matrix matrix{};
     const float* vector = nullptr;  // norm weights, bias, rotary table
     const float* bias = nullptr;    // of a layer norm
     float number = 0;               // eps, scale, alpha
     Form form{};
     Gate gate{};
+    Routing routing{};
+    ExpertsView experts{};
     int layer = 0;
     int heads = 0;
     bool add = false;
@@ -137,6 +122,7 @@ class Program {
   void place(const StepView& step);
   void run_node(const Node& node, const StepView& step);
   void run_rows(const Node& node);
+  void run_experts(const Node& node);
   void run_lookup(const Node& node, const int32_t* ids);
   void run_linear(const Node& node, const StepView& step);
   void gather(const Node& node, const StepView& step);
@@ -162,6 +148,7 @@ class Program {
   char* base_ = nullptr;
   AttentionCut cut_;
   AttentionArgs attention_{};
+  ExpertRun expert_run_;
 };
 
 }  // namespace penstock

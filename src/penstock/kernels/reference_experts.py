@@ -1,0 +1,98 @@
+"""The oracle's routed experts, in torch.  Rows and experts one after another; knows no layouts.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.ops import PackedLinear
+from penstock.kernels.routing import PackedExperts, Routing, Score
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceExperts:
+    """``PackedExperts.data``; biases [E, N]."""
+
+    gate_up: list[PackedLinear]
+    down: list[PackedLinear]
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    weighs_input: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """``Routes.data``: ids [T, k], best first, and their weights."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def route(logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> Chosen:
+    """See ``Ops.route``."""
+    scores_TE = _scores(logits_TE, how)
+    by_score = bias_E is not None or how.pairs
+    choice_TE = (scores_TE if by_score else logits_TE).clone()
+    if bias_E is not None:
+        choice_TE += bias_E
+    if how.groups > 1:
+        choice_TE[_dropped(choice_TE, how)] = -torch.inf
+    ids_TK = _best(choice_TE, how.top_k)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if how.score is Score.SOFTMAX_CHOSEN:
+        weights_TK = torch.softmax(logits_TE.gather(1, ids_TK), dim=1)
+    elif how.normalised:
+        weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
+    return Chosen(ids_TK, weights_TK * how.factor)
+
+
+def mixed(
+    x_TK: Tensor,
+    chosen: Chosen,
+    experts: PackedExperts,
+    *,
+    linear: Callable[[Tensor, PackedLinear], Tensor],
+    gated: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What ``Ops.experts_add`` adds, [T, D]."""
+    own: ReferenceExperts = experts.data
+    sums_TD = torch.zeros((len(x_TK), experts.n), device=x_TK.device)
+    for expert in range(experts.count):
+        tokens, places = (chosen.ids == expert).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        weights_R1 = chosen.weights[tokens, places].unsqueeze(1)
+        x_RK = x_TK[tokens]
+        if own.weighs_input:
+            x_RK = (x_RK.float() * weights_R1).to(x_TK.dtype)
+        wide_RN = linear(x_RK, own.gate_up[expert])
+        if own.gate_up_bias is not None:
+            wide_RN = wide_RN + own.gate_up_bias[expert]
+        y_RD = linear(gated(wide_RN), own.down[expert])
+        if own.down_bias is not None:
+            y_RD = y_RD + own.down_bias[expert]
+        sums_TD[tokens] += y_RD if own.weighs_input else y_RD * weights_R1
+    return sums_TD
+
+
+def _scores(logits_TE: Tensor, how: Routing) -> Tensor:
+    return torch.sigmoid(logits_TE) if how.score is Score.SIGMOID else torch.softmax(logits_TE, dim=1)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Indices of the largest, of equal ones the lower index first."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _dropped(choice_TE: Tensor, how: Routing) -> Tensor:
+    """Whose group is not kept."""
+    grouped = choice_TE.view(-1, how.groups, how.group_size)
+    best_TG = grouped.topk(2 if how.pairs else 1, dim=2).values.sum(dim=2)
+    dropped_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, _best(best_TG, how.groups_kept), False)
+    return dropped_TG.repeat_interleave(how.group_size, dim=1)
