@@ -113,12 +113,12 @@ class NativeOps:
         gate_up: Sequence[PackedLinear],
         down: Sequence[PackedLinear],
         *,
-        gate_up_bias_EN: Array | None = None,
-        down_bias_ED: Array | None = None,
+        gate_up_biases: Sequence[Array] | None = None,
+        down_biases: Sequence[Array] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
         """See ``Ops.pack_experts``."""
-        return packed_experts((gate_up, down), (gate_up_bias_EN, down_bias_ED), self._per_cell, weighs_input)
+        return packed_experts((gate_up, down), (gate_up_biases, down_biases), self._per_cell, weighs_input)
 
     def loading(self, nbytes: int) -> NativeLoading:
         """See ``Ops.loading``."""

@@ -34,13 +34,13 @@ def routing_words(how: Routing) -> _native.RoutingWords:
 
 def packed_experts(
     matrices: tuple[Sequence[PackedLinear], Sequence[PackedLinear]],
-    biases: tuple[Array | None, Array | None],
+    biases: tuple[Sequence[Array] | None, Sequence[Array] | None],
     per_cell: int,
     weighs_input: bool,
 ) -> PackedExperts:
     """(gate_up, down) of a layer's experts, and their biases.  Raises ValueError unless all have one shape."""
     gate_up, down = matrices
-    wide, narrow = (None if bias is None else np.ascontiguousarray(bias, np.float32) for bias in biases)
+    wide, narrow = (np.stack(list(own)) if own else None for own in biases)
     data = _native.Experts([w.data for w in gate_up], [w.data for w in down], wide, narrow, per_cell, weighs_input)
     nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
     return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)

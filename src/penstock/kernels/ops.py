@@ -222,11 +222,11 @@ class Ops(Protocol):
         gate_up: Sequence[PackedLinear],
         down: Sequence[PackedLinear],
         *,
-        gate_up_bias_EN: Array | None = None,
-        down_bias_ED: Array | None = None,
+        gate_up_biases: Sequence[Array] | None = None,
+        down_biases: Sequence[Array] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
-        """The experts of one layer over packed matrices of any form, which are not copied.  Biases: NumPy arrays.
+        """The experts of one layer over packed matrices of any form, which are not copied; biases are vectors.
 
         ``weighs_input``: a token is multiplied by its weight before its expert, not after it (Llama 4).
         Raises ValueError unless all have one shape.

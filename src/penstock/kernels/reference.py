@@ -83,12 +83,12 @@ class ReferenceOps:
         gate_up: Sequence[PackedLinear],
         down: Sequence[PackedLinear],
         *,
-        gate_up_bias_EN: Any = None,
-        down_bias_ED: Any = None,
+        gate_up_biases: Sequence[Tensor] | None = None,
+        down_biases: Sequence[Tensor] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
         """See ``Ops.pack_experts``."""
-        wide, narrow = (None if bias is None else self.vector(bias) for bias in (gate_up_bias_EN, down_bias_ED))
+        wide, narrow = (torch.stack(list(own)) if own else None for own in (gate_up_biases, down_biases))
         data = reference_experts.ReferenceExperts(list(gate_up), list(down), wide, narrow, weighs_input)
         if {(w.n, w.k) for w in gate_up} != {(2 * down[0].k, gate_up[0].k)} or len({(w.n, w.k) for w in down}) > 1:
             raise ValueError("all experts of a layer have one shape")

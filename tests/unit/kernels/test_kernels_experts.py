@@ -126,8 +126,8 @@ class Shape:
         return ops.pack_experts(
             [ops.pack_linear(weight) for weight in self.gate_up],
             [ops.pack_linear(weight, segments=segment_ends(self.inner, 32)) for weight in self.down],
-            gate_up_bias_EN=self.biases[0],
-            down_bias_ED=self.biases[1],
+            gate_up_biases=None if self.biases[0] is None else [ops.vector(bias) for bias in self.biases[0]],
+            down_biases=None if self.biases[1] is None else [ops.vector(bias) for bias in self.biases[1]],
             weighs_input=self.weighs_input,
         )
 
