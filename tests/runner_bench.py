@@ -20,7 +20,7 @@ from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, RequestId, SamplingParams
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.checkpoint import for_length, inspect_model
 from penstock.weights.load import load_model
 
 GREEDY = SamplingParams(seed=0, max_tokens=64, temperature=0.0)
@@ -45,18 +45,29 @@ class RecordingModel:
 class RunnerBench:
     """Requests of one model, with pages given out in a random order that depends on ``seed``.
 
-    ``direct``: operation by operation, not as the backend records a step.  ``ops``: further arguments of ``make_ops``.
+    ``max_model_len``: by default as long as the model's context.  ``direct``: operation by operation, not as the
+    backend records a step.  ``ops``: further arguments of ``make_ops``.
     The kernel family is ``PENSTOCK_KERNELS``, if that is set.
     """
 
     def __init__(
-        self, folder: Path, dtype: str = "fp32", *, pages: int = 256, seed: int = 0, direct: bool = False, **ops: Any
+        self,
+        folder: Path,
+        dtype: str = "fp32",
+        *,
+        pages: int = 256,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        direct: bool = False,
+        **ops: Any,
     ) -> None:
         self.spec = inspect_model(folder)
+        self.max_model_len = max_model_len or self.spec.max_positions
+        self.spec = for_length(self.spec, self.max_model_len)
         family = os.environ.get("PENSTOCK_KERNELS") or None
         self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
         loaded = load_model(folder, self.spec, self.ops)
-        self.model = RecordingModel(build_model(loaded, self.ops, self.spec.max_positions))
+        self.model = RecordingModel(build_model(loaded, self.ops, self.max_model_len))
         sizes = {"layers": self.spec.kv.layers, "kv_heads": self.spec.kv.kv_heads, "head_dim": self.spec.kv.key_dim}
         self.kv = self.ops.new_kv(pages=pages, **sizes)
         program = self.ops.record(self.model.model, self.kv)
@@ -80,7 +91,7 @@ class RunnerBench:
             root=BlockHash(bytes(32)),
             emitted=emitted,
         )
-        request = Request(arrive, serial=self._serial, max_model_len=self.spec.max_positions)
+        request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
         self.give_pages(request)
         return request
 

@@ -21,7 +21,7 @@ SMALL = {
     "max_position_embeddings": 512,
     "bos_token_id": 0,
     "eos_token_id": 1,
-    "pad_token_id": None,
+    "pad_token_id": 0,
 }
 
 
@@ -33,7 +33,8 @@ class Case:
     config: str  # file of the real config.json, without suffix
     parameters: int  # of the real model, as its makers count
     features: str  # what this entry proves
-    small: dict[str, Any] = field(default_factory=dict)  # changes beside ``SMALL``; None removes a field
+    small: dict[str, Any] = field(default_factory=dict)  # further changes; None removes a field
+    sizes: dict[str, Any] = field(default_factory=lambda: SMALL)
 
     def real(self) -> dict[str, Any]:
         """The published ``config.json``."""
@@ -42,8 +43,19 @@ class Case:
 
     def shrunk(self) -> dict[str, Any]:
         """The same with small sizes."""
-        changed = self.real() | SMALL | self.small
+        changed = self.real() | self.sizes | self.small
         return {name: value for name, value in changed.items() if value is not None}
+
+
+LONG = {
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+    },
+}
+"""Divisors for heads of 16 columns."""
 
 
 CASES = (
@@ -60,5 +72,44 @@ CASES = (
         parameters=1_235_814_400,
         features="grouped queries, stretched rotary positions (llama3), tied embeddings",
         small={"head_dim": 16},
+    ),
+    Case(
+        models="Llama 3, 3.1, 3.2, 3.3",
+        config="llama_3_2_1b",
+        parameters=1_235_814_400,
+        features="biases in every matrix, YaRN",
+        small={
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        },
+    ),
+    Case(
+        models="Qwen2, Qwen2.5",
+        config="qwen_2_5_0_5b",
+        parameters=494_032_768,
+        features="biases of queries, keys and values, tied embeddings",
+    ),
+    Case(
+        models="Mistral 7B from v0.2, Nemo",
+        config="mistral_7b_v0_2",
+        parameters=7_241_732_096,
+        features="grouped queries, heads of another width",
+        small={"head_dim": 24},
+    ),
+    Case(
+        models="Phi-3, Phi-3.5, Phi-4",
+        config="phi_3_mini_128k",
+        parameters=3_821_079_552,
+        features="fused matrices, LongRoPE",
+        small=LONG,
+    ),
+    Case(
+        models="Gemma 1",
+        config="gemma_7b",
+        parameters=8_537_680_896,
+        features="norms that store w - 1, scaled embeddings, gelu",
+        small={"head_dim": 32, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     ),
 )

@@ -6,6 +6,7 @@ And random checkpoints of any family that transformers has, made by it from a ``
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,5 +64,5 @@ def _drawn(name: str, weight: torch.Tensor) -> torch.Tensor:
     noise = torch.randn_like(weight)
     if weight.ndim == 1:  # norms are ones (or zeros) when made, biases zeros
         return weight + 0.2 * noise
-    gain = 2.5 if "embed" in name or "head" in name else 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+    gain = 2.5 if re.search("embed|head|wte", name) else 1.5 if re.search("q_proj|k_proj|qkv|c_attn", name) else 1.0
     return noise * gain / weight.shape[-1] ** 0.5

@@ -91,6 +91,21 @@ def test_no_bit_depends_on_the_way(place: Place) -> None:
     assert on_cached_pages(place) == want
 
 
+def test_rotary_positions_are_chosen_by_the_longest_context_not_by_the_prompt(tmp_path: Path) -> None:
+    """Phi-3's short divisors where 64 tokens are served at most, its long ones for any prompt where more are."""
+    case = next(case for case in CASES if case.config.startswith("phi_3"))
+    oracle = write_random_model(tmp_path, case.shrunk())
+    tokens = np.random.default_rng(1).integers(0, 113, 63).tolist()
+    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=113, prompt_logprobs=113)
+    rows = []
+    for length in (64, 65):
+        bench = RunnerBench(tmp_path, max_model_len=length)
+        drawn = bench.read(bench.request(tokens, sampling), 40)
+        rows.append(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), 113))
+    check_rows(rows[0], oracle.logprobs_TV(tokens))
+    assert np.abs(rows[1] - rows[0]).max() > 0.1
+
+
 Told = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]
 
 

@@ -201,5 +201,5 @@ def test_an_answer_that_the_bundled_model_writes_itself(storyteller: tuple[Runne
 
 def test_the_oracle_read_the_same_configuration(storyteller: tuple[RunnerBench, Oracle]) -> None:
     bench, oracle = storyteller
-    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.own(Decoder).norm_eps
+    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.own(Decoder).norm.eps
     assert sum(weight.numel() for weight in oracle.model.parameters()) == bench.spec.parameters

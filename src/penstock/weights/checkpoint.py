@@ -48,7 +48,7 @@ def inspect_model(path: str | Path) -> ModelSpec:
     family = _family(fields)
     spec = family.parse(fields)
     with Checkpoint(folder) as checkpoint:
-        layout = family.layout(spec)
+        layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
         dtype = layout.widest_dtype(checkpoint)
     generation = _fields(files, GENERATION_CONFIG)

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
+from penstock.kernels.kinds import Activation
 from penstock.kernels.ops import COLUMN_UNIT, segment_ends
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.rope import Rope
 from penstock.weights.spec import Details, ModelSpec
+
+
+class QkNorm(StrEnum):
+    """Whether queries and keys are normed before they are rotated, and over what."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by itself, all with the same weight
+    ALL = "all"  # all heads together
 
 
 class Attention(Details, frozen=True, kw_only=True):
@@ -23,12 +34,20 @@ class Attention(Details, frozen=True, kw_only=True):
     head_dim: int  # even
     scale: float  # of the scores
     rope: Rope | None  # None: queries and keys know no position
+    window: int | None = None  # a token reads so many positions, its own included; None: all before it
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
+    qk_norm: QkNorm = QkNorm.NONE
+    qkv_bias: bool = False
+    out_bias: bool = False
 
 
 class Mlp(Details, frozen=True, kw_only=True):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)); not gated: down(activation(up(x)))."""
 
     intermediate: int
+    activation: Activation = Activation.SILU
+    gated: bool = True
+    bias: bool = False
 
 
 class Layer(Details, frozen=True, kw_only=True):
@@ -38,11 +57,24 @@ class Layer(Details, frozen=True, kw_only=True):
     mlp: Mlp
 
 
+class Norm(Details, frozen=True, kw_only=True):
+    """All norms of a model are of one kind: root mean square, or mean and variance with a bias."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0  # is added to the stored weight
+
+
 class Decoder(Details, frozen=True, kw_only=True):
-    """Layers of a pre-norm decoder with root-mean-square norms."""
+    """Layers, what is before the first and what is behind the last."""
 
     layers: tuple[Layer, ...]
-    norm_eps: float
+    norm: Norm
+    norm_before: bool = True  # of what a block reads
+    norm_after: bool = False  # of what a block adds
+    embed_scale: float = 1.0
+    learned_positions: int | None = None  # rows of a table that is added to the embeddings
+    logit_softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,76 +83,115 @@ class Names:
 
     model: str = "model."
     embed: str = "embed_tokens"
+    positions: str = ""
     norm: str = "norm"
-    layer: str = "layers.{}."
     head: str = "lm_head"
+    layer: str = "layers.{}."
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
+    attention_norm_after: str = ""
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    ignored: str = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # a pattern
+    mlp_norm_after: str = ""
+    transposed: bool = False  # the matrices of layers are stored inputs first
+    ignored: str = r".*\.rotary_emb\.inv_freq"  # a pattern of tensors that nothing needs
 
 
-def layout(spec: ModelSpec, names: Names) -> WeightLayout:
-    """Weights ``embed``, ``norm``, ``head`` (unless tied), and of layer i ``i.attention_norm``, ``i.qkv``, ``i.out``,
-    ``i.mlp_norm``, ``i.gate_up``, ``i.down``.  Where tensor parallelism will cut K, it has the 8 segments of the tree.
+def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
+    """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
+    matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
+    ``i.q_norm``, ``i.k_norm``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``, ``i.mlp_norm_after``;
+    a norm of the kind "layer" has a bias too.
+
+    Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
     decoder = spec.own(Decoder)
+    place = _Place(names, names.model, "", spec.hidden)
     table = (spec.vocab, spec.hidden)
-    weights: list[Matrix | Vector] = [Matrix("embed", (Part(f"{names.model}{names.embed}.weight", table),))]
+    weights: list[Matrix | Vector] = [Matrix("embed", (place.part(f"{names.embed}.weight", *table),))]
+    if decoder.learned_positions is not None:
+        rows = place.part(f"{names.positions}.weight", decoder.learned_positions, spec.hidden)
+        weights.append(Matrix("positions", (rows,)))
     for index, layer in enumerate(decoder.layers):
-        place = _Place(names, index, spec.hidden)
-        weights += [*_attention(layer.attention, place), *_mlp(layer.mlp, place)]
-    weights.append(Vector("norm", (Part(f"{names.model}{names.norm}.weight", (spec.hidden,)),)))
+        inside = _Place(names, names.model + names.layer.format(index), f"{index}.", spec.hidden)
+        weights += [*_attention(decoder, layer.attention, inside), *_mlp(decoder, layer.mlp, inside)]
+    weights += place.norm(decoder.norm, "norm", names.norm)
     if not spec.tied:
         weights.append(Matrix("head", (Part(f"{names.head}.weight", table),)))
     ignored = names.ignored + (rf"|{re.escape(names.head)}\.weight" if spec.tied else "")
-    return WeightLayout(tuple(weights), re.compile(ignored))
+    return WeightLayout(tuple(weights), re.compile(ignored), tuple(layout(spec, other) for other in others))
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One layer's weights and tensors by name."""
+    """Weights that begin with ``weights``, of tensors that begin with ``tensors``."""
 
     names: Names
-    index: int
+    tensors: str
+    weights: str
     hidden: int
 
-    def part(self, name: str, *shape: int) -> Part:
-        return Part(f"{self.names.model}{self.names.layer.format(self.index)}{name}.weight", shape)
+    def part(self, name: str, *shape: int, transposed: bool = False) -> Part:
+        return Part(self.tensors + name, shape[::-1] if transposed else shape, transposed=transposed)
 
-    def vector(self, weight: str, name: str, size: int) -> Vector:
-        return Vector(f"{self.index}.{weight}", (self.part(name, size),))
+    def vector(self, weight: str, *names: str, sizes: tuple[int, ...], offset: float = 0.0) -> Vector:
+        parts = tuple(self.part(name, size) for name, size in zip(names, sizes, strict=True))
+        return Vector(self.weights + weight, parts, offset)
 
-    def matrix(self, weight: str, tensors: tuple[str, ...], rows: tuple[int, ...]) -> Matrix:
-        """Of the hidden state; ``rows`` of all parts, which one tensor may hold together."""
+    def norm(self, norm: Norm, weight: str, name: str) -> list[Matrix | Vector]:
+        """Of the hidden state."""
+        vectors = [self.vector(weight, f"{name}.weight", sizes=(self.hidden,), offset=norm.offset)]
+        if norm.kind == "layer":
+            vectors.append(self.vector(f"{weight}_bias", f"{name}.bias", sizes=(self.hidden,)))
+        return [*vectors]
+
+    def inward(self, weight: str, tensors: tuple[str, ...], rows: tuple[int, ...], bias: bool) -> list[Matrix | Vector]:
+        """A product with the hidden state; ``rows`` of all parts, which one tensor may hold together."""
         if len(tensors) == 1:
             rows = (sum(rows),)
-        parts = tuple(self.part(name, n, self.hidden) for name, n in zip(tensors, rows, strict=True))
-        return Matrix(f"{self.index}.{weight}", parts)
+        parts = tuple(
+            self.part(f"{name}.weight", n, self.hidden, transposed=self.names.transposed)
+            for name, n in zip(tensors, rows, strict=True)
+        )
+        made: list[Matrix | Vector] = [Matrix(self.weights + weight, parts)]
+        if bias:
+            made.append(self.vector(f"{weight}_bias", *(f"{name}.bias" for name in tensors), sizes=rows))
+        return made
 
-    def output(self, weight: str, name: str, k: int, unit: int) -> Matrix:
-        """Back to the hidden state, in the segments of the tree."""
-        parts = (self.part(name, self.hidden, k),)
-        return Matrix(f"{self.index}.{weight}", parts, segments=segment_ends(k, unit))
+    def outward(self, weight: str, tensor: str, ends: tuple[int, ...], bias: bool) -> list[Matrix | Vector]:
+        """A product that is added to the hidden state, in the segments of the tree."""
+        part = self.part(f"{tensor}.weight", self.hidden, ends[-1], transposed=self.names.transposed)
+        made: list[Matrix | Vector] = [Matrix(self.weights + weight, (part,), segments=ends)]
+        if bias:
+            made.append(self.vector(f"{weight}_bias", f"{tensor}.bias", sizes=(self.hidden,)))
+        return made
 
 
-def _attention(attention: Attention, place: _Place) -> list[Matrix | Vector]:
-    names = place.names
+def _attention(decoder: Decoder, attention: Attention, place: _Place) -> list[Matrix | Vector]:
+    names, norm = place.names, decoder.norm
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    return [
-        place.vector("attention_norm", names.attention_norm, place.hidden),
-        place.matrix("qkv", names.qkv, (queries, keys, keys)),
-        place.output("out", names.out, queries, attention.head_dim),
-    ]
+    weights = place.norm(norm, "attention_norm", names.attention_norm) if decoder.norm_before else []
+    weights += place.inward("qkv", names.qkv, (queries, keys, keys), attention.qkv_bias)
+    if attention.qk_norm is not QkNorm.NONE:
+        by_head = attention.qk_norm is QkNorm.HEAD
+        for weight, name, size in (("q_norm", names.q_norm, queries), ("k_norm", names.k_norm, keys)):
+            width = attention.head_dim if by_head else size
+            weights.append(place.vector(weight, f"{name}.weight", sizes=(width,), offset=norm.offset))
+    weights += place.outward("out", names.out, segment_ends(queries, attention.head_dim), attention.out_bias)
+    if decoder.norm_after:
+        weights += place.norm(norm, "attention_norm_after", names.attention_norm_after)
+    return weights
 
 
-def _mlp(mlp: Mlp, place: _Place) -> list[Matrix | Vector]:
+def _mlp(decoder: Decoder, mlp: Mlp, place: _Place) -> list[Matrix | Vector]:
     names, inner = place.names, mlp.intermediate
-    return [
-        place.vector("mlp_norm", names.mlp_norm, place.hidden),
-        place.matrix("gate_up", names.gate_up, (inner, inner)),
-        place.output("down", names.down, inner, COLUMN_UNIT),
-    ]
+    weights = place.norm(decoder.norm, "mlp_norm", names.mlp_norm) if decoder.norm_before else []
+    weights += place.inward("gate_up", names.gate_up, (inner, inner) if mlp.gated else (inner,), mlp.bias)
+    weights += place.outward("down", names.down, segment_ends(inner, COLUMN_UNIT), mlp.bias)
+    if decoder.norm_after:
+        weights += place.norm(decoder.norm, "mlp_norm_after", names.mlp_norm_after)
+    return weights

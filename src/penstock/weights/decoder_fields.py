@@ -1,13 +1,17 @@
-"""What most families' ``config.json`` have in common, read and checked once: sizes, and what none of them can be."""
+"""What the ``config.json`` of decoders have in common, read and checked once: sizes, layers, what nothing computes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
+from penstock.kernels.kinds import Activation
 from penstock.kernels.ops import KvShape
-from penstock.weights.decoder import Attention, Decoder, Layer
+from penstock.weights.decoder import Attention, Decoder, Layer, QkNorm
 from penstock.weights.fields import Fields
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
@@ -27,10 +31,15 @@ class Sizes:
     head_dim: int
     max_positions: int
 
-    def attention(self, rope: Rope | None) -> Attention:
-        """The plain kind."""
+    def attention(self, rope: Rope | None, *, window: int | None = None, **changes: Any) -> Attention:
+        """The plain kind with ``changes``.  A window as long as the context is none."""
         return Attention(
-            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.head_dim**-0.5, rope=rope
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rope=rope,
+            window=None if window is not None and window >= self.max_positions else window,
+            **{"scale": self.head_dim**-0.5} | changes,
         )
 
     def kv(self) -> KvShape:
@@ -61,6 +70,26 @@ def parse_sizes(config: Fields, *, max_positions: int = 2048) -> Sizes:
     )
 
 
+def window_of(config: Fields) -> int | None:
+    """``sliding_window``: positions that a token reads, its own included.  None: all before it."""
+    return config.size("sliding_window") if config.has("sliding_window") else None
+
+
+def sliding_layers(config: Fields, layers: int, usual: Callable[[int], bool]) -> list[bool]:
+    """Which layers have the window: those that ``layer_types`` says, or those of the ``usual`` pattern."""
+    kinds = config.get("layer_types", list, [])
+    if not kinds:
+        return [usual(index) for index in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise config.refuse(f"layer_types must name {layers} layers 'full_attention' or 'sliding_attention'")
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def without_window(attention: Attention) -> Attention:
+    """The same block over everything before."""
+    return msgspec.structs.replace(attention, window=None)
+
+
 def layer_count(config: Fields, name: str) -> int:
     """The number of layers.  Raises ModelError if there are more than any model has."""
     layers = config.size(name)
@@ -70,7 +99,9 @@ def layer_count(config: Fields, name: str) -> int:
 
 
 def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decoder, *, tied: bool = False) -> ModelSpec:
-    """The specification; ``tied`` unless the file says otherwise."""
+    """The specification; embeddings are ``tied`` or not unless the file says otherwise."""
+    for layer in decoder.layers:
+        _refuse_unbuilt(config, layer.attention)
     positions = [
         layer.attention.rope.positions(sizes.max_positions) for layer in decoder.layers if layer.attention.rope
     ]
@@ -84,6 +115,20 @@ def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decod
         tied=config.get("tie_word_embeddings", bool, tied),
         details=decoder,
     )
+
+
+def _refuse_unbuilt(config: Fields, attention: Attention) -> None:
+    """What can be said of a layer and no kernel computes yet."""
+    rope = attention.rope
+    for name, value in (
+        ("a sliding window", attention.window),
+        ("a soft cap", attention.softcap),
+        ("normed heads", attention.qk_norm is not QkNorm.NONE),
+        ("a layer without positions", rope is None),
+        ("rotating part of a head", rope is not None and (rope.interleaved or rope.columns != attention.head_dim)),
+    ):
+        if value:
+            raise config.refuse(f"{name} cannot be served yet")
 
 
 def at_length(spec: ModelSpec, positions: int) -> ModelSpec:
@@ -128,9 +173,23 @@ def refuse_true(config: Fields, *names: str) -> None:
             raise config.refuse(f"{name} is true; only models without can be served")
 
 
-def activation(config: Fields, field: str, served: dict[str, str], default: str) -> str:
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": Activation.SILU,
+        "swish": Activation.SILU,
+        "gelu": Activation.GELU,
+        "gelu_pytorch_tanh": Activation.GELU_TANH,
+        "gelu_new": Activation.GELU_TANH,
+        "relu": Activation.RELU,
+        "relu2": Activation.RELU2,
+    }
+)
+"""Activations by the names of transformers."""
+
+
+def parse_activation(config: Fields, field: str, default: str) -> Activation:
     """The activation's name among the kernels' own."""
     name = config.get(field, str, default)
-    if name not in served:
-        raise config.refuse(f"{field} is {name!r}; only {', '.join(map(repr, served))} can be served")
-    return served[name]
+    if name not in ACTIVATIONS:
+        raise config.refuse(f"{field} is {name!r}; these can be served: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.errors import ModelError
-from penstock.weights import llama
+from penstock.weights import gemma, llama, mistral, phi, qwen
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
@@ -39,9 +39,22 @@ class Plugin(Protocol):
     build: Callable[..., Any]  # see engine.models.registry
 
 
-BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType(
-    {"LlamaForCausalLM": CheckpointFormat(llama.parse, llama.layout, at_length)}
+def _decoder(parse: Callable[[Fields], ModelSpec], layout: Callable[[ModelSpec], WeightLayout]) -> CheckpointFormat:
+    return CheckpointFormat(parse, layout, at_length)
+
+
+DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
+    {
+        "GemmaForCausalLM": _decoder(gemma.parse_gemma, gemma.layout_gemma),
+        "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
+        "MistralForCausalLM": _decoder(mistral.parse, mistral.layout),
+        "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
+        "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
+    }
 )
+"""Families that ``engine.models.decoder`` computes."""
+
+BUILT_IN: Mapping[str, CheckpointFormat] = DECODERS
 
 
 def installed_plugin(architecture: str) -> Plugin | None:

@@ -24,6 +24,10 @@ class Fields:
         """The error to raise."""
         return ModelError(f"{self.where}: {reason}")
 
+    def over(self, defaults: dict[str, Any]) -> Fields:
+        """The same object with these values where it has none."""
+        return Fields(defaults | {name: value for name, value in self.values.items() if value is not None}, self.where)
+
     def has(self, name: str) -> bool:
         """Is the field there and not null?"""
         return self.values.get(name) is not None

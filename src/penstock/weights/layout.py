@@ -89,6 +89,14 @@ class WeightLayout:
 
     weights: tuple[Matrix | Vector, ...]
     ignored: re.Pattern[str]
+    others: tuple[WeightLayout, ...] = ()  # the same weights by the names of other releases
+
+    def found_in(self, checkpoint: Checkpoint) -> WeightLayout:
+        """This layout, or the first of the others that has its first tensor there."""
+        for layout in (self, *self.others):
+            if next(layout.parts).tensor in checkpoint:
+                return layout
+        return self
 
     @property
     def parts(self) -> Iterator[Part]:

@@ -60,8 +60,9 @@ def load_model(
     ``threads`` read at once; without ``manifests`` nothing is known of earlier loads, nor remembered of this one.
     Raises ModelError if the files are no longer what they were, or are damaged; and what ``progress`` raises.
     """
-    layout = checkpoint_format(spec.architecture, str(path)).layout(spec)
+    family = checkpoint_format(spec.architecture, str(path))
     with Checkpoint(Path(path)) as checkpoint:
+        layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
         memory = manifests.open(checkpoint) if manifests is not None else None
         stamps = checkpoint.stamps()

@@ -207,6 +207,9 @@ class Checkpoint:
         """Names of all tensors, sorted: an order that does not depend on how they were sharded."""
         return sorted(self._home)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
     def info(self, name: str) -> TensorInfo:
         """Type, shape and place of a tensor.  Raises ModelError if there is none of that name."""
         return self._file_of(name).tensors[name]

@@ -134,7 +134,14 @@ def rope_section(config: Fields) -> Fields:
     return section
 
 
-def parse_rope(config: Fields, head_dim: int, *, theta: float = 10_000.0, section: Fields | None = None) -> Rope:
+def parse_rope(
+    config: Fields,
+    head_dim: int,
+    *,
+    theta: float = 10_000.0,
+    section: Fields | None = None,
+    interleaved: bool = False,
+) -> Rope:
     """The recipe in ``section`` (by default ``rope_section``), with the fall-backs of transformers.
 
     Raises ModelError for a scaling that is not known, or whose numbers make no sense.
@@ -147,6 +154,7 @@ def parse_rope(config: Fields, head_dim: int, *, theta: float = 10_000.0, sectio
     return Rope(
         theta=section.real("rope_theta", config.real("rope_theta", theta)),
         columns=columns,
+        interleaved=interleaved,
         scaling=_parse_scaling(config, section, columns),
     )
 
@@ -161,12 +169,14 @@ def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Ll
             return None
         case "linear":
             return Linear(factor=section.real("factor"))
+        case "longrope" | "su" | "yarn" if section.has("short_factor"):  # old files of Phi-3 have other names for it
+            return _parse_long(config, section, columns // 2)
         case "llama3":
             return _parse_llama3(config, section)
         case "yarn":
             return _parse_yarn(config, section)
-        case "longrope" | "su":
-            return _parse_long(config, section, columns // 2)
+        case "longrope":
+            raise section.refuse("has no short_factor")
     raise section.refuse(f"rope_type {name!r} cannot be served; these can: {', '.join(KINDS)}")
 
 

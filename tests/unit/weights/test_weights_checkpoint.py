@@ -13,7 +13,7 @@ import torch
 from penstock.errors import ConfigError, ModelError
 from penstock.kernels.ops import KvShape
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
-from penstock.weights.decoder import Attention, Decoder, Layer, Mlp
+from penstock.weights.decoder import Attention, Decoder, Layer, Mlp, Norm
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.llama import parse
@@ -51,7 +51,7 @@ def test_the_bundled_model() -> None:
     assert spec.kv == KvShape(layers=8, kv_heads=1, key_dim=64, value_dim=64)
     attention = Attention(heads=5, kv_heads=1, head_dim=64, scale=0.125, rope=Rope(theta=10000.0, columns=64))
     assert spec.own(Decoder) == Decoder(
-        layers=(Layer(attention=attention, mlp=Mlp(intermediate=896)),) * 8, norm_eps=1e-5
+        layers=(Layer(attention=attention, mlp=Mlp(intermediate=896)),) * 8, norm=Norm(eps=1e-5)
     )
     assert (spec.eos_ids, spec.bos_id, spec.checkpoint_dtype) == ((1,), 0, "bf16")
     assert spec.sampling == SamplingDefaults(temperature=0.7, top_p=0.9)
@@ -76,7 +76,6 @@ def test_both_dialects_of_the_rotary_fields() -> None:
         (linear("type", 2), Rope(theta=10000.0, columns=16, scaling=Linear(factor=2.0))),
         (linear("rope_type", 4.0), Rope(theta=10000.0, columns=16, scaling=Linear(factor=4.0))),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, Rope(theta=10000.0, columns=16)),
-        ({"partial_rotary_factor": 0.5}, Rope(theta=10000.0, columns=8)),
     ],
 )
 def test_rotary_recipes(changes: dict[str, Any], rope: Rope) -> None:
@@ -145,9 +144,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another type": ({"model_type": "mistral"}, "model_type is 'mistral'"),
     "code of its own": ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "never run"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized; the original in bf16"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
-    "attention bias": ({"attention_bias": True}, "attention_bias is true"),
-    "mlp bias": ({"mlp_bias": True}, "mlp_bias is true"),
+    "activation": ({"hidden_act": "sin"}, "hidden_act is 'sin'; these can be served: silu, swish, gelu"),
+    "attention bias": ({"attention_bias": True}, "'model.layers.0.self_attn.q_proj.bias' is missing"),
+    "mlp bias": ({"mlp_bias": True}, "'model.layers.0.mlp.gate_proj.bias' is missing"),
     "heads do not divide": ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
     "hidden does not divide": ({"hidden_size": 66}, "no multiple of num_attention_heads"),
     "odd head": ({"head_dim": 15}, "head_dim must be even"),

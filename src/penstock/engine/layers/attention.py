@@ -1,14 +1,15 @@
-"""Causal self-attention with rotary positions over paged KV memory, grouped queries included."""
+"""Causal self-attention over paged KV memory, grouped queries included."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.layers.norm import RmsNorm
-from penstock.kernels.ops import Array, Ops, PackedLinear, StepBatch
+from penstock.engine.layers.linear import Linear, Output
+from penstock.engine.layers.norm import Norm
+from penstock.kernels.ops import Array, Ops, StepBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
     """Attention block of layer ``layer``; ``qkv`` is one matrix: queries, keys, values."""
 
@@ -16,14 +17,14 @@ class SelfAttention:
     heads: int
     kv_heads: int
     scale: float
-    norm: RmsNorm
-    qkv: PackedLinear
-    out: PackedLinear
-    rope: Array
+    norm: Norm
+    qkv: Linear
+    out: Output
+    rope: Array | None  # None: queries and keys know no position
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Keys and values of these tokens go to their pages; returns the queries, compute [T, H, C]."""
-        qkv_TN = ops.linear(self.norm(ops, hidden_TD), self.qkv)
+        qkv_TN = self.qkv(ops, self.norm(ops, hidden_TD))
         return ops.rope_and_write(qkv_TN, self.rope, kv, self.layer, batch, heads=self.heads, kv_heads=self.kv_heads)
 
     def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
@@ -32,4 +33,4 @@ class SelfAttention:
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
         """hidden += output projection, in place."""
-        ops.linear_add(mixed_TK, self.out, hidden_TD)
+        self.out.add_to(ops, mixed_TK, hidden_TD)

@@ -1,22 +1,50 @@
-"""Gated feed-forward block (SwiGLU, arXiv:2002.05202)."""
+"""Feed-forward blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from penstock.engine.layers.norm import RmsNorm
-from penstock.kernels.ops import Array, Ops, PackedLinear
+from penstock.engine.layers.linear import Linear, Output
+from penstock.engine.layers.norm import Norm
+from penstock.kernels.kinds import Activation, Gate
+from penstock.kernels.ops import Array, Ops
+
+
+class Feed(Protocol):
+    """A feed-forward block."""
+
+    def add_to(self, ops: Ops, hidden_TD: Array) -> None:
+        """hidden += block(hidden), in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)) of the normed hidden state; ``gate_up`` is one matrix, gate's rows first."""
+    """down(activation(gate(x)) * up(x)) of the normed hidden state (arXiv:2002.05202); ``gate_up`` is one matrix,
+    gate's rows first."""
 
-    norm: RmsNorm
-    gate_up: PackedLinear
-    down: PackedLinear
+    norm: Norm
+    gate_up: Linear
+    down: Output
+    gate: Gate
 
     def add_to(self, ops: Ops, hidden_TD: Array) -> None:
         """hidden += block(hidden), in place."""
-        gate_up_T2I = ops.linear(self.norm(ops, hidden_TD), self.gate_up)
-        ops.linear_add(ops.gated(gate_up_T2I), self.down, hidden_TD)
+        gate_up_T2I = self.gate_up(ops, self.norm(ops, hidden_TD))
+        self.down.add_to(ops, ops.gated(gate_up_T2I, self.gate), hidden_TD)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(activation(up(x))) of the normed hidden state."""
+
+    norm: Norm
+    up: Linear
+    down: Output
+    activation: Activation
+
+    def add_to(self, ops: Ops, hidden_TD: Array) -> None:
+        """hidden += block(hidden), in place."""
+        up_TI = self.up(ops, self.norm(ops, hidden_TD))
+        self.down.add_to(ops, ops.activate(up_TI, self.activation), hidden_TD)

@@ -8,52 +8,79 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.engine.layers import norm as norms
 from penstock.engine.layers.attention import SelfAttention
-from penstock.engine.layers.mlp import GatedMlp
-from penstock.engine.layers.norm import RmsNorm
+from penstock.engine.layers.linear import Linear, Output
+from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
+from penstock.kernels.kinds import Gate
 from penstock.kernels.ops import Array, Ops, StepBatch
-from penstock.weights.decoder import Decoder
+from penstock.weights.decoder import Attention, Decoder, Mlp
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
 
 
-class RopeTables:
-    """Tables of rotary positions, one a recipe, whatever the number of layers that share it."""
+class Parts:
+    """Building blocks of one model out of its packed weights, by the names of ``weights.decoder.layout``."""
 
-    def __init__(self, ops: Ops, max_positions: int) -> None:
+    def __init__(self, decoder: Decoder, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> None:
+        self.decoder = decoder
+        self.weights = weights
         self._ops = ops
         self._max_positions = max_positions
         self._tables: dict[Rope, Array] = {}
 
-    def of(self, rope: Rope | None) -> Array:
-        """The table, made when it is first asked for; None where nothing is rotated."""
-        if rope is None:
-            return None
-        if rope not in self._tables:
+    def rope(self, rope: Rope | None) -> Array | None:
+        """The table of rotary positions, one a recipe, whatever the number of layers that share it."""
+        if rope is not None and rope not in self._tables:
             self._tables[rope] = self._ops.rope_table(rope.inv_freq(), self._max_positions, rope.attention_factor)
-        return self._tables[rope]
+        return None if rope is None else self._tables[rope]
+
+    def rms_norm(self, name: str) -> norms.RmsNorm:
+        """The norm with this weight."""
+        return norms.RmsNorm(self.weights[name], self.decoder.norm.eps)
+
+    def norm(self, name: str) -> norms.Norm:
+        """The norm with this weight, of the model's kind."""
+        if self.decoder.norm.kind == "rms":
+            return self.rms_norm(name)
+        return norms.LayerNorm(self.weights[name], self.weights[f"{name}_bias"], self.decoder.norm.eps)
+
+    def linear(self, name: str) -> Linear:
+        """The product with this weight, and its bias if there is one."""
+        return Linear(self.weights[name], self.weights.get(f"{name}_bias"))
+
+    def output(self, name: str, norm: str) -> Output:
+        """The product that goes to the residual stream, by way of a norm if the model has those."""
+        return Output(self.linear(name), self.rms_norm(norm) if self.decoder.norm_after else None)
+
+    def attention(self, index: int, attention: Attention) -> SelfAttention:
+        """The attention block of a layer."""
+        return SelfAttention(
+            layer=index,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            scale=attention.scale,
+            norm=self.norm(f"{index}.attention_norm"),
+            qkv=self.linear(f"{index}.qkv"),
+            out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
+            rope=self.rope(attention.rope),
+        )
+
+    def mlp(self, index: int, mlp: Mlp) -> Feed:
+        """The feed-forward block of a layer."""
+        norm, inward = self.norm(f"{index}.mlp_norm"), self.linear(f"{index}.gate_up")
+        down = self.output(f"{index}.down", f"{index}.mlp_norm_after")
+        if mlp.gated:
+            return GatedMlp(norm, inward, down, Gate(activation=mlp.activation))
+        return PlainMlp(norm, inward, down, mlp.activation)
 
 
 class DecoderLayer:
     """One layer: attention, then MLP, each added to the residual stream."""
 
-    def __init__(self, index: int, details: Decoder, weights: Mapping[str, Any], ropes: RopeTables) -> None:
-        layer, eps = details.layers[index], details.norm_eps
-        self.attention = SelfAttention(
-            layer=index,
-            heads=layer.attention.heads,
-            kv_heads=layer.attention.kv_heads,
-            scale=layer.attention.scale,
-            norm=RmsNorm(weights[f"{index}.attention_norm"], eps),
-            qkv=weights[f"{index}.qkv"],
-            out=weights[f"{index}.out"],
-            rope=ropes.of(layer.attention.rope),
-        )
-        self.mlp = GatedMlp(
-            norm=RmsNorm(weights[f"{index}.mlp_norm"], eps),
-            gate_up=weights[f"{index}.gate_up"],
-            down=weights[f"{index}.down"],
-        )
+    def __init__(self, attention: SelfAttention, mlp: Feed) -> None:
+        self.attention = attention
+        self.mlp = mlp
 
     def add_to(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> None:
         """hidden = layer(hidden), in place, for all tokens."""
@@ -75,25 +102,36 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """See ``engine.models.port.Model``.  ``weights`` by the names of ``penstock.weights.decoder.layout``."""
+    """See ``engine.models.port.Model``."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ropes: RopeTables) -> None:
-        details = spec.own(Decoder)
+    def __init__(self, parts: Parts, *, tied: bool) -> None:
+        decoder, weights = parts.decoder, parts.weights
         self.embed = weights["embed"]
-        self.layers = [DecoderLayer(index, details, weights, ropes) for index in range(spec.layers)]
-        self.norm = RmsNorm(weights["norm"], details.norm_eps)
-        self.head = self.embed if spec.tied else weights["head"]
+        self.embed_scale = decoder.embed_scale
+        self.positions = weights.get("positions")
+        self.layers = [
+            DecoderLayer(parts.attention(index, layer.attention), parts.mlp(index, layer.mlp))
+            for index, layer in enumerate(decoder.layers)
+        ]
+        self.norm = parts.norm("norm")
+        self.head = self.embed if tied else weights["head"]
+        self.logit_softcap = decoder.logit_softcap
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        hidden_TD = ops.embed(self.embed, batch.tokens_T)
+        hidden_TD = ops.embed(self.embed, batch.tokens_T, self.embed_scale)
+        if self.positions is not None:
+            ops.embed_add(self.positions, batch.positions_T, hidden_TD)
         for layer in self.layers[:-1]:
             layer.add_to(ops, hidden_TD, batch, kv)
         return self.layers[-1].wanted(ops, hidden_TD, batch, kv)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        return ops.linear(self.norm(ops, hidden_RD), self.head)
+        logits_RV = ops.linear(self.norm(ops, hidden_RD), self.head)
+        if self.logit_softcap is not None:
+            ops.softcap(logits_RV, self.logit_softcap)
+        return logits_RV
 
 
 def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
     """The model over packed weights, for positions below ``max_positions``."""
-    return DecoderModel(spec, weights, RopeTables(ops, max_positions))
+    return DecoderModel(Parts(spec.own(Decoder), weights, ops, max_positions), tied=spec.tied)

@@ -14,14 +14,14 @@ from penstock.engine.models import decoder
 from penstock.engine.models.port import Model
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
-from penstock.weights.family import installed_plugin
+from penstock.weights.family import DECODERS, installed_plugin
 from penstock.weights.load import LoadedModel
 from penstock.weights.spec import ModelSpec
 
 Build = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
 """(specification, packed weights by name, backend, positions wanted) to a model."""
 
-BUILT_IN: Mapping[str, Build] = MappingProxyType({"LlamaForCausalLM": decoder.build})
+BUILT_IN: Mapping[str, Build] = MappingProxyType(dict.fromkeys(DECODERS, decoder.build))
 
 
 def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:
