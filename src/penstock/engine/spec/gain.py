@@ -36,14 +36,11 @@ class StepTimes:
 
     def learn(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
-        for name, value in (
-            ("_weight", 1.0),
-            ("_rows", rows),
-            ("_rows2", rows * rows),
-            ("_seconds", seconds),
-            ("_product", rows * seconds),
-        ):
-            setattr(self, name, MEMORY * getattr(self, name) + value)
+        self._weight = MEMORY * self._weight + 1.0
+        self._rows = MEMORY * self._rows + rows
+        self._rows2 = MEMORY * self._rows2 + rows * rows
+        self._seconds = MEMORY * self._seconds + seconds
+        self._product = MEMORY * self._product + rows * seconds
 
     def line(self) -> tuple[float, float] | None:
         """(seconds of a step without rows, seconds of each row); None before anything was measured.
@@ -72,6 +69,11 @@ class Acceptance:
         match = min(match, LONGEST_MATCH)
         return self._stood[match] / self._tries[match]
 
+    @property
+    def best(self) -> float:
+        """Of the kind that stands most often."""
+        return max(stood / tries for stood, tries in zip(self._stood, self._tries, strict=True))
+
     def learn(self, match: int, guessed: int, stood: int) -> None:
         """Of ``guessed`` tokens after a match the first ``stood`` were right, and the next one, if any, was wrong."""
         for index in range(min(stood + 1, guessed)):
@@ -85,6 +87,12 @@ class Acceptance:
         for index in range(most):
             likely *= self.of(match + index)
             yield likely
+
+
+def hopeless(rows: int, best: float, line: tuple[float, float]) -> bool:
+    """Would a guess that stands with the share ``best`` lower the tokens a second of a step of so many rows?"""
+    base, slope = line
+    return best * (base + slope * rows) <= slope * rows
 
 
 def worthwhile(rows: int, chains: Sequence[Sequence[float]], line: tuple[float, float], most: int) -> list[int]:

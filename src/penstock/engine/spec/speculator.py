@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.engine.core.plan import Drawn, Row
 from penstock.engine.core.request import Request
-from penstock.engine.spec.gain import Acceptance, StepTimes, worthwhile
+from penstock.engine.spec.gain import Acceptance, StepTimes, hopeless, worthwhile
 from penstock.engine.spec.lookup import Guess, Lookup
 from penstock.types import RequestId
 
@@ -27,7 +27,7 @@ class LookupSpeculator:
         """See ``Speculator.propose``."""
         line = self._times.line()
         self._matches.clear()
-        if line is None or not rows:
+        if line is None or not rows or hopeless(len(rows), self._acceptance.best, line):
             return []
         guesses = [self._guess(row.request) for row in rows]
         if not any(guesses):
@@ -43,12 +43,13 @@ class LookupSpeculator:
 
     def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
         """See ``Speculator.learn``."""
-        computed = 0
-        for row, new in zip(rows, drawn, strict=True):
-            computed += row.count + len(row.draft)
-            match = self._matches.get(row.request.id)
-            if match is not None and row.draft:
-                self._acceptance.learn(match, len(row.draft), len(new.tokens) - 1)
+        computed = len(rows)
+        if self._matches:
+            for row, new in zip(rows, drawn, strict=True):
+                match = self._matches.get(row.request.id)
+                if match is not None and row.draft:
+                    computed += len(row.draft)
+                    self._acceptance.learn(match, len(row.draft), len(new.tokens) - 1)
         self._times.learn(computed, seconds)
 
     def forget(self, request: RequestId) -> None:
@@ -69,6 +70,6 @@ class LookupSpeculator:
             self._lookups[request.id] = (request, lookup)
             return lookup
         lookup = known[1]
-        if len(lookup) < request.known:
-            lookup.extend(request.tokens(len(lookup), request.known))
+        if lookup.seen < request.known:
+            lookup.extend(request.tokens(lookup.seen, request.known))
         return lookup

@@ -1,0 +1,350 @@
+"""What guessing tokens ahead brings, by workload: tokens a step, and the time of answers against answers without it.
+
+    python bench/speculation.py                          # the bundled model writes stories, alone and eight at a time
+    python bench/speculation.py quotes                   # texts that quote their prompt; no model, only tokens
+    python bench/speculation.py replay --model DIR       # the quotes' guesses, right and wrong as they were, on a model
+
+``stories`` and ``replay`` turn the engine's own loop in this process, with and without guessing in alternating rounds,
+and check that both give the same tokens.  ``quotes`` runs the scheduler with a runner that draws a given text, on a
+clock that charges a step the seconds of ``--line``; a prompt is a page of this repository's documents, the answer is
+that page with every tenth line left out and every seventh one's words in another order.  ``replay`` needs a model that
+may write nonsense: its answer is written once without guessing, and then guessed as often right as the quotes were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from penstock.bundled import storyteller
+from penstock.clock import MonotonicClock
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.plan import Arrive, Drawn, Event, Outcome, Plan, Row
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.speculation import Speculator, standing
+from penstock.engine.loop import EngineLoop
+from penstock.engine.models.registry import build_model
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.port import Runner
+from penstock.engine.spec.speculator import LookupSpeculator
+from penstock.kernels.select import make_ops
+from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
+from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.load import load_model
+
+PAGES = ("serve.md", "determinism.md", "compression.md", "operations.md", "security.md")
+REQUESTS = (
+    "Tell me a story about a little fox who was lost.",
+    "Tell me a story about a proud rooster.",
+    "Tell me a story about a small green frog with a golden ring.",
+    "Tell me a story about two brothers and a donkey.",
+    "Tell me a story about a girl who wanted to fly.",
+    "Tell me a story about an old clock.",
+    "Tell me a story about a bear who could not sleep.",
+    "Tell me a story about the wind and a kite.",
+)
+TOKENS_AT_ONCE = 8
+STEP_TOKENS = 64
+
+
+@dataclass
+class Tally:
+    """Hands a speculator's words on and keeps count; ``None`` guesses nothing."""
+
+    inner: Speculator | None
+    steps: int = 0
+    tokens: int = 0
+    guesses: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (guessed, stood) of each row
+
+    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+        return self.inner.propose(rows) if self.inner else ()
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        self.steps += len(rows)
+        for row, new in zip(rows, drawn, strict=True):
+            self.tokens += len(new.tokens)
+            self.guesses.append((len(row.draft), len(new.tokens) - 1))
+        if self.inner:
+            self.inner.learn(rows, drawn, seconds)
+
+    def forget(self, request: RequestId) -> None:
+        if self.inner:
+            self.inner.forget(request)
+
+    @property
+    def tokens_a_step(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+
+class ListMailbox:
+    """Requests in, answers out."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Event] = []
+        self.answers: dict[RequestId, list[int]] = {}
+        self.open = 0
+
+    def drain(self) -> Iterable[Event]:
+        events, self.waiting = self.waiting, []
+        return events
+
+    def about_to_run(self, predicted_s: float) -> None:
+        pass
+
+    def publish(self, outcome: Outcome, plan: Plan) -> None:
+        for progress in outcome.progress:
+            self.answers.setdefault(progress.request.id, []).extend(progress.tokens)
+            self.open -= progress.finish is not None
+
+
+class Engine:
+    """The loop of an aggregated worker over any runner."""
+
+    def __init__(self, runner: Runner, parameters: int, longest: int) -> None:
+        self._runner = runner
+        self._cost = prior_for(parameters)
+        self._config = SchedulerConfig(pages=8 * -(-longest // PAGE_TOKENS) + 8, max_model_len=longest)
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, speculator: Speculator, clock: Any
+    ) -> tuple[list[list[int]], float]:
+        """All answers side by side, and the seconds they took after the prompts had been read."""
+        mailbox = ListMailbox()
+        loop = EngineLoop(mailbox, Scheduler(self._config, StepCost(self._cost), speculator), self._runner, clock)
+        for number, prompt in enumerate(prompts):
+            root = BlockHash(bytes(32))
+            name = RequestId(f"r{number}")
+            mailbox.waiting.append(
+                Arrive(id=name, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=number, root=root)
+            )
+        mailbox.open = len(prompts)
+        while len(mailbox.answers) < len(prompts):
+            loop.step()
+        began = clock.now()
+        while mailbox.open:
+            loop.step()
+        return [mailbox.answers[RequestId(f"r{number}")] for number in range(len(prompts))], clock.now() - began
+
+
+def lookup() -> LookupSpeculator:
+    return LookupSpeculator(most_each=TOKENS_AT_ONCE, most=STEP_TOKENS)
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+def model_engine(folder: Path, threads: int, longest: int) -> Engine:
+    spec = inspect_model(folder)
+    ops = make_ops(compute_dtype=compute_dtype_for(spec, "auto"), threads=threads)
+    model = build_model(load_model(folder, spec, ops), ops, min(spec.max_positions, longest))
+    sizes = {"layers": spec.kv.layers, "kv_heads": spec.kv.kv_heads, "head_dim": spec.kv.key_dim}
+    kv = ops.new_kv(pages=8 * -(-longest // PAGE_TOKENS) + 8, **sizes)
+    return Engine(ModelRunner(model, ops, kv), spec.parameters, longest)
+
+
+def stories(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The bundled model, one answer at a time and eight side by side, greedy and sampled."""
+    folder = storyteller()
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    prompts = [tokenizer.encode(f"<|begin|><|user|>{text}<|end|><|assistant|>").ids for text in REQUESTS]
+    engine = model_engine(Path(folder), args.threads, 1024)
+    found = []
+    for temperature in (0.0, 0.7):
+        sampling = SamplingParams(seed=7, max_tokens=args.tokens, temperature=temperature, stop_token_ids=(1,))
+        for batch in (1, len(prompts)):
+            groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+            name = f"stories, temperature {temperature:g}, {batch} at a time"
+            found.append(compared(name, engine, groups, sampling, args.rounds, lookup))
+    return found
+
+
+def compared(
+    name: str,
+    engine: Engine,
+    groups: Sequence[Sequence[Sequence[int]]],
+    sampling: SamplingParams,
+    rounds: int,
+    make: Any,
+) -> dict[str, Any]:
+    """Alternating rounds with and without; medians of the rounds' ratios."""
+    clock, ratios, shares = MonotonicClock(), [], []
+    for _ in range(rounds):
+        plain, guessing = Tally(None), Tally(make())
+        took = {}
+        for kind in (plain, guessing):
+            told = [engine.answer(group, sampling, kind, clock) for group in groups]
+            took[id(kind)] = (sum(seconds for _, seconds in told), [answers for answers, _ in told])
+        (plain_s, wanted), (guessing_s, given) = took[id(plain)], took[id(guessing)]
+        if wanted != given:
+            raise SystemExit(f"{name}: guessing changed an answer")
+        ratios.append(plain_s / guessing_s)
+        shares.append(guessing.tokens_a_step)
+    repeated = statistics.mean(repetition(answer) for group in wanted for answer in group)
+    return {"workload": name, "tokens_a_step": statistics.median(shares), "speed": spread(ratios), "repeated": repeated}
+
+
+def repetition(answer: Sequence[int]) -> float:
+    """Share of an answer's runs of four tokens that stood in it before."""
+    runs = [tuple(answer[at : at + 4]) for at in range(len(answer) - 3)]
+    return 1 - len(set(runs)) / max(1, len(runs))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+# --- a text ----------------------------------------------------------------------------------------------------------
+
+
+class TextRunner:
+    """Draws a given answer, and lets a virtual clock pass."""
+
+    def __init__(self, base_s: float, row_s: float) -> None:
+        self.base_s, self.row_s = base_s, row_s
+        self.time = 0.0
+        self.answer: Sequence[int] = ()
+
+    def now(self) -> float:
+        return self.time
+
+    def run(self, plan: Plan) -> Sequence[Drawn]:
+        self.time += self.base_s + self.row_s * sum(row.count + len(row.draft) for row in plan.rows)
+        return [self._draw(row) for row in plan.rows]
+
+    def forget(self, request: RequestId) -> None:
+        pass
+
+    def _draw(self, row: Row) -> Drawn:
+        if not row.samples:
+            return Drawn()
+        at = len(row.request.output)
+        tokens = tuple(self.answer[at : at + len(row.draft) + 1])
+        return Drawn(tokens[: standing(row.draft, tokens)])
+
+
+def quoting(text: str) -> str:
+    """The page, edited."""
+    lines = []
+    for number, line in enumerate(text.splitlines(keepends=True)):
+        if number % 10 == 9:
+            continue
+        words = line.split(" ")
+        lines.append(" ".join(reversed(words)) if number % 7 == 6 else line)
+    return "".join(lines)
+
+
+def quotes(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a step of answers that are edited prompts."""
+    tokenizer = Tokenizer.from_file(str(args.tokenizer or Path(storyteller()) / "tokenizer.json"))
+    base_ms, row_ms = args.line
+    found = []
+    for page in PAGES:
+        text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")[: args.characters]
+        prompt, answer = tokenizer.encode(text).ids, tokenizer.encode(quoting(text)).ids
+        runner = TextRunner(base_ms / 1e3, row_ms / 1e3)
+        runner.answer = answer
+        engine = Engine(runner, 1, len(prompt) + len(answer) + 1)
+        sampling = SamplingParams(seed=0, max_tokens=len(answer), temperature=0.0)
+        plain, guessing = Tally(None), Tally(lookup())
+        seconds = [engine.answer([prompt], sampling, kind, runner)[1] for kind in (plain, guessing)]
+        speed = seconds[0] / seconds[1]
+        found.append(
+            {
+                "workload": f"{page}, edited",
+                "tokens_a_step": guessing.tokens_a_step,
+                "speed": spread([speed]),
+                "guesses": guessing.guesses,
+            }
+        )
+    return found
+
+
+class Replay:
+    """Guesses a known answer, as often right as another text's guesses were."""
+
+    def __init__(self, answer: Sequence[int], guesses: Sequence[tuple[int, int]]) -> None:
+        self._answer = answer
+        self._guesses = guesses
+        self._at = 0
+
+    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+        (row,) = rows
+        guessed, stood = self._guesses[self._at]
+        self._at += 1
+        done = len(row.request.output)
+        right = list(self._answer[done : done + guessed])
+        if stood < len(right):
+            right[stood] += 1 if right[stood] == 0 else -1
+        return [tuple(right[: max(0, row.request.last - row.request.known - 1)])]
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        pass
+
+    def forget(self, request: RequestId) -> None:
+        pass
+
+
+def replay(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each page's guesses on a model's own answer, one stream."""
+    engine = model_engine(args.model, args.threads, 64 + args.tokens)
+    sampling = SamplingParams(seed=0, max_tokens=args.tokens, temperature=0.0)
+    prompt = list(range(1000, 1064))
+    (answer,), _ = engine.answer([prompt], sampling, Tally(None), MonotonicClock())
+    found = []
+    for one in quotes(args):
+        guesses = Random(7).choices(one["guesses"], k=args.tokens)
+
+        def make(guesses: Sequence[tuple[int, int]] = guesses) -> Replay:
+            return Replay(answer, guesses)
+
+        found.append(compared(one["workload"], engine, [[prompt]], sampling, args.rounds, make))
+    return found
+
+
+MODES = {"stories": stories, "quotes": quotes, "replay": replay}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", nargs="?", choices=tuple(MODES), default="stories")
+    parser.add_argument("--model", type=Path, help="of replay")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for the quotes (default: the bundled model's)")
+    parser.add_argument("--line", type=float, nargs=2, default=(34.0, 1.0), metavar="MS", help="of a step, of a row")
+    parser.add_argument("--characters", type=int, default=3000, help="of a page")
+    parser.add_argument("--tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.mode == "replay" and args.model is None:
+        parser.error("replay needs --model")
+    began = time.monotonic()
+    found = MODES[args.mode](args)
+    for one in found:
+        one.pop("guesses", None)
+        if not args.json:
+            speed = one["speed"]
+            more = f", {100 * one['repeated']:.0f} % repeated" if "repeated" in one else ""
+            print(
+                f"{one['workload']:45s} {one['tokens_a_step']:.2f} tokens a step, {speed['median']:.2f}x "
+                f"({speed['least']:.2f}-{speed['most']:.2f}){more}"
+            )
+    if args.json:
+        print(json.dumps(found))
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
