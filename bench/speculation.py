@@ -175,7 +175,7 @@ def compared(
     groups: Sequence[Sequence[Sequence[int]]],
     sampling: SamplingParams,
     rounds: int,
-    make: Any,
+    make: Callable[[], Speculator],
 ) -> dict[str, Any]:
     """Alternating rounds with and without; medians of the rounds' ratios."""
     clock, ratios, shares = MonotonicClock(), [], []
