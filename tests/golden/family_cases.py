@@ -112,4 +112,10 @@ CASES = (
         features="norms that store w - 1, scaled embeddings, gelu",
         small={"head_dim": 32, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     ),
+    Case(
+        models="Mixtral 8x7B, 8x22B",
+        config="mixtral_8x7b",
+        parameters=46_702_792_704,
+        features="experts",
+    ),
 )

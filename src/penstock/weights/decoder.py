@@ -7,13 +7,14 @@ tensors are called.  ``engine.models.decoder`` computes it.  Layers may differ i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
 from penstock.kernels.kinds import Activation
 from penstock.kernels.ops import COLUMN_UNIT, segment_ends
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.moe import Moe, MoeNames, MoePlace
 from penstock.weights.rope import Rope
 from penstock.weights.spec import Details, ModelSpec
 
@@ -54,7 +55,7 @@ class Layer(Details, frozen=True, kw_only=True):
     """One attention block, one feed-forward block."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Moe
 
 
 class Norm(Details, frozen=True, kw_only=True):
@@ -97,6 +98,7 @@ class Names:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_norm_after: str = ""
+    moe: MoeNames = field(default_factory=MoeNames)
     transposed: bool = False  # the matrices of layers are stored inputs first
     ignored: str = r".*\.rotary_emb\.inv_freq"  # a pattern of tensors that nothing needs
 
@@ -105,7 +107,7 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
     ``i.q_norm``, ``i.k_norm``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``, ``i.mlp_norm_after``;
-    a norm of the kind "layer" has a bias too.
+    a norm of the kind "layer" has a bias too.  Of routed experts: see ``moe.MoePlace``.
 
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
@@ -187,9 +189,12 @@ def _attention(decoder: Decoder, attention: Attention, place: _Place) -> list[Ma
     return weights
 
 
-def _mlp(decoder: Decoder, mlp: Mlp, place: _Place) -> list[Matrix | Vector]:
-    names, inner = place.names, mlp.intermediate
+def _mlp(decoder: Decoder, mlp: Mlp | Moe, place: _Place) -> list[Matrix | Vector]:
+    names = place.names
     weights = place.norm(decoder.norm, "mlp_norm", names.mlp_norm) if decoder.norm_before else []
+    if isinstance(mlp, Moe):
+        return weights + MoePlace(mlp, names.moe, place.tensors, place.weights, place.hidden).layout()
+    inner = mlp.intermediate
     weights += place.inward("gate_up", names.gate_up, (inner, inner) if mlp.gated else (inner,), mlp.bias)
     weights += place.outward("down", names.down, segment_ends(inner, COLUMN_UNIT), mlp.bias)
     if decoder.norm_after:

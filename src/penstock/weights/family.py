@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.errors import ModelError
-from penstock.weights import gemma, llama, mistral, phi, qwen
+from penstock.weights import gemma, llama, mistral, mixtral, phi, qwen
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
@@ -48,6 +48,7 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "GemmaForCausalLM": _decoder(gemma.parse_gemma, gemma.layout_gemma),
         "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
         "MistralForCausalLM": _decoder(mistral.parse, mistral.layout),
+        "MixtralForCausalLM": _decoder(mixtral.parse, mixtral.layout),
         "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
         "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
     }

@@ -12,9 +12,11 @@ from penstock.engine.layers import norm as norms
 from penstock.engine.layers.attention import SelfAttention
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
+from penstock.engine.layers.moe import RoutedExperts, SharedExpert
 from penstock.kernels.kinds import Gate
 from penstock.kernels.ops import Array, Ops, StepBatch
 from penstock.weights.decoder import Attention, Decoder, Mlp
+from penstock.weights.moe import Moe
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
 
@@ -66,8 +68,34 @@ class Parts:
             rope=self.rope(attention.rope),
         )
 
-    def mlp(self, index: int, mlp: Mlp) -> Feed:
+    def experts(self, index: int, moe: Moe) -> RoutedExperts:
+        """The feed-forward block of a layer that chooses among experts."""
+        names = [f"{index}.experts.{expert}" for expert in range(moe.routing.experts)]
+        weights, biased = self.weights, names if moe.bias else []
+        return RoutedExperts(
+            norm=self.norm(f"{index}.mlp_norm"),
+            router=self.linear(f"{index}.router"),
+            choice_bias=weights.get(f"{index}.choice_bias"),
+            routing=moe.routing,
+            experts=self._ops.pack_experts(
+                [weights[f"{name}.gate_up"] for name in names],
+                [weights[f"{name}.down"] for name in names],
+                gate_up_biases=[weights[f"{name}.gate_up_bias"] for name in biased],
+                down_biases=[weights[f"{name}.down_bias"] for name in biased],
+                weighs_input=moe.weighs_input,
+            ),
+            gate=moe.gate,
+            shared=self.shared_expert(index) if moe.shared else None,
+        )
+
+    def shared_expert(self, index: int) -> SharedExpert:
+        """What every token passes in a layer of experts."""
+        return SharedExpert(self.weights[f"{index}.shared_gate_up"], self.weights[f"{index}.shared_down"])
+
+    def mlp(self, index: int, mlp: Mlp | Moe) -> Feed:
         """The feed-forward block of a layer."""
+        if isinstance(mlp, Moe):
+            return self.experts(index, mlp)
         norm, inward = self.norm(f"{index}.mlp_norm"), self.linear(f"{index}.gate_up")
         down = self.output(f"{index}.down", f"{index}.mlp_norm_after")
         if mlp.gated:

@@ -25,7 +25,8 @@ BUILT_IN: Mapping[str, Build] = MappingProxyType(dict.fromkeys(DECODERS, decoder
 
 
 def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:
-    """The model over loaded weights.  Made once, before forking; ``ops`` is only asked for the rotary table.
+    """The model over loaded weights.  Made once, before forking; ``ops`` is only asked for rotary tables and to put
+    experts together.
 
     Raises ModelError if no family computes the architecture, or ``max_positions`` is more than the model has.
     """

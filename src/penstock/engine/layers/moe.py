@@ -1,0 +1,41 @@
+"""Feed-forward block of routed experts (arXiv:1701.06538, arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.norm import Norm
+from penstock.kernels.kinds import Gate
+from penstock.kernels.ops import Array, Ops, PackedLinear
+from penstock.kernels.routing import PackedExperts, Routing
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What every token passes beside its own experts."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """The experts that a token's router chooses, each weighed, and the shared one."""
+
+    norm: Norm
+    router: Linear
+    choice_bias: Array | None
+    routing: Routing
+    experts: PackedExperts
+    gate: Gate
+    shared: SharedExpert | None
+
+    def add_to(self, ops: Ops, hidden_TD: Array) -> None:
+        """hidden += block(hidden), in place: the experts' sum, then the shared one."""
+        x_TD = self.norm(ops, hidden_TD)
+        routes = ops.route(self.router(ops, x_TD), self.routing, self.choice_bias)
+        ops.experts_add(x_TD, routes, self.experts, self.gate, hidden_TD)
+        if self.shared is not None:
+            gate_up_T2I = ops.linear(x_TD, self.shared.gate_up)
+            ops.linear_add(ops.gated(gate_up_T2I, self.gate), self.shared.down, hidden_TD)
