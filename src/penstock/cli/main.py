@@ -16,7 +16,7 @@ from types import ModuleType
 from penstock import __version__
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
 
-COMMANDS = ("serve", "worker", "status", "chat", "bench", "doctor", "keys", "compress", "decompress")
+COMMANDS = ("serve", "worker", "status", "chat", "bench", "doctor", "keys", "compress", "decompress", "plan")
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Set before numpy and tokenizers are imported: a process with threads must not fork workers."""

@@ -23,6 +23,7 @@ _WANTED = (
     *("*.model", "*.tiktoken", "merges.txt", "vocab.bpe"),  # vocabularies without tokenizer.json
 )
 GGUF = ".gguf"
+CONFIG = "config.json"
 _OK, _BAD = b"+", b"-"
 
 
@@ -54,6 +55,19 @@ def locate(model: str | None, download: Callable[[str], str] | None = None) -> L
     return Located(Path((download or download_in_child)(model)), model)
 
 
+def config_folder(model: str) -> Path:
+    """Where a model's ``config.json`` lies: the folder, the file itself, or what the Hub has.  Weights are not fetched.
+
+    Raises ModelError.  Starts threads for a Hub name: not for a process that is about to fork.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if not _HUB_NAME.fullmatch(model):
+        raise ModelError(f"{model}: no such file or folder, and no Hub name (org/name) either")
+    return Path(_download(model, (CONFIG,)))
+
+
 def download_in_child(name: str) -> str:
     """The folder of a Hub model, fetched (with a progress bar) unless it is here already.  Raises ModelError."""
     reader, writer = os.pipe()
@@ -81,12 +95,12 @@ def download_in_child(name: str) -> str:
     raise ModelError(answer[1:].decode(errors="replace") or f"{name}: the download ended without a result")
 
 
-def _download(name: str) -> str:
+def _download(name: str, wanted: tuple[str, ...] = _WANTED) -> str:
     import httpx
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=list(_WANTED))
+        return snapshot_download(name, allow_patterns=list(wanted))
     except errors.GatedRepoError:
         raise ModelError(
             f"{name} is gated: accept its terms at https://huggingface.co/{name}, then log in with `hf auth login` "

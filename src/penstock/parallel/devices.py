@@ -1,0 +1,71 @@
+"""Devices by name, and how much memory each has.  Knows no driver: nothing here asks a machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from penstock.errors import ConfigError
+
+GIB = 1 << 30
+
+KNOWN: Mapping[str, float] = MappingProxyType(
+    {
+        "H100": 79.1,
+        "H100-NVL": 93.1,
+        "H200": 139.8,
+        "B200": 178.3,
+        "A100": 79.1,
+        "A100-40": 39.4,
+        "L40S": 44.4,
+        "L4": 22.0,
+        "A10": 22.0,
+        "RTX5090": 31.4,
+        "RTX4090": 23.6,
+        "RTX3090": 23.6,
+        "MI300X": 191.7,
+    }
+)
+"""GiB that a program finds on a device of this name: what the driver keeps for itself is not in it."""
+
+MAX_DEVICES = 1024
+_SPEC = re.compile(r"(?:(?P<count>\d{1,6})x)?(?P<name>[A-Za-z][\w-]*)?:?(?:(?P<size>\d+(?:\.\d+)?)(?P<unit>GiB|GB))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """``count`` equal devices of one host."""
+
+    count: int
+    name: str
+    memory_bytes: int  # of each
+    is_cpu: bool
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.memory_bytes
+
+
+def parse_devices(text: str) -> Devices:
+    """ "8xH100", "H200", "2x48GiB" or "cpu:64GiB".  Raises ConfigError that says what is known."""
+    match = _SPEC.fullmatch(text.strip())
+    if match is None or not (match["name"] or match["size"]):
+        raise ConfigError(f"devices {text!r} are not understood; {_expected()}")
+    count = int(match["count"] or 1)
+    if not 1 <= count <= MAX_DEVICES:
+        raise ConfigError(f"devices {text!r}: 1 to {MAX_DEVICES} can be planned for, not {count}")
+    name = match["name"] or f"{match['size']}{match['unit']}"
+    known = {each.upper(): each for each in KNOWN}.get(name.upper(), name)
+    if match["size"]:
+        size = float(match["size"]) * (GIB if match["unit"] == "GiB" else 1e9)
+    elif known in KNOWN:
+        size = KNOWN[known] * GIB
+    else:
+        raise ConfigError(f"device {name!r} is not known; {_expected()}")
+    return Devices(count=count, name=known, memory_bytes=int(size), is_cpu=name.lower() == "cpu")
+
+
+def _expected() -> str:
+    return f"expected COUNTxNAME with one of {', '.join(KNOWN)}, or a size: 8xH100, 2x48GiB, cpu:64GiB"

@@ -1,0 +1,214 @@
+"""Which device holds which part of a model, and how much memory is left for keys and values.  Pure arithmetic.
+
+Two ways of cutting go together.  Tensor parallelism divides every matrix of a layer over ``tensor`` devices (1, 2, 4 or
+8, because sums are cut in eight fixed segments and the answer must not depend on how many devices share them); pipeline
+stages are runs of whole layers, cut so that the fullest stage is as small as it can be.  Routed experts are divided
+over the devices of a stage like everything else.
+
+Knows sizes in bytes; not files, families or drivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.parallel.devices import Devices
+
+TENSOR_WAYS = (1, 2, 4, 8)
+RUNTIME_BYTES = 768 << 20
+"""On every GPU beside weights, activations and pages: driver context, loaded kernels, recorded graphs.  An allowance."""
+CPU_RUNTIME_BYTES = 200 << 20
+"""The same for processes on a CPU: interpreter, libraries and the tokenizer, all processes together."""
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What one layer keeps of a sequence."""
+
+    bytes_per_token: int  # all heads, on one device
+    heads: int  # what tensor parallelism can divide; 1 for a latent that all heads share
+    window: int | None = None  # tokens after which it grows no more
+
+    def on_device(self, tensor: int) -> int:
+        """Bytes a token on each of ``tensor`` devices: heads that cannot be divided further are kept by several."""
+        return self.bytes_per_token // self.heads * -(-self.heads // tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """Bytes of one layer's weights, by who must have them."""
+
+    divided: int  # matrices that tensor parallelism cuts
+    experts: int  # routed experts, divided as well
+    whole: int  # norms, routers, biases: on every device of the stage
+    cache: CacheSize
+
+    def on_device(self, tensor: int) -> int:
+        return -(-(self.divided + self.experts) // tensor) + self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model as numbers."""
+
+    embedding: int  # bytes
+    head: int  # 0 when it is the embedding
+    layers: tuple[LayerSize, ...]
+    other: int  # what every stage has, vision towers among it
+    activation_bytes: int  # of one step's buffers on one device that computes all of a layer
+    max_positions: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Each weight once."""
+        return self.embedding + self.head + self.other + sum(la.divided + la.experts + la.whole for la in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One device's memory.  All in bytes."""
+
+    stage: int
+    layers: range
+    weights: int
+    activations: int
+    runtime: int
+    kv: int  # what is left; below 0 is what is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model lies on the devices.  Devices of a stage are equal, so there is one share a stage."""
+
+    devices: Devices
+    tensor: int
+    stages: tuple[Share, ...]
+    kv_tokens: int  # of one sequence, windows at their constant size; 0 when it does not fit
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens > 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Over all devices, what several keep counted as often."""
+        return self.tensor * sum(share.weights for share in self.stages)
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.tensor * sum(share.activations for share in self.stages)
+
+    @property
+    def runtime_bytes(self) -> int:
+        return self.tensor * sum(share.runtime for share in self.stages)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.tensor * sum(max(0, share.kv) for share in self.stages)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the fullest device; 0 when everything fits."""
+        return max(0, *(-share.kv for share in self.stages))
+
+
+def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None = None) -> Plan:
+    """The best way found.
+
+    Of those that hold ``wanted_tokens`` (by default all positions of the model), the one that divides layers over most
+    devices, for it answers soonest; if none does, the one that holds most tokens.
+    """
+    wanted = model.max_positions if wanted_tokens is None else wanted_tokens
+    plans = [lay_out(model, devices, tensor) for tensor in TENSOR_WAYS if _possible(model, devices, tensor)]
+    enough = [plan for plan in plans if plan.kv_tokens >= wanted]
+    if enough:
+        return max(enough, key=lambda plan: plan.tensor)
+    return max(plans, key=lambda plan: (plan.kv_tokens, -plan.missing_bytes))
+
+
+def _possible(model: ModelSize, devices: Devices, tensor: int) -> bool:
+    return devices.count % tensor == 0 and devices.count // tensor <= len(model.layers)
+
+
+def lay_out(model: ModelSize, devices: Devices, tensor: int) -> Plan:
+    """The plan for ``tensor`` devices a layer; ``devices.count`` is a multiple of it."""
+    ends = balanced(model, devices.count // tensor, tensor)
+    shares = []
+    for stage, (begin, end) in enumerate(pairwise((0, *ends))):
+        weights = _weights(model, range(begin, end), tensor)
+        activations = -(-model.activation_bytes // tensor)
+        runtime = CPU_RUNTIME_BYTES if devices.is_cpu else RUNTIME_BYTES
+        left = devices.memory_bytes - weights - activations - runtime
+        shares.append(Share(stage, range(begin, end), weights, activations, runtime, left))
+    tokens = min(_tokens([model.layers[i].cache for i in share.layers], share.kv, tensor) for share in shares)
+    return Plan(devices, tensor, tuple(shares), tokens)
+
+
+def _weights(model: ModelSize, layers: range, tensor: int) -> int:
+    total = model.other + sum(model.layers[index].on_device(tensor) for index in layers)
+    last = layers.stop == len(model.layers)
+    if layers.start == 0:
+        total += -(-model.embedding // tensor)
+    if last and model.head:
+        total += -(-model.head // tensor)
+    elif last and layers.start:  # a tied head on another device than the embedding
+        total += -(-model.embedding // tensor)
+    return total
+
+
+def balanced(model: ModelSize, stages: int, tensor: int) -> tuple[int, ...]:
+    """Where each stage ends, so that the greatest stage has the fewest bytes.  Stages have a layer at least.
+
+    The least limit is found by halving; under a limit, stages are filled from the first on.
+    """
+    layers = len(model.layers)
+    low, high = 0, _weights(model, range(layers), tensor) + model.embedding
+    best = tuple(range(1, stages)) + (layers,)
+    while low <= high:
+        limit = (low + high) // 2
+        ends = _filled(model, stages, tensor, limit)
+        if ends is None:
+            low = limit + 1
+        else:
+            best, high = ends, limit - 1
+    return best
+
+
+def _filled(model: ModelSize, stages: int, tensor: int, limit: int) -> tuple[int, ...] | None:
+    """Ends of stages none of which is above ``limit``; None if there are no such."""
+    layers, begin = len(model.layers), 0
+    ends: list[int] = []
+    for stage in range(stages):
+        most = layers - (stages - stage - 1)  # every later stage needs a layer
+        end = begin + 1
+        while end < most and _weights(model, range(begin, end + 1), tensor) <= limit:
+            end += 1
+        if stage == stages - 1:
+            end = layers
+        if _weights(model, range(begin, end), tensor) > limit:
+            return None
+        ends.append(end)
+        begin = end
+    return tuple(ends)
+
+
+def _tokens(caches: Sequence[CacheSize], room: int, tensor: int) -> int:
+    """Tokens of one sequence that ``room`` bytes hold, in whole pages."""
+    if room <= 0:
+        return 0
+    windows = sorted({cache.window for cache in caches if cache.window is not None})
+    tokens = 0
+    for begin, end in pairwise((0, *windows, None)):
+        growing = sum(c.on_device(tensor) for c in caches if c.window is None or c.window > (begin or 0))
+        if growing == 0:
+            return 1 << 40  # constant from here on: no length is too long
+        more = room // growing
+        if end is None or tokens + more < end:
+            tokens += more
+            break
+        room -= (end - tokens) * growing
+        tokens = end
+    return tokens // PAGE_TOKENS * PAGE_TOKENS

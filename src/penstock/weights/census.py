@@ -1,0 +1,258 @@
+"""How many bytes a model's weights take, from its configuration alone: tensor by tensor, in the form that they are
+stored in or in another.
+
+What is counted is what a family's layout asks for, so a plan speaks of the tensors that would be loaded.  Knows no
+devices; ``parallel.plan`` lays the result over them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from penstock.errors import ModelError
+from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
+from penstock.weights.fields import Fields
+from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.spec import ModelSpec
+
+BF16_BITS = 16.0
+LOSSLESS_SHARE = 0.703
+"""Bytes of bf16 matrices after ``penstock compress``, as measured on trained weights (docs/compression.md)."""
+
+FP8_BLOCK = 128
+INT4_GROUP = 32
+STEP_TOKENS = 2048
+"""Tokens of the largest step: activations are counted for it (``max_step_tokens``)."""
+
+STEP_DRAWS = 256
+"""Rows of that step whose logits are stored (``max_running``)."""
+
+CACHE_BYTES = 2  # of a number in the KV cache
+
+
+class Form(StrEnum):
+    """What matrices are kept in."""
+
+    STORED = "stored"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    INT4 = "int4"
+    LOSSLESS = "lossless"
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Bits of a number of a matrix: ``bits`` where it is coded, those of bf16 elsewhere."""
+
+    name: str
+    bits: float
+    plain: tuple[str, ...] = ()  # modules that are not coded: names, patterns with * or "re:..."
+    tables: bool = False  # embeddings and head are coded too
+    experts_only: bool = False
+
+    def of(self, weight: Matrix, part: Part) -> float:
+        """Bits of each number of this part of a matrix."""
+        inside = weight.name[:1].isdigit()
+        if not (inside or self.tables) or weight.name.endswith(".router"):
+            return BF16_BITS
+        if self.experts_only and not is_expert(weight):
+            return BF16_BITS
+        return BF16_BITS if any(_names(pattern, part.tensor) for pattern in self.plain) else self.bits
+
+
+BF16 = Coding("bf16", BF16_BITS)
+
+
+def _names(pattern: str, tensor: str) -> bool:
+    """Does an entry of an ignore list name the module of this tensor?"""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], tensor) is not None
+    module = tensor.rsplit(".", 1)[0]
+    return any(
+        fnmatchcase(name, form) for name in (module, tensor) for form in (pattern, pattern + ".*", "*." + pattern)
+    )
+
+
+def coding(form: Form, config: Fields, layout: WeightLayout) -> Coding:
+    """How matrices are coded.  Raises ModelError for a form of stored weights that is not known."""
+    match form:
+        case Form.STORED:
+            return stored_coding(config)
+        case Form.BF16:
+            return BF16
+        case Form.FP8:
+            return Coding("fp8", 8 + 32 / FP8_BLOCK**2)
+        case Form.INT4:
+            routed = any(is_expert(weight) for weight in layout.weights)
+            return Coding("int4", 4 + 16 / INT4_GROUP, experts_only=routed)
+        case Form.LOSSLESS:
+            return Coding("lossless", BF16_BITS * LOSSLESS_SHARE, tables=True)
+
+
+def stored_coding(config: Fields) -> Coding:
+    """What ``quantization_config`` says; bf16 without one."""
+    stored = config.section("quantization_config")
+    if stored is None:
+        return BF16
+    method = stored.get("quant_method", str, "")
+    plain = tuple(map(str, stored.get("modules_to_not_convert", list, []) or stored.get("ignore", list, [])))
+    match method:
+        case "fp8":
+            block = stored.get("weight_block_size", list, [])
+            return Coding("fp8", 8 + (32 / math.prod(block) if block else 0), plain)
+        case "compressed-tensors":
+            return _compressed_tensors(stored, plain)
+        case "gptq" | "awq":
+            bits, group = stored.size("bits"), stored.values.get("group_size", 128)
+            return Coding(f"{method}-int{bits}", bits + ((16 + bits) / group if group > 0 else 0), plain)
+        case "mxfp4":
+            return Coding("mxfp4", 4 + 8 / 32, plain)
+        case _:
+            raise stored.refuse(f"quant_method {method!r} is not known; give --weights bf16, fp8, int4 or lossless")
+
+
+def _compressed_tensors(stored: Fields, plain: tuple[str, ...]) -> Coding:
+    groups = stored.get("config_groups", dict, {})
+    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    if len(schemes) != 1 or not isinstance(schemes[0], dict):
+        raise stored.refuse("config_groups must describe the weights once; give --weights bf16, fp8 or int4")
+    weights = Fields(schemes[0], f"{stored.where}: config_groups")
+    bits = weights.size("num_bits")
+    group = weights.size("group_size") if weights.has("group_size") else 0
+    return Coding(f"int{bits}", bits + (16 / group if group else 0), plain)
+
+
+def is_expert(weight: Matrix | Vector) -> bool:
+    """Is it a routed expert's?"""
+    return ".experts." in weight.name
+
+
+def numbers(part: Part) -> int:
+    """Numbers that this part takes of its tensor."""
+    shape = part.shape if part.index is None else part.shape[1:]
+    if part.rows is None:
+        return math.prod(shape)
+    return math.prod(shape) // shape[1 if part.transposed and len(shape) > 1 else 0] * part.rows.count
+
+
+def bits_of(weight: Matrix | Vector, how: Coding) -> float:
+    """Bits of a weight in memory; vectors are held in fp32."""
+    if isinstance(weight, Vector):
+        return 32.0 * sum(map(numbers, weight.parts))
+    return sum(numbers(part) * how.of(weight, part) for part in weight.parts)
+
+
+def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding) -> ModelSize:
+    """The model as numbers.  Raises ModelError if a weight belongs to no layer and is no table."""
+    tables = {"embed": 0.0, "head": 0.0}
+    other = 0.0
+    layers = [_Layer() for _ in range(spec.layers)]
+    for weight in layout.weights:
+        bits = bits_of(weight, how)
+        prefix = weight.name.partition(".")[0]
+        if prefix.isdigit():
+            layers[int(prefix)].add(weight, bits)
+        elif prefix in tables:
+            tables[prefix] += bits
+        else:
+            other += bits
+    caches = cache_sizes(spec)
+    return ModelSize(
+        embedding=_bytes(tables["embed"]),
+        head=_bytes(tables["head"]),
+        layers=tuple(layer.size(cache) for layer, cache in zip(layers, caches, strict=True)),
+        other=_bytes(other),
+        activation_bytes=activation_bytes(spec, layout),
+        max_positions=spec.max_positions,
+    )
+
+
+class _Layer:
+    """Bits of one layer by who must have them."""
+
+    def __init__(self) -> None:
+        self.divided = self.experts = self.whole = 0.0
+
+    def add(self, weight: Matrix | Vector, bits: float) -> None:
+        if isinstance(weight, Vector) or weight.name.endswith(".router"):
+            self.whole += bits
+        elif is_expert(weight):
+            self.experts += bits
+        else:
+            self.divided += bits
+
+    def size(self, cache: CacheSize) -> LayerSize:
+        return LayerSize(_bytes(self.divided), _bytes(self.experts), _bytes(self.whole), cache)
+
+
+def cache_sizes(spec: ModelSpec) -> list[CacheSize]:
+    """What each layer keeps of a sequence."""
+    kv = spec.kv
+    a_token = CACHE_BYTES * (kv.key_dim if kv.shared else kv.kv_heads * (kv.key_dim + kv.value_dim))
+    heads = 1 if kv.shared else kv.kv_heads
+    return [CacheSize(a_token, heads, window) for window in windows(spec)]
+
+
+def windows(spec: ModelSpec) -> list[int | None]:
+    """Of each layer, after how many tokens its cache grows no more."""
+    layers: Iterable[object] = getattr(spec.details, "layers", ())
+    found: list[int | None] = []
+    for layer in layers:
+        attention = getattr(layer, "attention", None)
+        spans = [getattr(attention, name, None) for name in ("window", "chunk")]
+        found.append(min((span for span in spans if span is not None), default=None))
+    return found or [None] * spec.layers
+
+
+def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
+    """Buffers of the largest step on one device that computes all of a layer.
+
+    The residual stream in fp32 and its norm in bf16; the widest product of a layer in fp32 beside what is made of it in
+    bf16; logits of the rows that draw.  Experts' products count as often as a token chooses experts.
+    """
+    widest = max(_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and not is_expert(weight))
+    experts = [_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and is_expert(weight)]
+    chosen = _experts_chosen(spec)
+    widest = max(widest, chosen * max(experts, default=0))
+    return STEP_TOKENS * (spec.hidden * (4 + 2) + widest * (4 + 2)) + STEP_DRAWS * spec.vocab * 4
+
+
+def _is_layer_matrix(weight: Matrix | Vector) -> bool:
+    return isinstance(weight, Matrix) and weight.name[:1].isdigit()
+
+
+def _rows(weight: Matrix | Vector) -> int:
+    """Outputs of a matrix."""
+    total = 0
+    for part in weight.parts:
+        shape = part.shape if part.index is None else part.shape[1:]
+        rows = shape[1] if part.transposed else shape[0]
+        total += part.rows.count if part.rows is not None else rows
+    return total
+
+
+def _experts_chosen(spec: ModelSpec) -> int:
+    """Experts that a token passes in a layer."""
+    for layer in getattr(spec.details, "layers", ()):
+        routing = getattr(getattr(layer, "mlp", None), "routing", None)
+        if routing is not None:
+            return int(routing.top_k)
+    return 1
+
+
+def _bytes(bits: float) -> int:
+    return math.ceil(bits / 8)
+
+
+def check_index(total_size: int, counted: int, where: str) -> None:
+    """An index file's own sum must be near what was counted.  Raises ModelError: one of the two is wrong."""
+    if not 0.9 * counted <= total_size <= 1.25 * counted:
+        raise ModelError(
+            f"{where}: its files have {total_size / 1e9:.1f} GB, by config.json it should be {counted / 1e9:.1f}: "
+            "give the form with --weights"
+        )

@@ -1,0 +1,95 @@
+"""``penstock plan``: the figures, the picture, and what would help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+from tiny_models import llama_config
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama_config(**LLAMA_8B)))
+    return str(path)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_arithmetic_adds_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = answer(capsys, model, "--devices", "H100")
+    assert code == 0
+    assert found["fits"]
+    assert found["parameters"] == 8_030_261_248
+    assert found["weight_bytes"] == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    parts = ("weight_bytes", "activation_bytes", "runtime_bytes", "kv_bytes")
+    assert sum(found[part] for part in parts) == found["devices"]["memory_bytes"]
+    assert found["kv_tokens"] == found["kv_bytes"] // (2 * 32 * 8 * 128 * 2) // 16 * 16
+    assert found["plan"]["stages"][0]["layers"] == [0, 32]
+
+
+def test_two_devices_divide_layers_and_keep_norms_twice(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, one = answer(capsys, model, "--devices", "1x24GiB")
+    _, two = answer(capsys, model, "--devices", "2x24GiB")
+    assert two["plan"]["tensor"] == 2
+    assert one["weight_bytes"] < two["weight_bytes"] < 1.001 * one["weight_bytes"]
+    assert two["kv_tokens"] > 2 * one["kv_tokens"]
+
+
+def test_what_does_not_fit_says_what_would_help(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", model, "--devices", "1x14GiB"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert code == 1
+    assert "does not fit" in shown
+    assert "too much on a device" in shown
+    assert "--weights lossless (" in shown
+    assert "--devices 4x14GiB (" in shown
+    code, found = answer(capsys, model, "--devices", "1x14GiB", "--weights", "lossless", "--max-model-len", "8192")
+    assert code == 0
+    assert found["kv_tokens"] >= 8192
+
+
+def test_a_smaller_context_is_offered_when_that_is_what_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--devices", "1x20GiB"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "fits, but not with all its positions" in shown
+    assert "--max-model-len" in shown
+    assert "the same answers)" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing/", "--devices", "H100"], "no such file or folder"),
+        (["{model}", "--devices", "8xH900"], "device 'H900' is not known; expected COUNTxNAME"),
+        (["{model}", "--devices", "H100", "--max-model-len", "0"], "--max-model-len must be at least 1"),
+        (["{folder}", "--devices", "H100"], "architecture 'NoSuchModel' cannot be served"),
+    ],
+)
+def test_bad_words_are_refused(
+    words: list[str], said: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    assert main(["plan", *(word.format(model=model, folder=other) for word in words)]) == 2
+    assert said in capsys.readouterr().err

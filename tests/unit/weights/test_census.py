@@ -1,0 +1,93 @@
+"""Bytes counted from a configuration are the bytes of the files, and each form codes what it says it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bundled import storyteller
+from penstock.errors import ModelError
+from penstock.parallel.plan import ModelSize
+from penstock.weights.census import BF16, Coding, Form, coding, model_size, stored_coding
+from penstock.weights.fields import Fields
+from penstock.weights.outline import Outline, read_outline
+from penstock.weights.reader import Checkpoint
+from tiny_models import llama_config, write_model
+
+
+def outline_of(folder: Path, **changes: Any) -> Outline:
+    path = folder / "config.json"
+    path.write_text(json.dumps(llama_config(**changes)))
+    return read_outline(path)
+
+
+def size_in(outline: Outline, form: Form) -> ModelSize:
+    return model_size(outline.spec, outline.layout, coding(form, outline.config, outline.layout))
+
+
+def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+    write_model(tmp_path, llama_config(), dtype="bf16")
+    with Checkpoint(tmp_path) as checkpoint:
+        stored = sum(checkpoint.info(name).nbytes for name in checkpoint.names)
+        vectors = sum(checkpoint.info(n).nbytes for n in checkpoint.names if len(checkpoint.info(n).shape) == 1)
+    size = size_in(read_outline(tmp_path), Form.STORED)
+    assert size.weight_bytes == stored + vectors, "norms are held in fp32, twice their bytes"
+
+
+def test_the_bundled_model_is_counted_as_it_was_before_it_was_compressed() -> None:
+    outline = read_outline(Path(storyteller()))
+    assert outline.layout.parameters == 10_163_520
+    plain, lossless = size_in(outline, Form.BF16), size_in(outline, Form.LOSSLESS)
+    assert 0.70 < lossless.weight_bytes / plain.weight_bytes < 0.71
+
+
+def test_tables_stay_plain_where_a_form_is_for_layers_only(tmp_path: Path) -> None:
+    outline = outline_of(tmp_path, tie_word_embeddings=False)
+    plain, fp8, int4 = (size_in(outline, form) for form in (Form.BF16, Form.FP8, Form.INT4))
+    assert plain.embedding == fp8.embedding == int4.embedding == plain.head
+    for layers, share in ((fp8, 8 + 32 / 128**2), (int4, 4.5)):
+        for coded, whole in zip(layers.layers, plain.layers, strict=True):
+            assert coded.divided == pytest.approx(whole.divided * share / 16, abs=1)
+            assert coded.whole == whole.whole
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8 + 32 / 16384),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4 + 20 / 64),
+        ({"quant_method": "mxfp4"}, 4.25),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+            },
+            4.5,
+        ),
+    ],
+)
+def test_stored_forms_are_read_from_the_configuration(stored: dict[str, Any], bits: float) -> None:
+    assert stored_coding(Fields({"quantization_config": stored}, "config.json")).bits == bits
+
+
+def test_modules_that_are_not_converted_stay_plain(tmp_path: Path) -> None:
+    ignored = ["re:.*self_attn.*", "lm_head", "model.layers.1.mlp.down_proj"]
+    outline = outline_of(tmp_path, num_hidden_layers=2)
+    how = Coding("int4", 4.0, tuple(ignored))
+    plain = model_size(outline.spec, outline.layout, BF16)
+    coded = model_size(outline.spec, outline.layout, how)
+    by_name = {weight.name: weight for weight in outline.layout.weights}
+    bits = {name: [how.of(w, part) for part in w.parts] for name, w in by_name.items() if name[0].isdigit()}
+    assert bits["0.qkv"] == [16.0] * 3
+    assert bits["0.down"] == [4.0]
+    assert bits["1.down"] == [16.0]
+    assert plain.layers[1].divided > coded.layers[1].divided > coded.layers[0].divided
+
+
+def test_an_unknown_form_names_the_flag_that_helps() -> None:
+    with pytest.raises(ModelError, match=r"quant_method 'squeeze' is not known; give --weights"):
+        stored_coding(Fields({"quantization_config": {"quant_method": "squeeze"}}, "config.json"))
