@@ -18,7 +18,7 @@ from penstock.parallel.devices import Devices
 
 TENSOR_WAYS = (1, 2, 4, 8)
 RUNTIME_BYTES = 768 << 20
-"""On every GPU beside weights, activations and pages: driver context, loaded kernels, recorded graphs.  An allowance."""
+"""On every GPU beside weights, activations and pages: context, loaded kernels, recorded graphs.  An allowance."""
 CPU_RUNTIME_BYTES = 200 << 20
 """The same for processes on a CPU: interpreter, libraries and the tokenizer, all processes together."""
 PAGE_TOKENS = 16
@@ -166,7 +166,7 @@ def balanced(model: ModelSize, stages: int, tensor: int) -> tuple[int, ...]:
     """
     layers = len(model.layers)
     low, high = 0, _weights(model, range(layers), tensor) + model.embedding
-    best = tuple(range(1, stages)) + (layers,)
+    best = (*range(1, stages), layers)
     while low <= high:
         limit = (low + high) // 2
         ends = _filled(model, stages, tensor, limit)

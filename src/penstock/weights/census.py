@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 from penstock.errors import ModelError
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
@@ -31,6 +31,10 @@ STEP_TOKENS = 2048
 
 STEP_DRAWS = 256
 """Rows of that step whose logits are stored (``max_running``)."""
+
+MAX_IGNORED = 100_000
+MAX_PATTERN = 256
+"""Modules that a configuration may leave out of its coding, and characters of one."""
 
 CACHE_BYTES = 2  # of a number in the KV cache
 
@@ -51,7 +55,7 @@ class Coding:
 
     name: str
     bits: float
-    plain: tuple[str, ...] = ()  # modules that are not coded: names, patterns with * or "re:..."
+    plain: re.Pattern[str] | None = None  # tensors that are not coded
     tables: bool = False  # embeddings and head are coded too
     experts_only: bool = False
 
@@ -62,20 +66,31 @@ class Coding:
             return BF16_BITS
         if self.experts_only and not is_expert(weight):
             return BF16_BITS
-        return BF16_BITS if any(_names(pattern, part.tensor) for pattern in self.plain) else self.bits
+        return BF16_BITS if self.plain is not None and self.plain.match(part.tensor) else self.bits
 
 
 BF16 = Coding("bf16", BF16_BITS)
 
 
-def _names(pattern: str, tensor: str) -> bool:
-    """Does an entry of an ignore list name the module of this tensor?"""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], tensor) is not None
-    module = tensor.rsplit(".", 1)[0]
-    return any(
-        fnmatchcase(name, form) for name in (module, tensor) for form in (pattern, pattern + ".*", "*." + pattern)
-    )
+def modules(names: Iterable[str], where: str) -> re.Pattern[str] | None:
+    """One pattern of the tensors whose modules an ignore list names; None for an empty list.
+
+    Raises ModelError for a list that is too long, or an entry that is no pattern.
+    """
+    forms = list(names)
+    if len(forms) > MAX_IGNORED or any(len(form) > MAX_PATTERN for form in forms):
+        raise ModelError(f"{where}: more than {MAX_IGNORED} modules are not converted, or one has too long a name")
+    wanted = []
+    for form in forms:
+        if form.startswith("re:"):
+            wanted.append(form[3:])
+        else:
+            glob = translate(form).removesuffix("\\Z").removesuffix("\\z")
+            wanted.append(rf"(?:.*\.)?{glob}(?:\..*)?\Z")
+    try:
+        return re.compile("|".join(f"(?:{each})" for each in wanted)) if wanted else None
+    except re.error as error:
+        raise ModelError(f"{where}: modules that are not converted: {error}") from error
 
 
 def coding(form: Form, config: Fields, layout: WeightLayout) -> Coding:
@@ -100,7 +115,8 @@ def stored_coding(config: Fields) -> Coding:
     if stored is None:
         return BF16
     method = stored.get("quant_method", str, "")
-    plain = tuple(map(str, stored.get("modules_to_not_convert", list, []) or stored.get("ignore", list, [])))
+    listed = stored.get("modules_to_not_convert", list, []) or stored.get("ignore", list, [])
+    plain = modules(map(str, listed), stored.where)
     match method:
         case "fp8":
             block = stored.get("weight_block_size", list, [])
@@ -116,7 +132,7 @@ def stored_coding(config: Fields) -> Coding:
             raise stored.refuse(f"quant_method {method!r} is not known; give --weights bf16, fp8, int4 or lossless")
 
 
-def _compressed_tensors(stored: Fields, plain: tuple[str, ...]) -> Coding:
+def _compressed_tensors(stored: Fields, plain: re.Pattern[str] | None) -> Coding:
     groups = stored.get("config_groups", dict, {})
     schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     if len(schemes) != 1 or not isinstance(schemes[0], dict):
@@ -247,12 +263,3 @@ def _experts_chosen(spec: ModelSpec) -> int:
 
 def _bytes(bits: float) -> int:
     return math.ceil(bits / 8)
-
-
-def check_index(total_size: int, counted: int, where: str) -> None:
-    """An index file's own sum must be near what was counted.  Raises ModelError: one of the two is wrong."""
-    if not 0.9 * counted <= total_size <= 1.25 * counted:
-        raise ModelError(
-            f"{where}: its files have {total_size / 1e9:.1f} GB, by config.json it should be {counted / 1e9:.1f}: "
-            "give the form with --weights"
-        )

@@ -11,7 +11,7 @@ import pytest
 from penstock.bundled import storyteller
 from penstock.errors import ModelError
 from penstock.parallel.plan import ModelSize
-from penstock.weights.census import BF16, Coding, Form, coding, model_size, stored_coding
+from penstock.weights.census import BF16, Coding, Form, coding, model_size, modules, stored_coding
 from penstock.weights.fields import Fields
 from penstock.weights.outline import Outline, read_outline
 from penstock.weights.reader import Checkpoint
@@ -75,9 +75,9 @@ def test_stored_forms_are_read_from_the_configuration(stored: dict[str, Any], bi
 
 
 def test_modules_that_are_not_converted_stay_plain(tmp_path: Path) -> None:
-    ignored = ["re:.*self_attn.*", "lm_head", "model.layers.1.mlp.down_proj"]
+    ignored = modules(["re:.*self_attn.*", "lm_head", "layers.1.mlp.down_proj"], "config.json")
     outline = outline_of(tmp_path, num_hidden_layers=2)
-    how = Coding("int4", 4.0, tuple(ignored))
+    how = Coding("int4", 4.0, ignored)
     plain = model_size(outline.spec, outline.layout, BF16)
     coded = model_size(outline.spec, outline.layout, how)
     by_name = {weight.name: weight for weight in outline.layout.weights}
