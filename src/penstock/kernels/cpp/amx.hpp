@@ -207,13 +207,12 @@ struct PairCut {
   long block_begin(long block) const { return min_of(rows, block * pairs() / blocks() * kPairRows); }
 };
 
-// Rows [begin, end) times the panels of `source`; `slots`: room for the open sums of the tree.
+// The sums of rows [begin, end) times the panels of `source`: [rows][panels * 16] in the first slot.
 template <class Source>
-void tile_block(const LinearArgs& args, const TileInputs& x, long begin, long end, Source& source, float* slots) {
-  const PackedView& w = args.weight;
+void tile_block(const PackedView& w, const TileInputs& x, long begin, long end, Source& source, float* slots) {
   const long width = source.panels * 16;
   ShapedTiles tiles;
-  Sums sums{slots, (end - begin) * width};
+  const Sums sums{slots, (end - begin) * width};
   for (int s = 0; s < w.segments; ++s) {
     long step = w.step_begin[s];
     do {  // once at least: an empty segment is a sum of zero
@@ -225,14 +224,13 @@ void tile_block(const LinearArgs& args, const TileInputs& x, long begin, long en
         const int lower = static_cast<int>(min_of(kTileRows, end - row - upper));
         tiles.shape(upper, lower);
         run_tiles_of({column + static_cast<size_t>(row) * x.row_bytes, x.row_bytes, cells.panel[0], cells.panel[1],
-                      tiles_of(cells.steps), sums.own() + (row - begin) * width, done != 0},
+                      tiles_of(cells.steps), sums.of(s) + (row - begin) * width, done != 0},
                      lower != 0, source.panels == kTilePanels);
       }
       step += cells.steps;
     } while (step < w.step_begin[s + 1]);
     sums.close(s);
   }
-  write_tile(args, slots, begin, static_cast<int>(end - begin), source.first, source.panels);
 }
 
 // make(first panel, panels, room) gives a source of tiles.
@@ -241,19 +239,21 @@ void linear_tiles(const LinearArgs& args, const Make& make) {
   if (args.rows == 0) return;
   const TileInputs x = tile_inputs(args);
   const PairCut cut{args.rows};
-  const long panels = args.weight.panels();
-  const double work = static_cast<double>(args.rows + 4) * static_cast<double>(panels * 16 * args.weight.steps());
+  const long panels = panels_to_cut(args);
+  const double work = static_cast<double>(args.rows + 4) * static_cast<double>(args.weight.panels() * 16 * args.weight.steps());
   const long each = panels_an_item(panels, kTilePanels, work / static_cast<double>(cut.blocks()));
   const long groups = (panels + each - 1) / each;
   each_item(groups * cut.blocks(), work, [&](long item, int worker) {
     const long begin = cut.block_begin(item / groups), end = cut.block_begin(item / groups + 1);
-    const size_t slots = kTreeSlots * static_cast<size_t>(end - begin) * kTilePanels * 16;
+    const size_t slots = kSlots * static_cast<size_t>(end - begin) * kTilePanels * 16;
     uint32_t* room = static_cast<uint32_t*>(workspace(worker, (Source::kRoom + slots) * 4));
-    const long last = min_of(panels, (item % groups + 1) * each);
-    for (long panel = item % groups * each; panel < last; panel += kTilePanels) {
-      Source source = make(panel, static_cast<int>(min_of(kTilePanels, last - panel)), room);
-      tile_block(args, x, begin, end, source, reinterpret_cast<float*>(room + Source::kRoom));
-    }
+    const long first = item % groups * each, last = min_of(panels, first + each);
+    const auto at_once = [&](long panel) { return static_cast<int>(min_of(kTilePanels, last - panel)); };
+    const auto sum = [&](const PanelGroup& group, float* to) {
+      Source source = make(group.panel, group.panels, room);
+      tile_block(args.weight, x, begin, end, source, to);
+    };
+    each_group<Bf16>(args, first, last, at_once, begin, end - begin, reinterpret_cast<float*>(room + Source::kRoom), sum);
   });
 }
 

@@ -53,6 +53,8 @@ struct CompressedLinearArgs {
   Pick* picks = nullptr;  // as in LinearArgs
   long stored = 0;
   Form form{};
+  const Gate* gate = nullptr;
+  void* gated = nullptr;
 };
 
 struct CompressedGroup {  // as LinearGroup

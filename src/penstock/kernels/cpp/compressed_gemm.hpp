@@ -8,25 +8,10 @@
 
 namespace {
 
-// Sums of one group of panels, in the slots of a binary tree over segments (as linear_block in gemm.hpp).
-struct Sums {
-  float* slots;
-  long slot_floats;
-  int open = 0;
-
-  float* own() const { return slots + open * slot_floats; }
-  void close(int segment) {
-    ++open;
-    for (int left = segment; left & 1; left >>= 1) {
-      --open;
-      add_into(slots + (open - 1) * slot_floats, slots + open * slot_floats, slot_floats);
-    }
-  }
-};
-
 // The same product for what does not look at cells.
 PS_INLINE LinearArgs as_plain(const CompressedLinearArgs& args) {
-  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored, args.form};
+  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored,
+          args.form, args.gate, args.gated};
 }
 
 // Equal codes for panels [from, from + count)?
@@ -51,11 +36,12 @@ struct CompressedCall {
   long each;  // panels of an item
 
   long blocks() const { return in_registers(args.rows) ? 1 : cut.blocks(); }
-  long groups() const { return (args.weight.layout.panels() + each - 1) / each; }
+  long panels() const { return panels_to_cut(plain); }
+  long groups() const { return (panels() + each - 1) / each; }
   long items() const { return groups() * blocks(); }
 
   void run(long item, int worker) const {
-    const long panel = item % groups() * each, end = min_of(args.weight.layout.panels(), panel + each);
+    const long panel = item % groups() * each, end = min_of(panels(), panel + each);
     void* scratch = workspace(worker, scratch_bytes());
     if (in_registers(args.rows)) {
       in_register_panels(*this, panel, end, static_cast<float*>(scratch));
@@ -69,41 +55,40 @@ struct CompressedCall {
   // Scratch of one item: two buffers of cells, then the sums.
   size_t scratch_bytes() const {
     const size_t rows = static_cast<size_t>(min_of(args.rows, kRowBlock));
-    return (2 * kBufferCells + kTreeSlots * rows * static_cast<size_t>(wide) * 16) * 4;
+    return (2 * kBufferCells + kSlots * rows * static_cast<size_t>(wide) * 16) * 4;
   }
 
-  // The tiles of a block's rows times the slab at `walk`; together they decode `runs` runs of the next one.
-  void multiply_slab(const SlabWalk& walk, const uint32_t* cells, float* sums, long block, SlabDecoder& next,
-                     long runs) const {
+  // The tiles of a block times the slab at `walk`; together they decode the next one.
+  static void multiply_slab(const SlabWalk& walk, const uint32_t* cells, const Inputs& x, const Sums& sums,
+                            const BlockTiles& tiles, const Shares& shares, SlabDecoder& next) {
     const Slab& slab = walk.at;
-    const long tiles = cut.tiles(block), first = cut.block_begin(block);
-    SlabTile tile{cells, (slab.to - slab.from) * 2, nullptr, nullptr, slab.from != walk.segment_begin()};
-    for (long t = 0; t < tiles; ++t) {
-      const long row = cut.tile_begin(block, t), run = t * runs / tiles, last = (t + 1) * runs / tiles;
-      const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-      tile.x = x.data + row * x.row_bytes + slab.from * 2 * rows * 4;
-      tile.acc = sums + (row - first) * slab.panels * 16;
-      const long blocks = next.blocks_before(last) - next.blocks_before(run);
-      pick_decoding_tile(rows, slab.panels)(tile, next, run, last, blocks == 0 ? 0 : tile.steps / blocks);
+    const long width = slab.group.panels * 16;
+    SlabTile tile{cells, (slab.to - slab.from) * 2, nullptr, nullptr, slab.from != walk.segment_begin(),
+                  walk.ends_segment() ? sums.lefts(slab.segment) : 0, sums.slot_floats};
+    for (long t = 0; t < tiles.count; ++t) {
+      const int rows = tiles.rows_of(t);
+      tile.x = x.data + tiles.begin[t] * x.row_bytes + slab.from * 2 * rows * 4;
+      tile.acc = sums.of(slab.segment) + (tiles.begin[t] - tiles.first()) * width;
+      pick_decoding_tile(rows, slab.group.panels)(tile, next, shares.begin[t], shares.begin[t + 1], shares.pace[t]);
     }
   }
 
-  void write_group(float* sums, long block, const Slab& slab) const {
-    const long first = cut.block_begin(block);
-    for (long t = 0; t < cut.tiles(block); ++t) {
-      const long row = cut.tile_begin(block, t);
-      const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-      write_tile(plain, sums + (row - first) * slab.panels * 16, row, rows, slab.panel, slab.panels);
-    }
+  void write_group(float* slots, const BlockTiles& tiles, const Slab& slab) const {
+    const int rows = static_cast<int>(tiles.rows()), panels = slab.group.panels;
+    if (args.gate == nullptr)
+      write_tile(plain, slots, tiles.first(), rows, slab.first, panels);
+    else
+      write_gated<Bf16>(plain, slots, slots + tiles.rows() * panels * 16, tiles.first(), rows, slab.first, panels);
   }
 
   // All rows of a block for panels [panel, end).
   void by_slabs(long block, long panel, long end, void* scratch) const {
     uint32_t* buffer[2] = {static_cast<uint32_t*>(scratch), static_cast<uint32_t*>(scratch) + kBufferCells};
-    const long rows = cut.block_begin(block + 1) - cut.block_begin(block);
-    Sums sums{reinterpret_cast<float*>(buffer[1] + kBufferCells), 0};
+    float* const slots = reinterpret_cast<float*>(buffer[1] + kBufferCells);
+    const BlockTiles tiles(cut, block);
     SlabDecoder decoder(args.weight);
-    SlabWalk walk(args.weight.layout, panel, end, wide), ahead = walk;
+    Shares shares;
+    SlabWalk walk(args.weight.layout, panel, end, wide, args.gate == nullptr ? 0 : panels_to_cut(plain)), ahead = walk;
     decoder.open(walk.at, buffer[0]);
     decoder.decode_all();
     for (; !walk.done(); walk.at = ahead.at) {
@@ -112,12 +97,11 @@ struct CompressedCall {
       buffer[1] = const_cast<uint32_t*>(cells);
       ahead.next();
       if (!ahead.done()) decoder.open(ahead.at, buffer[0]);
-      sums.slot_floats = rows * walk.at.panels * 16;
-      multiply_slab(walk, cells, sums.own(), block, decoder, ahead.done() ? 0 : decoder.runs());
-      if (walk.ends_segment()) sums.close(walk.at.segment);
-      if (!walk.ends_group()) continue;
-      write_group(sums.slots, block, walk.at);
-      sums.open = 0;
+      shares.cut(tiles.count, ahead.done() ? 0 : decoder.runs(), (walk.at.to - walk.at.from) * 2);
+      const long slot_floats = tiles.rows() * walk.at.group.panels * 16;
+      const Sums sums{walk.at_counterpart() ? slots + slot_floats : slots, slot_floats};
+      multiply_slab(walk, cells, x, sums, tiles, shares, decoder);
+      if (walk.ends_group()) write_group(slots, tiles, walk.at);
     }
   }
 };
@@ -126,20 +110,21 @@ struct CompressedCall {
 // All rows, at most kMaxRegisterRows, for panels [panel, end).
 void in_register_panels(const CompressedCall& call, long panel, long end, float* slots) {
   const CompressedView& w = call.args.weight;
-  while (panel < end) {
-    const int panels = panel + call.wide <= end && same_code(w, panel, call.wide) ? call.wide : 1;
-    const RegisterTileFn run = pick_register_tile(call.args.rows, panels);
-    Sums sums{slots, call.args.rows * panels * 16};
+  const long rows = call.args.rows, other = call.args.gate == nullptr ? 0 : panels_to_cut(call.plain);
+  const auto at_once = [&](long from) {
+    return from + call.wide <= end && same_code(w, from, call.wide) && same_code(w, from + other, call.wide) ? call.wide : 1;
+  };
+  const auto sum = [&](const PanelGroup& group, float* to) {
+    const RegisterTileFn run = pick_register_tile(rows, group.panels);
+    const Sums sums{to, rows * group.panels * 16};
     const uint8_t* escapes[kMaxPanels];
-    for (int p = 0; p < panels; ++p) escapes[p] = w.escapes + w.escape_begin[panel + p];
+    for (int p = 0; p < group.panels; ++p) escapes[p] = w.escapes + w.escape_begin[group.panel + p];
     for (int s = 0; s < w.layout.segments; ++s) {
-      const long from = w.layout.k_begin[s] / kBlockColumns, to = w.layout.k_begin[s + 1] / kBlockColumns;
-      run(w, panel, from, to, call.x, escapes, sums.own());
+      run(w, group, w.layout.k_begin[s] / kBlockColumns, w.layout.k_begin[s + 1] / kBlockColumns, call.x, escapes, sums.of(s));
       sums.close(s);
     }
-    write_tile(call.plain, slots, 0, static_cast<int>(call.args.rows), panel, panels);
-    panel += panels;
-  }
+  };
+  each_group<Bf16>(call.plain, panel, end, at_once, 0, rows, slots, sum);
 }
 #else
 void in_register_panels(const CompressedCall&, long, long, float*) {}
@@ -180,7 +165,7 @@ void linear_compressed(const CompressedLinearArgs& args) {
     call.x = pack_all_inputs<Bf16>(call.plain, call.cut);
   }
   const double work = product_work(args.rows, args.weight.layout);
-  call.each = panels_an_item(args.weight.layout.panels(), call.wide, work / static_cast<double>(call.blocks()));
+  call.each = panels_an_item(call.panels(), call.wide, work / static_cast<double>(call.blocks()));
   each_item(call.items(), work, [&](long item, int worker) { call.run(item, worker); });
 }
 
@@ -199,7 +184,7 @@ void linear_group_compressed(const CompressedGroup& group) {
     CompressedCall& call = list.calls[i];
     call = prepared(group.calls[i], packed);
     const double own = product_work(call.args.rows, layout) / static_cast<double>(call.blocks());
-    call.each = panels_of_share(layout.panels(), call.wide, own, work);
+    call.each = panels_of_share(call.panels(), call.wide, own, work);
     packed += packed_bytes(call.plain);
   }
   each_item(group.count, static_cast<double>(bytes), [&](long i, int) { pack_call(list.calls[i]); });

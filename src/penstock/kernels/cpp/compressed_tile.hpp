@@ -22,8 +22,9 @@ constexpr int register_panels(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 :
 
 // Blocks [from, to) of P panels times M rows of x, from zero; acc [M][P * 16].
 template <int M, int P>
-__attribute__((noinline)) void register_tile(const CompressedView& w, long panel, long from, long to,
+__attribute__((noinline)) void register_tile(const CompressedView& w, const PanelGroup& group, long from, long to,
                                              const Inputs& inputs, const uint8_t** escapes, float* sums) {
+  const long panel = group.panel;
   const CodeRegs code(w.codes[panel]);
   const long panel_bytes = w.blocks_a_panel() * kBlockBytes;
   F16 acc[M][P];
@@ -37,8 +38,8 @@ __attribute__((noinline)) void register_tile(const CompressedView& w, long panel
   while (from < to) {
     BlockRef block = w.block(panel, from);
     const long next = (from / kChunkBlocks + 1) * kChunkBlocks, end = next < to ? next : to;
-    const long ahead = from + kFetchBlocks / P;  // behind the end of these panels begin the next P
-    const long jump = ahead < w.blocks_a_panel() ? 0 : (P - 1) * panel_bytes;
+    const long ahead = from + kFetchBlocks / P;
+    const long jump = ahead < w.blocks_a_panel() ? 0 : (group.next - panel - 1) * panel_bytes;
     const uint8_t* chunk_ahead = w.panel(panel) + ahead * kBlockBytes + jump;
     Fetcher<3> fetch(chunk_ahead);
     _Pragma("GCC unroll 8") for (int p = 1; p < P; ++p) Fetcher<3>(chunk_ahead + p * panel_bytes);
@@ -63,7 +64,7 @@ __attribute__((noinline)) void register_tile(const CompressedView& w, long panel
   PS_REGISTER_ROWS PS_PANELS store(sums + (m * P + p) * 16, acc[m][p]);
 }
 
-using RegisterTileFn = void (*)(const CompressedView&, long, long, long, const Inputs&, const uint8_t**, float*);
+using RegisterTileFn = void (*)(const CompressedView&, const PanelGroup&, long, long, const Inputs&, const uint8_t**, float*);
 
 template <int P, int M>
 RegisterTileFn pick_register_rows(long rows) {
@@ -81,10 +82,10 @@ RegisterTileFn pick_register_tile(long rows, int panels) {
 }
 #endif
 
-// Blocks [from, to) of `panels` panels, inside one segment.
+// Blocks [from, to) of a group of panels, inside one segment.
 struct Slab {
-  long panel;
-  int panels;
+  long first;  // panel of the group; a gate's, whose counterpart may be what is summed
+  PanelGroup group;
   int segment;
   long from;
   long to;
@@ -93,25 +94,36 @@ struct Slab {
 constexpr long kSlabBlocks = 64;
 constexpr long kSlabCells = kSlabBlocks * 32;  // of one panel
 
-// The slabs of panels [panel, end): `wide` panels at a time while there are so many, segment by segment.
+// The slabs of panels [panel, end): `wide` panels at a time while there are so many, segment by segment.  With a gate
+// each group is followed by its counterpart, `apart` panels behind it.
 struct SlabWalk {
   const PackedView& layout;
   long end;
   int wide;
-  Slab at;
+  long apart;  // 0: no gate
+  Slab at{};
 
-  SlabWalk(const PackedView& own, long panel, long last, int panels) : layout(own), end(last), wide(panels), at{} {
-    at.panel = panel;
-    begin_group();
+  SlabWalk(const PackedView& own, long panel, long last, int panels, long gap)
+      : layout(own), end(last), wide(panels), apart(gap) {
+    begin_group(panel);
   }
 
-  bool done() const { return at.panel >= end; }
+  bool done() const { return at.first >= end; }
   long segment_begin() const { return layout.k_begin[at.segment] / kBlockColumns; }
   bool ends_segment() const { return at.to == layout.k_begin[at.segment + 1] / kBlockColumns; }
-  bool ends_group() const { return ends_segment() && at.segment + 1 == layout.segments; }
+  bool ends_panels() const { return ends_segment() && at.segment + 1 == layout.segments; }
+  bool at_counterpart() const { return at.group.panel != at.first; }
+  bool ends_group() const { return ends_panels() && (apart == 0 || at_counterpart()); }
 
-  void begin_group() {
-    at.panels = at.panel + wide <= end ? wide : 1;
+  void begin_group(long panel) {
+    const int panels = panel + wide <= end ? wide : 1;
+    at.first = panel;
+    at.group = {panel, panels, apart != 0 ? panel + apart : panel + panels};
+    at.segment = 0;
+    begin_slab(0);
+  }
+  void begin_counterpart() {
+    at.group = {at.first + apart, at.group.panels, at.first + at.group.panels};
     at.segment = 0;
     begin_slab(0);
   }
@@ -121,8 +133,9 @@ struct SlabWalk {
   }
   void next() {
     if (ends_group()) {
-      at.panel += at.panels;
-      begin_group();
+      begin_group(at.first + at.group.panels);
+    } else if (ends_panels()) {
+      begin_counterpart();
     } else {
       at.segment += ends_segment();
       begin_slab(at.to);
@@ -154,14 +167,15 @@ struct SlabDecoder {
   const uint8_t* escapes[kMaxPanels];
   CodeRegs codes[kMaxPanels];
 
-  explicit SlabDecoder(const CompressedView& weight) : w(weight), slab{}, cells(nullptr), escapes{} { slab.panel = -1; }
+  explicit SlabDecoder(const CompressedView& weight) : w(weight), slab{}, cells(nullptr), escapes{} { slab.group.panel = -1; }
 
   // `to`: room for panels * kSlabCells.
   void open(const Slab& next, uint32_t* to) {
-    if (next.panel != slab.panel)
-      for (int p = 0; p < next.panels; ++p) {
-        escapes[p] = w.escapes + w.escape_begin[next.panel + p];
-        codes[p] = CodeRegs(w.codes[next.panel + p]);
+    const long panel = next.group.panel;
+    if (panel != slab.group.panel)
+      for (int p = 0; p < next.group.panels; ++p) {
+        escapes[p] = w.escapes + w.escape_begin[panel + p];
+        codes[p] = CodeRegs(w.codes[panel + p]);
       }
     slab = next;
     cells = to;
@@ -170,15 +184,7 @@ struct SlabDecoder {
   long runs_a_panel() const {
     return slab.from < slab.to ? (slab.to - 1) / kChunkBlocks - slab.from / kChunkBlocks + 1 : 0;
   }
-  long runs() const { return slab.panels * runs_a_panel(); }
-
-  // Blocks of all runs before this one.
-  long blocks_before(long run) const {
-    if (run == 0) return 0;
-    const long panel = run / runs_a_panel(), inside = run % runs_a_panel();
-    const long chunk = (slab.from / kChunkBlocks + inside) * kChunkBlocks;
-    return panel * (slab.to - slab.from) + (inside == 0 ? 0 : chunk - slab.from);
-  }
+  long runs() const { return slab.group.panels * runs_a_panel(); }
 
   void decode_all() {
     for (long index = 0; index < runs(); ++index) {
@@ -195,14 +201,31 @@ struct SlabDecoder {
   Run run(long index) {
     const long p = index / runs_a_panel(), chunk = (slab.from / kChunkBlocks + index % runs_a_panel()) * kChunkBlocks;
     const long begin = chunk > slab.from ? chunk : slab.from, panel_bytes = w.blocks_a_panel() * kBlockBytes;
-    const long ahead = chunk + kSlabBlocks;  // behind the end of these panels begins the next group
-    const long jump = ahead < w.blocks_a_panel() ? 0 : (slab.panels - 1) * panel_bytes;
-    return {w.block(slab.panel + p, begin),
+    const long ahead = chunk + kSlabBlocks, panel = slab.group.panel;
+    const long jump = ahead < w.blocks_a_panel() ? 0 : (slab.group.next - panel - 1) * panel_bytes;
+    return {w.block(panel + p, begin),
             min_of(chunk + kChunkBlocks, slab.to) - begin,
             &codes[p],
             &escapes[p],
             cells + p * kSlabCells + (begin - slab.from) * 32,
-            w.panel(slab.panel + p) + ahead * kBlockBytes + jump};
+            w.panel(panel + p) + ahead * kBlockBytes + jump};
+  }
+};
+
+// What each tile of a block decodes of the next slab: runs [begin[t], begin[t + 1]), with `pace[t]` steps after each block.
+struct Shares {
+  long runs = -1;
+  long steps = 0;
+  long begin[kRowBlock / kMaxRows + 1];
+  long pace[kRowBlock / kMaxRows];
+
+  void cut(long tiles, long all_runs, long all_steps) {
+    if (runs == all_runs && steps == all_steps) return;
+    runs = all_runs;
+    steps = all_steps;
+    for (long t = 0; t <= tiles; ++t) begin[t] = t * runs / tiles;
+    for (long t = 0; t < tiles; ++t)
+      pace[t] = begin[t] == begin[t + 1] ? 0 : steps / ((begin[t + 1] - begin[t]) * kChunkBlocks);
   }
 };
 
@@ -213,6 +236,8 @@ struct SlabTile {
   const char* x;
   float* acc;  // [rows][panels * 16]
   bool resume;
+  int lefts;  // as in TileArgs
+  long left_stride;
 };
 
 // acc (or zero) += cells . x, while runs [run, last) of another slab are decoded: after each block come `pace` steps.
@@ -250,7 +275,7 @@ __attribute__((noinline)) void decoding_tile(const SlabTile& tile, SlabDecoder& 
     *own.escapes = escapes;
   }
   steps_to(end);
-  PS_ROWS PS_PANELS store(tile.acc + (m * P + p) * 16, acc[m][p]);
+  store_sums<M, P>(acc, tile.acc, P * 16, tile.lefts, tile.left_stride);
 }
 
 using DecodingTileFn = void (*)(const SlabTile&, SlabDecoder&, long, long, long);

@@ -66,23 +66,6 @@ struct Form {
   PS_EVERYWHERE bool changes() const { return scale != 1 || cap != 0; }
 };
 
-struct LinearArgs {
-  const void* x;  // [rows, k]
-  long rows;
-  PackedView weight;
-  float* out;  // [rows, n]
-  bool add;    // out += product, else out = product
-  Pick* picks = nullptr;  // null, or of the rows from `stored` on, whose products only go there
-  long stored = 0;
-  Form form{};  // of what goes to the picks
-};
-
-// Products that have nothing to do with one another but that their items are shared out together.
-struct LinearGroup {
-  const LinearArgs* calls;  // each with at least one row, without picks
-  long count;
-};
-
 struct EmbedArgs {
   PackedView table;
   const int32_t* tokens;
@@ -108,6 +91,30 @@ struct Gate {
   float limit = __builtin_inff();  // largest gate, and largest size of up
   float shift = 0;  // is added to up
   bool interleaved = false;
+
+  // Can a product of `outputs` outputs store its gated values alone?
+  PS_EVERYWHERE bool fits_product(long outputs) const {
+    return !interleaved && shift == 0 && limit == __builtin_inff() && outputs % 32 == 0;
+  }
+};
+
+struct LinearArgs {
+  const void* x;  // [rows, k]
+  long rows;
+  PackedView weight;
+  float* out;  // [rows, n]
+  bool add;    // out += product, else out = product
+  Pick* picks = nullptr;  // null, or of the rows from `stored` on, whose products only go there
+  long stored = 0;
+  Form form{};  // of what goes to the picks
+  const Gate* gate = nullptr;  // null, or outputs are a gate and what it is multiplied with: only that product is stored
+  void* gated = nullptr;       // compute [rows, n / 2]
+};
+
+// Products that have nothing to do with one another but that their items are shared out together.
+struct LinearGroup {
+  const LinearArgs* calls;  // each with at least one row, without picks
+  long count;
 };
 
 struct GatedArgs {

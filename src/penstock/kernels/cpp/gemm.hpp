@@ -4,10 +4,8 @@
 // second-level cache; an accumulator that is stored and loaded between two spans keeps its bits.
 #pragma once
 
-#include "family.hpp"
-#include "pick.hpp"
+#include "outputs.hpp"
 #include "pool.hpp"
-#include "tile.hpp"
 
 namespace {
 
@@ -16,7 +14,7 @@ using namespace penstock;
 constexpr long kRowBlock = 192;
 constexpr long kSpanSteps = 1024;
 constexpr long kItemsAThread = 8;
-constexpr int kTreeSlots = 4;  // open sums of a binary tree over 8 segments
+constexpr int kSlots = 5;  // open sums of a binary tree over 8 segments, and finished ones of a gate
 
 constexpr double kMostAnItem = 1 << 23;  // multiply-adds or cells of one item: some 100 us
 constexpr double kAloneBelow = 1 << 17;  // multiply-adds (or cells read) below which waking threads costs more
@@ -38,23 +36,33 @@ inline long panels_an_item(long panels, int wide, double work) {
   return (panels / items + wide) / wide * wide;
 }
 
-PS_INLINE long min_of(long a, long b) { return a < b ? a : b; }
-
-// Rows are cut into blocks, blocks into tiles of nearly equal size; every call with so many rows cuts the same way.
+// Rows are cut into blocks of whole tiles but for the last one's end, blocks into tiles of nearly equal size; every call
+// with so many rows cuts the same way.
 struct RowCut {
   long rows;
 
   long blocks() const { return (rows + kRowBlock - 1) / kRowBlock; }
-  long block_begin(long block) const { return block * rows / blocks(); }
+  long block_begin(long block) const { return min_of(rows, block * all_tiles() / blocks() * kMaxRows); }
+  long all_tiles() const { return (rows + kMaxRows - 1) / kMaxRows; }
   long tiles(long block) const { return (block_begin(block + 1) - block_begin(block) + kMaxRows - 1) / kMaxRows; }
   long largest_tile() const {
-    const long block = (rows + blocks() - 1) / blocks();  // rows of the largest block
-    const long count = (block + kMaxRows - 1) / kMaxRows;
-    return (block + count - 1) / count;
+    if (blocks() > 1) return kMaxRows;
+    return (rows + all_tiles() - 1) / all_tiles();
   }
-  long tile_begin(long block, long tile) const {
-    return block_begin(block) + tile * (block_begin(block + 1) - block_begin(block)) / tiles(block);
+};
+
+// The tiles of one block.
+struct BlockTiles {
+  long count;
+  long begin[kRowBlock / kMaxRows + 1];  // row; the last one is the block's end
+
+  BlockTiles(const RowCut& cut, long block) : count(cut.tiles(block)) {
+    const long first = cut.block_begin(block), all = cut.block_begin(block + 1) - first;
+    for (long t = 0; t <= count; ++t) begin[t] = first + t * all / count;
   }
+  long first() const { return begin[0]; }
+  long rows() const { return begin[count] - begin[0]; }
+  int rows_of(long tile) const { return static_cast<int>(begin[tile + 1] - begin[tile]); }
 };
 
 // x as the tiles read it: rows `stride` bytes apart when given as is; else tiles of [steps][rows] cells, one after
@@ -77,24 +85,25 @@ template <class D>
 void pack_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
   using Value = typename D::Value;
   const PackedView& w = args.weight;
-  for (int s = 0; s < w.segments; ++s)
-    for (int m = 0; m < rows; ++m) {
-      const Value* x = static_cast<const Value*>(args.x) + (row + m) * w.k;
-      uint32_t* cell = to + w.step_begin[s] * rows + m;
-      long k = w.k_begin[s];
-      for (; k + D::kPerCell <= w.k_begin[s + 1]; k += D::kPerCell, cell += rows) *cell = load_cell(x + k);
-      if (k < w.k_begin[s + 1]) __builtin_memcpy(cell, x + k, sizeof(Value)), *cell &= 0xFFFFu;
+  for (int s = 0; s < w.segments; ++s) {
+    const Value* from = static_cast<const Value*>(args.x) + row * w.k + w.k_begin[s];
+    const long columns = w.k_begin[s + 1] - w.k_begin[s], whole = columns / D::kPerCell;
+    uint32_t* const cells = to + w.step_begin[s] * rows;
+    const long done = transpose_cells(from, w.k * sizeof(Value), rows, whole, cells);
+    for (int m = 0; m < rows; ++m, from += w.k) {
+      uint32_t* cell = cells + done * rows + m;
+      for (long c = done; c < whole; ++c, cell += rows) *cell = load_cell(from + c * D::kPerCell);
+      if (whole * D::kPerCell < columns) __builtin_memcpy(cell, from + columns - 1, sizeof(Value)), *cell &= 0xFFFFu;
     }
+  }
 }
 
 // All tiles of a block.
 template <class D>
 void pack_block(const LinearArgs& args, const RowCut& cut, long block, char* packed, size_t row_bytes) {
-  for (long t = 0; t < cut.tiles(block); ++t) {
-    const long row = cut.tile_begin(block, t);
-    const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-    pack_inputs<D>(args, row, rows, reinterpret_cast<uint32_t*>(packed + row * row_bytes));
-  }
+  const BlockTiles own(cut, block);
+  for (long t = 0; t < own.count; ++t)
+    pack_inputs<D>(args, own.begin[t], own.rows_of(t), reinterpret_cast<uint32_t*>(packed + own.begin[t] * row_bytes));
 }
 
 PS_INLINE size_t packed_row_bytes(const PackedView& w) { return static_cast<size_t>(w.steps()) * 4; }
@@ -105,13 +114,12 @@ Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
   const size_t row_bytes = packed_row_bytes(w);
   char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
   const double work = static_cast<double>(args.rows * w.steps()) * 4;
-  const long tiles = (cut.rows + kMaxRows - 1) / kMaxRows / cut.blocks() + 1;  // at least those of any block
+  const long tiles = cut.all_tiles() / cut.blocks() + 1;  // at least those of any block
   each_item(cut.blocks() * tiles, work, [&](long item, int) {
     const long block = item / tiles, t = item % tiles;
     if (t >= cut.tiles(block)) return;
-    const long row = cut.tile_begin(block, t);
-    const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-    pack_inputs<D>(args, row, rows, reinterpret_cast<uint32_t*>(packed + row * row_bytes));
+    const BlockTiles own(cut, block);
+    pack_inputs<D>(args, own.begin[t], own.rows_of(t), reinterpret_cast<uint32_t*>(packed + own.begin[t] * row_bytes));
   });
   return {packed, true, row_bytes};
 }
@@ -131,32 +139,24 @@ void add_into(float* to, const float* from, long count) {
   for (long i = 0; i < count; i += 16) store(to + i, load(to + i) + load(from + i));
 }
 
-// One tile's finished sums [rows][panels * 16] to their place in the output, or to the best tokens of their rows.
-void write_tile(const LinearArgs& args, float* sums, long row, int rows, long panel, int panels) {
-  for (int m = 0; m < rows; ++m) {
-    if (args.picks != nullptr && row + m >= args.stored) {
-      if (args.form.changes())
-        for (float *x = sums + m * panels * 16, *end = x + panels * 16; x < end; x += 16) store(x, formed(load(x), args.form));
-      offer(args.picks[row + m - args.stored], sums + m * panels * 16, panel * 16, min_of(panels * 16, args.weight.n - panel * 16));
-      continue;
-    }
-    for (int p = 0; p < panels; ++p) {
-      const long column = (panel + p) * 16;
-      float* to = args.out + (row + m) * args.weight.n + column;
-      const int count = static_cast<int>(min_of(16, args.weight.n - column));
-      F16 sum = load(sums + (m * panels + p) * 16);
-      if (args.add) sum = load_part<F16>(to, count) + sum;
-      store_part(to, sum, count);
-    }
-  }
-}
+// Sums of one group of panels, in the slots of a binary tree over segments: those on the left wait for their right
+// neighbours.
+struct Sums {
+  float* slots;
+  long slot_floats;
 
-// Tile t of a span fetches its share of what is multiplied after the span: the same panels from step `next` on, or the
-// next panels.  Of three panels and two tiles each takes one panel and a half, else a tile takes one.
-void fetch_ahead(TileArgs& tile, const PackedView& w, long panel, int panels, long next, long t, long tiles) {
-  const long steps = w.steps();
-  const char* pieces = reinterpret_cast<const char*>(w.cells + (next < steps ? panel * steps + next : (panel + panels) * steps) * 16);
-  const size_t piece = static_cast<size_t>(steps) * 64;
+  static int lefts(int segment) { return __builtin_ctz(~static_cast<unsigned>(segment)); }  // that end with it
+  float* of(int segment) const { return slots + __builtin_popcount(static_cast<unsigned>(segment)) * slot_floats; }
+  void close(int segment) const {
+    float* own = of(segment);
+    for (int left = lefts(segment); left > 0; --left, own -= slot_floats) add_into(own - slot_floats, own, slot_floats);
+  }
+};
+
+// Tile t of a span fetches its share of `pieces`, what is multiplied after the span, a panel each `piece` bytes.  Of
+// three panels and two tiles each takes one panel and a half, else a tile takes one.
+void fetch_ahead(TileArgs& tile, const uint32_t* next, size_t piece, int panels, long t, long tiles) {
+  const char* pieces = reinterpret_cast<const char*>(next);
   tile.ahead[0] = tile.ahead[1] = tile.x;
   tile.ahead_step[0] = tile.ahead_step[1] = 0;
   if (tiles == 2 && panels == 3) {
@@ -170,50 +170,71 @@ void fetch_ahead(TileArgs& tile, const PackedView& w, long panel, int panels, lo
   }
 }
 
-// All rows of a block for `panels` panels.
+// Panels that are summed together, and the first of those that come after them.
+struct PanelGroup {
+  long panel;
+  int panels;
+  long next;
+};
+
+// The sums of all rows of a block for a group of panels: [rows][panels * 16] in the first slot.
 template <class D>
-void linear_block(const LinearArgs& args, const Inputs& x, const RowCut& cut, long block, long panel, int panels,
-                  float* slots) {
-  const PackedView& w = args.weight;
-  const long steps = w.steps(), tiles = cut.tiles(block), first = cut.block_begin(block);
-  const long span = tiles == 1 ? steps : kSpanSteps;
-  const long slot_floats = (cut.block_begin(block + 1) - first) * panels * 16;
+void sum_block(const PackedView& w, const Inputs& x, const BlockTiles& tiles, const PanelGroup& group, float* slots) {
+  const long steps = w.steps(), span = tiles.count == 1 ? steps : kSpanSteps, width = group.panels * 16;
+  const Sums sums{slots, tiles.rows() * width};
 
   TileArgs tile;
   tile.bases = 1;
   tile.step_stride = 16;
-  tile.acc_stride = static_cast<size_t>(panels) * 16;
-  for (int p = 0; p < panels; ++p) tile.offset[p] = static_cast<ptrdiff_t>(p * steps * 16);
+  tile.acc_stride = static_cast<size_t>(width);
+  tile.left_stride = sums.slot_floats;
+  for (int p = 0; p < group.panels; ++p) tile.offset[p] = static_cast<ptrdiff_t>(p * steps * 16);
 
-  int open = 0;  // sums in slots below this one wait for their right neighbour
   for (int s = 0; s < w.segments; ++s) {
-    float* slot = slots + open * slot_floats;
     const long end = w.step_begin[s + 1];
     long from = w.step_begin[s];
     do {  // once at least: an empty segment is a sum of zero
+      const bool resume = from != w.step_begin[s];
+      tile.base[0] = w.cells + (group.panel * steps + from) * 16;
       tile.steps = min_of(span, end - from);
-      tile.base[0] = w.cells + (panel * steps + from) * 16;
-      for (long t = 0; t < tiles; ++t) {
-        const long row = cut.tile_begin(block, t);
-        const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-        x.place(tile, row, rows, from);
-        fetch_ahead(tile, w, panel, panels, from + tile.steps, t, tiles);
-        tile.acc = slot + (row - first) * panels * 16;
-        const TileFn run = tiles == 1 ? pick_tile<D, Fetch::kStream>(rows, panels) : pick_tile<D, Fetch::kAhead>(rows, panels);
-        run(tile, from != w.step_begin[s]);
-      }
       from += tile.steps;
+      tile.lefts = from == end ? sums.lefts(s) : 0;
+      const uint32_t* next = w.cells + (from < steps ? group.panel * steps + from : group.next * steps) * 16;
+      for (long t = 0; t < tiles.count; ++t) {
+        const int rows = tiles.rows_of(t);
+        x.place(tile, tiles.begin[t], rows, from - tile.steps);
+        fetch_ahead(tile, next, static_cast<size_t>(steps) * 64, group.panels, t, tiles.count);
+        tile.acc = sums.of(s) + (tiles.begin[t] - tiles.first()) * width;
+        const bool alone = tiles.count == 1;
+        (alone ? pick_tile<D, Fetch::kStream>(rows, group.panels) : pick_tile<D, Fetch::kAhead>(rows, group.panels))(tile, resume);
+      }
     } while (from < end);
-    ++open;
-    for (int left = s; left & 1; left >>= 1) {
-      --open;
-      add_into(slots + (open - 1) * slot_floats, slots + open * slot_floats, slot_floats);
-    }
   }
-  for (long t = 0; t < tiles; ++t) {
-    const long row = cut.tile_begin(block, t);
-    const int rows = static_cast<int>(cut.tile_begin(block, t + 1) - row);
-    write_tile(args, slots + (row - first) * panels * 16, row, rows, panel, panels);
+}
+
+// A gate's panels are followed by as many of what it is multiplied with; items are cut from the gate's.
+PS_INLINE long panels_to_cut(const LinearArgs& args) {
+  return args.gate == nullptr ? args.weight.panels() : args.weight.panels() / 2;
+}
+
+// sum(group, slots) for panels [panel, end), of which `at_once(panel)` are taken together; each group's sums then go to
+// where they belong: rows [row, row + rows).  For a gate each group is followed by its counterpart.
+template <class D, class AtOnce, class Sum>
+PS_INLINE void each_group(const LinearArgs& args, long panel, long end, const AtOnce& at_once, long row, long rows,
+                          float* slots, const Sum& sum) {
+  const int count = static_cast<int>(rows);
+  for (int panels; panel < end; panel += panels) {
+    panels = at_once(panel);
+    if (args.gate == nullptr) {
+      sum(PanelGroup{panel, panels, panel + panels}, slots);
+      write_tile(args, slots, row, count, panel, panels);
+      continue;
+    }
+    const long other = panel + panels_to_cut(args);
+    float* const second = slots + rows * panels * 16;
+    sum(PanelGroup{panel, panels, other}, slots);
+    sum(PanelGroup{other, panels, panel + panels}, second);
+    write_gated<D>(args, slots, second, row, count, panel, panels);
   }
 }
 
@@ -230,19 +251,16 @@ struct LinearCall {
   int wide;   // panels at once
   long each;  // panels of an item
 
-  long groups() const { return (args.weight.panels() + each - 1) / each; }
+  long groups() const { return (panels_to_cut(args) + each - 1) / each; }
   long items() const { return groups() * cut.blocks(); }
 
   void run(long item, int worker) const {
-    const long block = item / groups(), group = item % groups();
-    const long rows = cut.block_begin(block + 1) - cut.block_begin(block);
-    float* slots = static_cast<float*>(workspace(worker, kTreeSlots * static_cast<size_t>(rows) * wide * 64));
-    const long end = min_of(args.weight.panels(), (group + 1) * each);
-    for (long panel = group * each; panel < end;) {
-      const int count = panel + wide <= end ? wide : 1;
-      linear_block<D>(args, x, cut, block, panel, count, slots);
-      panel += count;
-    }
+    const BlockTiles tiles(cut, item / groups());
+    float* slots = static_cast<float*>(workspace(worker, kSlots * static_cast<size_t>(tiles.rows()) * wide * 64));
+    const long panel = item % groups() * each, end = min_of(panels_to_cut(args), panel + each);
+    const auto at_once = [&](long from) { return from + wide <= end ? wide : 1; };
+    const auto sum = [&](const PanelGroup& group, float* to) { sum_block<D>(args.weight, x, tiles, group, to); };
+    each_group<D>(args, panel, end, at_once, tiles.first(), tiles.rows(), slots, sum);
   }
 };
 
@@ -253,7 +271,7 @@ void linear_typed(const LinearArgs& args) {
   const Inputs x = prepare_inputs<D>(args, cut);
   const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
   const double work = product_work(args.rows, args.weight);
-  const long each = panels_an_item(args.weight.panels(), wide, work / static_cast<double>(cut.blocks()));
+  const long each = panels_an_item(panels_to_cut(args), wide, work / static_cast<double>(cut.blocks()));
   const LinearCall<D> call{args, cut, x, wide, each};
   each_item(call.items(), work, [&](long item, int worker) { call.run(item, worker); });
 }
@@ -319,7 +337,7 @@ void linear_group_typed(const LinearGroup& group) {
     const RowCut cut{args.rows};
     const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
     const double own = product_work(args.rows, args.weight) / static_cast<double>(cut.blocks());
-    const long each = panels_of_share(args.weight.panels(), wide, own, work);
+    const long each = panels_of_share(panels_to_cut(args), wide, own, work);
     const bool given = taken_as_given(args);
     list.calls[i] = {args, cut, given ? given_inputs(args) : Inputs{packed, true, packed_row_bytes(args.weight)}, wide, each};
     if (!given) packed += args.rows * packed_row_bytes(args.weight);

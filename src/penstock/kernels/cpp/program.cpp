@@ -103,6 +103,7 @@ void Program::finish(int logits) {
   const Slot& last = given(logits, false, "logits are hidden values");
   expect(last.rows == RowsOf::kDrawn && hidden_ >= 0, "logits are those of drawn rows");
   logits_ = logits;
+  fuse_gates();
   find_head();
   if (picks_) slots_[static_cast<size_t>(logits)].rows = RowsOf::kStored;
   drop_unused();
@@ -244,11 +245,13 @@ void Program::run_linear(const Node& node, const StepView& step) {
   const void* x = data(node.in);
   auto* out = reinterpret_cast<float*>(data(node.out));
   Pick* picks = head && step.picked > 0 ? step.picks : nullptr;
+  const Gate* gate = node.gated ? &node.gate : nullptr;
+  void* gated = node.gated ? data(node.out) : nullptr;
   const long stored = count(RowsOf::kStored);
   if (node.matrix.is_compressed)
-    compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored, head_form_});
+    compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored, head_form_, gate, gated});
   else
-    family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored, head_form_}, compute_);
+    family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored, head_form_, gate, gated}, compute_);
 }
 
 void Program::attend(const Node& node, const StepView& step) {

@@ -106,6 +106,7 @@ class Program {
     int layer = 0;
     int heads = 0;
     bool add = false;
+    bool gated = false;   // a product of which only what `gate` makes of it is stored
     bool always = true;  // also when no rows are wanted: something of it stays
   };
 
@@ -116,6 +117,7 @@ class Program {
   const Slot& given(int slot, bool compute, const char* what) const;
   void check_heads(int layer, int heads) const;
   int add(Node node, long width, RowsOf rows, bool compute);
+  void fuse_gates();
   void find_head();
   void drop_unused();
   void assign_buffers();

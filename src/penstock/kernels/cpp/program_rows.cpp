@@ -1,5 +1,8 @@
 // The operations of a recorded step that change or make rows one by one.
 #include "program.hpp"
+
+#include <algorithm>
+
 #include "program_checks.hpp"
 
 namespace penstock {
@@ -43,6 +46,22 @@ int Program::gated(int gate_up, const Gate& gate) {
   const Slot& in = given(gate_up, false, "the activation takes hidden values");
   expect(in.width % 2 == 0, "gate_up must be [T, 2 I]");
   return add({.op = Op::kGated, .in = gate_up, .out = -1, .gate = gate}, in.width / 2, in.rows, true);
+}
+
+// A product that only a gate reads, at once, stores what the gate makes of it and nothing else.
+void Program::fuse_gates() {
+  for (size_t n = 0; n + 1 < nodes_.size(); ++n) {
+    Node& product = nodes_[n];
+    const Node& gate = nodes_[n + 1];
+    if (product.op != Op::kLinear || product.add || gate.op != Op::kGated || gate.in != product.out) continue;
+    const auto reads = [&](const Node& node) { return node.in == product.out; };
+    if (std::count_if(nodes_.begin(), nodes_.end(), reads) != 1) continue;
+    if (!gate.gate.fits_product(outputs(product.matrix))) continue;
+    product.out = gate.out;
+    product.gate = gate.gate;
+    product.gated = true;
+    nodes_.erase(nodes_.begin() + static_cast<ptrdiff_t>(n) + 1);
+  }
 }
 
 int Program::activate(int x, Activation activation, float alpha) {

@@ -239,6 +239,48 @@ PS_INLINE uint32_t lanes_set(const Mask16& mask) {
 #endif
 }
 
+// --- cells of several rows, side by side ----------------------------------------------------------------------------
+
+// cells[step][row] of 32 bits each, from rows `row_bytes` apart; returns how many steps were done, from the first on.
+#if defined(__AVX512F__)
+PS_INLINE long transpose_cells(const void* from, size_t row_bytes, int rows, long steps, uint32_t* cells) {
+  typedef uint64_t PairReg __attribute__((vector_size(64)));
+  for (int m = 0; m < rows; m += 8) {
+    const int count = rows - m < 8 ? rows - m : 8;
+    const __mmask8 there = static_cast<__mmask8>((1u << count) - 1u);
+    const char* x = static_cast<const char*>(from) + static_cast<size_t>(m) * row_bytes;
+    for (long step = 0; step + 16 <= steps; step += 16) {
+      WordReg row[8];
+      PairReg pair[8];  // of rows (0, 1), (2, 3) and so on; steps 0 and 1, or 2 and 3, of every four
+      _Pragma("GCC unroll 8") for (int i = 0; i < 8; ++i)
+        row[i] = load_as<U16>(x + (i < count ? i : 0) * row_bytes + step * 4).part[0];
+      _Pragma("GCC unroll 4") for (int i = 0; i < 8; i += 2) {
+        pair[i] = (PairReg)__builtin_shufflevector(row[i], row[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        pair[i + 1] =
+            (PairReg)__builtin_shufflevector(row[i], row[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+      }
+      _Pragma("GCC unroll 4") for (int c = 0; c < 4; ++c) {  // of every four steps
+        const PairReg *upper = pair + c / 2, *lower = upper + 4;
+        const PairReg top = c % 2 == 0 ? __builtin_shufflevector(upper[0], upper[2], 0, 8, 2, 10, 4, 12, 6, 14)
+                                       : __builtin_shufflevector(upper[0], upper[2], 1, 9, 3, 11, 5, 13, 7, 15);
+        const PairReg bottom = c % 2 == 0 ? __builtin_shufflevector(lower[0], lower[2], 0, 8, 2, 10, 4, 12, 6, 14)
+                                          : __builtin_shufflevector(lower[0], lower[2], 1, 9, 3, 11, 5, 13, 7, 15);
+        const PairReg half[2] = {__builtin_shufflevector(top, bottom, 0, 1, 8, 9, 2, 3, 10, 11),
+                                 __builtin_shufflevector(top, bottom, 4, 5, 12, 13, 6, 7, 14, 15)};
+        uint32_t* to = cells + (step + c) * rows + m;
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; ++i, to += 8 * rows) {
+          _mm256_mask_storeu_epi32(to, there, (__m256i)__builtin_shufflevector(half[i], half[i], 0, 1, 2, 3));
+          _mm256_mask_storeu_epi32(to + 4 * rows, there, (__m256i)__builtin_shufflevector(half[i], half[i], 4, 5, 6, 7));
+        }
+      }
+    }
+  }
+  return steps / 16 * 16;
+}
+#else
+PS_INLINE long transpose_cells(const void*, size_t, int, long, uint32_t*) { return 0; }
+#endif
+
 // --- bf16: the upper half of a float --------------------------------------------------------------------------------
 
 // Rounded to the nearest bf16, ties to even, as a float.  NaN stays NaN (its sign and a set quiet bit).

@@ -92,7 +92,8 @@ constexpr int kMaxBases = 4;
 
 // Where a tile's operands are.  Step s of panel p lies at base[b] + offset[p] + s * step_stride (cells) for each base
 // in turn, `steps` of them a base.  Rows of x are `x_stride` bytes apart, its steps `x_step` bytes; rows of the
-// accumulator are `acc_stride` floats apart, its panels 16 floats.
+// accumulator are `acc_stride` floats apart, its panels 16 floats.  Of the tile's result and the sums to its left, which
+// lie before it and `left_stride` floats apart, the sum is made from right to left; it takes the place of the last one.
 struct TileArgs {
   const uint32_t* base[kMaxBases];
   int bases;
@@ -104,6 +105,8 @@ struct TileArgs {
   size_t x_step;
   float* acc;
   size_t acc_stride;
+  int lefts = 0;
+  long left_stride = 0;
   const char* ahead[2];  // memory that will be wanted soon, a line each step, `ahead_step` bytes further each time
   size_t ahead_step[2];
   const uint32_t* next_base[kMaxBases];  // panels that will be wanted next, laid out like these
@@ -114,7 +117,7 @@ struct TileArgs {
 enum class Fetch {
   kNothing,  // everything is in a cache already
   kStream,   // its own panels, which come from memory
-  kAhead,    // what `ahead` names, while its own panels are in a cache
+  kAhead,    // what `ahead` names, while its own panels are in a cache; x and panels lie step by step, without gaps
   kNext,     // what `next_base` names
 };
 
@@ -147,6 +150,16 @@ PS_INLINE void multiply_step(F16 (&acc)[M][P], const uint32_t* cells, const ptrd
   }
 }
 
+// Sums of M rows and P panels, to which those on their left are added, to memory.
+template <int M, int P>
+PS_INLINE void store_sums(F16 (&acc)[M][P], float* to, size_t stride, int lefts, long left_stride) {
+  for (; lefts > 0; --lefts) {
+    to -= left_stride;
+    PS_ROWS PS_PANELS acc[m][p] = load(to + m * stride + p * 16) + acc[m][p];
+  }
+  PS_ROWS PS_PANELS store(to + m * stride + p * 16, acc[m][p]);
+}
+
 // acc (or zero, when not `resume`) += panels . x
 template <class D, int M, int P, Fetch kFetch>
 __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
@@ -159,7 +172,9 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   ptrdiff_t offset[P];
   PS_PANELS offset[p] = args.offset[p];
   const char* x = args.x;
-  const size_t x_stride = args.x_stride, x_step = args.x_step, step_stride = args.step_stride;
+  constexpr bool kDense = kFetch == Fetch::kAhead;
+  const size_t x_stride = kDense ? 4 : args.x_stride, x_step = kDense ? M * 4 : args.x_step;
+  const size_t step_stride = kDense ? 16 : args.step_stride;
   const char *ahead = args.ahead[0], *also_ahead = args.ahead[1];
   for (int b = 0; b < args.bases; ++b) {
     const uint32_t *cells = args.base[b], *next = args.next_base[b];
@@ -180,7 +195,7 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
       x += x_step;
     }
   }
-  PS_ROWS PS_PANELS store(args.acc + m * args.acc_stride + p * 16, acc[m][p]);
+  store_sums<M, P>(acc, args.acc, args.acc_stride, args.lefts, args.left_stride);
 }
 
 using TileFn = void (*)(const TileArgs&, bool);
