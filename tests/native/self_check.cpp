@@ -13,6 +13,7 @@
 
 #include "codec.hpp"
 #include "dispatch.hpp"
+#include "expert_run.hpp"
 #include "packing.hpp"
 #include "pool.hpp"
 #include "sampler.hpp"
@@ -89,6 +90,7 @@ class Run {
     rows_alone();
     products();
     attention();
+    experts();
     sampling();
     if (compute_ == Compute::kBf16) compressed();
     return std::move(results_);
@@ -158,6 +160,29 @@ class Run {
     std::vector<uint64_t> best;
     for (const Pick& pick : picks) best.push_back(pick.best);
     note("picks", best);
+  }
+
+  // Routed experts, with the two halves of the weight as an expert's matrices.
+  void experts() {
+    constexpr long kExperts = 8, kInner = kOutputs / 2, kTopK = 3;
+    const auto x = computed(numbers(kRows * kWidth, 30, 1));
+    const auto logits = numbers(kRows * kExperts, 31, 2), bias = numbers(kExperts, 32, 0.25f);
+    const Routing how{kExperts, kTopK, Score::kSigmoid, true, 4, 2, true, 2.5f, bias.data()};
+    std::vector<uint32_t> routes(static_cast<size_t>(kRows * how.words()));
+    family_.route({logits.data(), kRows, how, routes.data()});
+    note("route", routes);
+    std::vector<Weight> weights;
+    for (uint64_t e = 0; e < kExperts; ++e) {
+      weights.emplace_back(numbers(kOutputs * kWidth, 40 + e, 0.0625f), kOutputs, kWidth, kEnds, compute_);
+      weights.emplace_back(numbers(kWidth * kInner, 60 + e, 0.0625f), kWidth, kInner, std::vector<long>{kInner}, compute_);
+    }
+    std::vector<Matrix> gate_up, down;
+    for (size_t e = 0; e < weights.size(); ++e) (e % 2 == 0 ? gate_up : down).push_back({.plain = weights[e].view});
+    const ExpertsView view{kExperts, kWidth, kInner, kWidth, gate_up.data(), down.data(), nullptr, nullptr, false};
+    std::vector<float> hidden(kRows * kWidth);
+    ExpertRun run(family_, compressed_family(family_.name), compute_);
+    run.run({x.data(), routes.data(), kRows, kTopK, view, Gate{}, hidden.data()});
+    note("experts", hidden);
   }
 
   // Two sequences, the second longer than a partition of keys; once with partitions joined apart.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY, NATIVE, make, normal
 
+from penstock.kernels import compression
 from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, SampleRow, StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
@@ -141,9 +143,14 @@ def test_a_row_draws_the_same_token_either_way(family: str, compute: str, rows: 
 @pytest.mark.parametrize(("family", "compute"), EVERY)
 @pytest.mark.parametrize(("scale", "cap"), [(0.0625, None), (None, 4.0), (-3.0, 0.5)])
 def test_scaled_and_capped_logits_are_picked_from(family: str, compute: str, scale: float, cap: float) -> None:
-    """Caps that make many logits nearly equal, and some equal, and a factor that turns their order."""
+    """Caps that make many logits nearly equal, and some equal, and a factor that turns their order; the head is
+    compressed where the family computes from that."""
     ops = make(family, compute)
-    plain, kv = lookup(ops, normal(8, 5003, WIDTH) * 2)
+    head_VD = (normal(8, 5003, WIDTH) * 2).astype(ml_dtypes.bfloat16)
+    plain, kv = lookup(ops, head_VD)
+    matrix = compression.compress(head_VD.view(np.uint16))
+    assert matrix is not None
+    plain.head = ops.pack_compressed([matrix]) or plain.head
     steps = Formed(ops, plain, scale, cap)
     program, direct = ops.record(steps, kv), DirectProgram(ops, steps, kv)
     assert isinstance(program, DirectProgram) or program.step.picks
