@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.native import NativeOps, families
-from penstock.kernels.ops import StepBatch
+from penstock.kernels.ops import KvShape, StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 COLD_BYTES = 192 << 20  # of weights, so that none is still in a cache when its turn comes again
@@ -72,7 +72,7 @@ def attention_figures(ops: NativeOps, seconds: float) -> Iterator[dict[str, Any]
         ("prompt of 2048", 1, keys),
     ):
         blocks = keys // 16
-        kv = ops.new_kv(pages=sequences * blocks, layers=1, kv_heads=kv_heads, head_dim=dim)
+        kv = ops.new_kv(KvShape.plain(layers=1, kv_heads=kv_heads, head_dim=dim), pages=sequences * blocks)
         rope = ops.rope_table(10000.0 ** -(np.arange(0, dim, 2) / dim), keys)
         table_SP = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
         whole = StepBatch(

@@ -148,8 +148,7 @@ def model_engine(folder: Path, threads: int, longest: int) -> Engine:
     spec = inspect_model(folder)
     ops = make_ops(compute_dtype=compute_dtype_for(spec, "auto"), threads=threads)
     model = build_model(load_model(folder, spec, ops), ops, min(spec.max_positions, longest))
-    sizes = {"layers": spec.kv.layers, "kv_heads": spec.kv.kv_heads, "head_dim": spec.kv.key_dim}
-    kv = ops.new_kv(pages=8 * -(-longest // PAGE_TOKENS) + 8, **sizes)
+    kv = ops.new_kv(spec.kv, pages=8 * -(-longest // PAGE_TOKENS) + 8)
     return Engine(ModelRunner(model, ops, kv), spec.parameters, longest)
 
 

@@ -123,8 +123,7 @@ class Worker:
         loaded = load_model(folder, self.spec, self.ops)
         self.model = build_model(loaded, self.ops, self.spec.max_positions)
         self.identity = ModelIdentity(fingerprint=loaded.fingerprint, numerics=self.ops.numerics)
-        sizes = {"layers": self.spec.kv.layers, "kv_heads": self.spec.kv.kv_heads, "head_dim": self.spec.kv.key_dim}
-        layout = KvLayout.full(**sizes, dtype=args.compute)
+        layout = KvLayout.of(self.spec.kv, args.compute)
         length = min(self.spec.max_positions, PROMPT + 2 * (args.steps + WARM_STEPS + ALLOCATION_STEPS) + 32)
         self.length = length
         pages = max(args.rows) * -(-length // layout.page_tokens) + 8
@@ -146,7 +145,7 @@ class Worker:
         clock = MonotonicClock()
         hand_over = HandOver(self.identity, sender, receiver)
         self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, self.transport, clock)
-        self.kv = kv = self.ops.new_kv(pages=pages, **sizes, memory=memory.buffer)
+        self.kv = kv = self.ops.new_kv(self.spec.kv, pages=pages, memory=memory.buffer)
         program = DirectProgram(self.ops, self.model, kv) if args.direct else None
         self.runner = ModelRunner(self.model, self.ops, kv, program)
         self.loop = EngineLoop(self.mailbox, self.scheduler, self.runner, clock)

@@ -22,6 +22,7 @@ from time import perf_counter
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import HandOverConfig
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.kv.transfer.drive import post, post_pulls
@@ -56,7 +57,7 @@ def shown(size: int) -> str:
 
 def layout_of(page_bytes: int) -> KvLayout:
     """A page of so many bytes: 16 tokens, one layer, one head."""
-    return KvLayout.full(layers=1, kv_heads=1, head_dim=page_bytes // 64, dtype="bf16")
+    return KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 64), "bf16")
 
 
 def send_forever(carrier: PageCarrier, transport: ZmqTransport, ready: int, endpoint: str) -> None:

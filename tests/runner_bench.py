@@ -68,8 +68,7 @@ class RunnerBench:
         self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
         loaded = load_model(folder, self.spec, self.ops)
         self.model = RecordingModel(build_model(loaded, self.ops, self.max_model_len))
-        sizes = {"layers": self.spec.kv.layers, "kv_heads": self.spec.kv.kv_heads, "head_dim": self.spec.kv.key_dim}
-        self.kv = self.ops.new_kv(pages=pages, **sizes)
+        self.kv = self.ops.new_kv(self.spec.kv, pages=pages)
         program = self.ops.record(self.model.model, self.kv)
         if direct or not isinstance(program, RecordedProgram):
             program = DirectProgram(self.ops, self.model, self.kv)

@@ -29,6 +29,7 @@ from transfer_rig import (
 )
 
 from penstock.config.schema import HandOverConfig
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, PullFailed, Released
 from penstock.kv.transfer.port import PageSeal
@@ -305,7 +306,7 @@ def other_seal(what: str) -> PageSeal:
         case "numerics class":
             return PageSeal(msgspec.structs.replace(IDENTITY, numerics="test-2-fp32"), LAYOUT)
         case _:
-            return PageSeal(IDENTITY, KvLayout.full(layers=2, kv_heads=2, head_dim=16, dtype="bf16"))
+            return PageSeal(IDENTITY, KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=16), "bf16"))
 
 
 @pytest.mark.parametrize("what", ["model", "numerics class", "page layout", "carrier", "incarnation"])

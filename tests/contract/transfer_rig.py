@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import HandOverConfig
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.kv.transfer.drive import post, post_pulls
@@ -39,7 +40,7 @@ from penstock.wire.transport import Transport
 from penstock.wire.zeromq import ZmqTransport
 
 CARRIERS = ("memory", "shm", "tcp")
-LAYOUT = KvLayout.full(layers=2, kv_heads=2, head_dim=8, dtype="fp32")
+LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32")
 PAGES = 64
 R = RequestId("cmpl-1/0")

@@ -192,13 +192,14 @@ class Run {
     std::vector<int32_t> positions(static_cast<size_t>(tokens)), sequence(positions.size()), table(2 * pages);
     for (long t = 0; t < tokens; ++t) sequence[t] = t >= starts[1], positions[t] = t - starts[sequence[t]];
     for (long i = 0; i < pages; ++i) table[i] = i < 2 ? 40 + i : 0, table[pages + i] = (i * 7 + 1) % 40;
-    KvView kv{nullptr, pages, kLayers, kKvHeads, kHeadDim, per_cell(compute_)};
+    KvView kv{nullptr, pages, kLayers, kKvHeads, kHeadDim, kHeadDim, false, per_cell(compute_)};
     std::vector<uint32_t> memory(static_cast<size_t>(pages) * kv.page_cells());
     kv.cells = memory.data();
     const BatchView batch{positions.data(), starts.data(), table.data(), tokens, 2, pages};
     const auto qkv = numbers(static_cast<size_t>(tokens * width), 5, 0.5f), rope = numbers(640 * kHeadDim, 6, 0.25f);
     std::vector<char> q(static_cast<size_t>(tokens) * kHeads * kHeadDim * size_of(compute_));
-    family_.rope_and_write({qkv.data(), rope.data(), sequence.data(), batch, kv, 1, kHeads, q.data()}, compute_);
+    const RopeView angles{rope.data(), kHeadDim / 2, false};
+    family_.rope_and_write({qkv.data(), angles, nullptr, sequence.data(), batch, kv, 1, kHeads, q.data()}, compute_);
     note("rope", q);
     note("pages", memory);
     attend(q, kv, batch, false);
@@ -213,7 +214,7 @@ class Run {
       for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += kTokens) {
         const long left = batch.starts[s + 1] - t, count = left < kTokens ? left : kTokens;
         const long parts = (batch.positions[t + count - 1] + kPartitionKeys) / kPartitionKeys;
-        chunks.push_back({s, t, count, args.part_count, parts});
+        chunks.push_back({s, t, count, args.part_count, parts, 0});
         args.part_count += parts;
       }
     args.q = q.data();
@@ -221,7 +222,7 @@ class Run {
     args.batch = batch;
     args.layer = 1;
     args.heads = kHeads;
-    args.scale = 0.125f;
+    args.softmax = {0.125f, 0, nullptr};
     args.chunks = chunks.data();
     args.chunk_count = static_cast<long>(chunks.size());
     args.max_rows = kTokens * kGroup;

@@ -18,6 +18,7 @@ from penstock.engine.runner.null import NullRunner, null_token
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.hashing import chain_root
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.memory import MemoryCarrier
@@ -29,7 +30,7 @@ from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Hello, PageSource, Report, Returned, Submit, TokenItem, Tokens
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
-LAYOUT = KvLayout.full(layers=1, kv_heads=1, head_dim=2, dtype="fp32")  # 16 places of 16 bytes a page
+LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
 VOCAB = 1000
 
 

@@ -55,9 +55,8 @@ class Engine:
         spec = inspect_model(folder)
         ops = make_ops(compute_dtype=compute_dtype_for(spec, "auto"), threads=task.threads)
         model = build_model(load_model(folder, spec, ops), ops, spec.max_positions)
-        sizes = {"layers": spec.kv.layers, "kv_heads": spec.kv.kv_heads, "head_dim": spec.kv.key_dim}
         pages = KV_TOKENS // PAGE_TOKENS
-        runner = ModelRunner(model, ops, ops.new_kv(pages=pages, **sizes))
+        runner = ModelRunner(model, ops, ops.new_kv(spec.kv, pages=pages))
         self._clock = MonotonicClock()
         self._mailbox = ListMailbox()
         scheduler = Scheduler(

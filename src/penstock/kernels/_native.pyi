@@ -38,8 +38,25 @@ class Weights:
 
 class KvMemory:
     def __init__(
-        self, cells: NDArray[np.uint32], pages: int, layers: int, kv_heads: int, head_dim: int, per_cell: int, /
+        self,
+        cells: NDArray[np.uint32],
+        pages: int,
+        layers: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        shared: bool,
+        per_cell: int,
+        /,
     ) -> None: ...
+
+class AttentionRule:
+    def __init__(
+        self, scale: float, window: int, chunk: int, softcap: float, sinks: NDArray[np.float32] | None, /
+    ) -> None: ...
+
+class Rope:
+    def __init__(self, table: NDArray[np.float32], interleaved: bool, /) -> None: ...
 
 class Batch:
     def __init__(
@@ -79,20 +96,6 @@ class Kernels:
     def embed(self, table: Weights, tokens: NDArray[np.int32], out: NDArray[np.float32], /) -> None: ...
     def rms_norm(
         self, hidden: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[Any], /
-    ) -> None: ...
-    def rope_and_write(
-        self,
-        qkv: NDArray[np.float32],
-        rope: NDArray[np.float32],
-        kv: KvMemory,
-        layer: int,
-        batch: Batch,
-        heads: int,
-        q: NDArray[Any],
-        /,
-    ) -> None: ...
-    def attention(
-        self, q: NDArray[Any], kv: KvMemory, layer: int, batch: Batch, heads: int, scale: float, out: NDArray[Any], /
     ) -> None: ...
     def to_compute(self, values: NDArray[np.float32], out: NDArray[Any], /) -> None: ...
     def sample(self, logits: NDArray[np.float32], rows: list[DrawRow], /) -> list[Answer]: ...
@@ -170,6 +173,35 @@ def encode(
     /,
 ) -> None: ...
 
+class AttentionKernels:
+    def __init__(self, family: str, compute: str, /) -> None: ...
+    def norm_heads(
+        self, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, first: int, count: int, /
+    ) -> None: ...
+    def rope_and_write(
+        self,
+        qkv: NDArray[np.float32],
+        rope: Rope | None,
+        q_scale: NDArray[np.float32] | None,
+        kv: KvMemory,
+        layer: int,
+        batch: Batch,
+        heads: int,
+        q: NDArray[Any],
+        /,
+    ) -> None: ...
+    def attention(
+        self,
+        q: NDArray[Any],
+        kv: KvMemory,
+        layer: int,
+        batch: Batch,
+        heads: int,
+        rule: AttentionRule,
+        out: NDArray[Any],
+        /,
+    ) -> None: ...
+
 class CompressedWeights:
     whole_blocks: bool
     def __init__(
@@ -226,8 +258,6 @@ class RecordedStep:
     def rms_norm(self, hidden: int, weight: NDArray[np.float32], eps: float, /) -> int: ...
     def linear(self, x: int, weight: Weights | CompressedWeights, /) -> int: ...
     def linear_add(self, x: int, weight: Weights | CompressedWeights, hidden: int, /) -> None: ...
-    def rope_and_write(self, qkv: int, rope: NDArray[np.float32], layer: int, heads: int, head_dim: int, /) -> int: ...
-    def attention(self, q: int, layer: int, scale: float, /) -> int: ...
     def positions(self, table: Weights | CompressedWeights, /) -> int: ...
     def layer_norm(
         self, hidden: int, weight: NDArray[np.float32], bias: NDArray[np.float32] | None, eps: float, /
@@ -240,6 +270,11 @@ class RecordedStep:
     def activate(self, x: int, activation: int, alpha: float, /) -> int: ...
     def route(self, logits: int, how: RoutingWords, bias: NDArray[np.float32] | None, /) -> int: ...
     def experts_add(self, x: int, routes: int, experts: Experts, gate: GateWords, hidden: int, /) -> None: ...
+    def norm_heads(self, x: int, weight: NDArray[np.float32], eps: float, first: int, count: int, /) -> None: ...
+    def rope_and_write(
+        self, qkv: int, rope: Rope | None, q_scale: NDArray[np.float32] | None, layer: int, heads: int, /
+    ) -> int: ...
+    def attention(self, q: int, layer: int, rule: AttentionRule, /) -> int: ...
     def wanted_rows(self, x: int, /) -> int: ...
     def drawn_rows(self, hidden: int, /) -> int: ...
     def finish(self, logits: int, /) -> None: ...

@@ -26,13 +26,14 @@ from penstock.kernels.memory import StepBuffers, WeightArena
 from penstock.kernels.native_arguments import (
     ACTIVATIONS,
     NativeKv,
+    attention_rule,
     draw_row,
     gate_words,
     packed_experts,
     routing_words,
     sampled,
 )
-from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
+from penstock.kernels.ops import Array, KvShape, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.recording import recorded
 from penstock.kernels.routing import PackedExperts, Routes, Routing
@@ -64,6 +65,7 @@ class NativeOps:
         self.numerics = f"cpp-{family}-{_native.VERSION}-{compute_dtype}"
         self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
         self._kernels = _native.Kernels(family, compute_dtype)
+        self._attention = _native.AttentionKernels(family, compute_dtype)
         self._compressed = _native.CompressedKernels(family)
         self._experts = _native.ExpertKernels(family, compute_dtype)
         self._rows = _native.RowKernels(family, compute_dtype)
@@ -129,33 +131,37 @@ class NativeOps:
         """See ``Ops.vector``."""
         return np.ascontiguousarray(weight_D, dtype=np.float32)
 
-    def page_bytes(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+    def page_bytes(self, shape: KvShape) -> int:
         """See ``Ops.page_bytes``."""
-        return 2 * layers * kv_heads * PAGE_TOKENS * head_dim * self._dtype.itemsize
+        return shape.numbers * PAGE_TOKENS * self._dtype.itemsize
 
-    def new_kv(
-        self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None
-    ) -> NativeKv:
+    def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> NativeKv:
         """See ``Ops.new_kv``.  Raises KernelError when the memory is too small."""
-        nbytes = pages * self.page_bytes(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        nbytes = pages * self.page_bytes(shape)
         if memory is None:
             cells = np.zeros(nbytes // 4, np.uint32)
         else:
             if memory.nbytes < nbytes:
                 raise KernelError(f"{pages} pages need {nbytes} bytes of KV memory, given are {memory.nbytes}")
             cells = np.frombuffer(memory, np.uint32, count=nbytes // 4)
-        handle = _native.KvMemory(cells, pages, layers, kv_heads, head_dim, self._per_cell)
-        return NativeKv(memory=cells, handle=handle, kv_heads=kv_heads, head_dim=head_dim)
+        sizes = (shape.layers, shape.kv_heads, shape.key_dim, shape.value_dim)
+        handle = _native.KvMemory(cells, pages, *sizes, shape.shared, self._per_cell)
+        return NativeKv(memory=cells, handle=handle, shape=shape)
 
     def rope_table(
-        self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0
-    ) -> NDArray[np.float32]:
-        """See ``Ops.rope_table``; [position, cos or sin, C / 2]."""
+        self,
+        inv_freq_C2: NDArray[np.float64],
+        max_positions: int,
+        attention_factor: float = 1.0,
+        *,
+        interleaved: bool = False,
+    ) -> _native.Rope:
+        """See ``Ops.rope_table``."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
         table = np.empty((max_positions, 2, angles.shape[1]), np.float32)
         table[:, 0] = np.cos(angles) * attention_factor
         table[:, 1] = np.sin(angles) * attention_factor
-        return table
+        return _native.Rope(table, interleaved)
 
     # --- looking inside -----------------------------------------------------------------------------------------------
 
@@ -231,21 +237,47 @@ class NativeOps:
         else:
             self._kernels.linear(x_TK, weight.data, out_TN, add)
 
+    def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
+        """See ``Ops.norm_heads``."""
+        self._attention.norm_heads(x_TN, weight_C, eps, first, count)
+
     def rope_and_write(
-        self, qkv_TN: Array, rope: Array, kv: NativeKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+        self,
+        qkv_TN: Array,
+        rope: _native.Rope | None,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        heads: int,
+        kv_heads: int,
+        q_scale: Array | None = None,
     ) -> Array:
         """See ``Ops.rope_and_write``."""
-        if kv_heads != kv.kv_heads:
-            raise KernelError(f"the KV memory has {kv.kv_heads} heads, not {kv_heads}")
-        q_THC = self._buffers.empty((qkv_TN.shape[0], heads, kv.head_dim), self._dtype)
-        self._kernels.rope_and_write(qkv_TN, rope, kv.handle, layer, self._checked(batch), heads, q_THC)
+        if kv_heads != kv.shape.kv_heads:
+            raise KernelError(f"the KV memory has {kv.shape.kv_heads} heads, not {kv_heads}")
+        q_THC = self._buffers.empty((qkv_TN.shape[0], heads, kv.shape.key_dim), self._dtype)
+        self._attention.rope_and_write(qkv_TN, rope, q_scale, kv.handle, layer, self._checked(batch), heads, q_THC)
         return q_THC
 
-    def paged_attention(self, q_THC: Array, kv: NativeKv, layer: int, batch: StepBatch, *, scale: float) -> Array:
+    def paged_attention(
+        self,
+        q_THC: Array,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Array | None = None,
+    ) -> Array:
         """See ``Ops.paged_attention``."""
-        tokens, heads, head_dim = q_THC.shape
-        out = self._buffers.empty((tokens, heads * head_dim), self._dtype)
-        self._kernels.attention(q_THC, kv.handle, layer, self._checked(batch), heads, scale, out)
+        tokens, heads, _ = q_THC.shape
+        out = self._buffers.empty((tokens, heads * kv.shape.value_dim), self._dtype)
+        rule = attention_rule(scale, window, chunk, softcap, sinks_H)
+        self._attention.attention(q_THC, kv.handle, layer, self._checked(batch), heads, rule, out)
         return out
 
     def gated(self, gate_up_T2I: Array, kind: Gate = SILU) -> Array:

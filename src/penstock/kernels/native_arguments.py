@@ -9,9 +9,10 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.ops import Array, PackedLinear, Sampled, SampleRow
+from penstock.kernels.ops import Array, KvShape, PackedLinear, Sampled, SampleRow
 from penstock.kernels.routing import PackedExperts, Routing, Score
 
 ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})
@@ -52,8 +53,17 @@ class NativeKv:
 
     memory: NDArray[np.uint32]
     handle: _native.KvMemory
-    kv_heads: int
-    head_dim: int
+    shape: KvShape
+
+
+def attention_rule(
+    scale: float, window: int | None, chunk: int | None, softcap: float | None, sinks_H: NDArray[np.float32] | None
+) -> _native.AttentionRule:
+    """The arguments of ``Ops.paged_attention``.  Raises KernelError for one that makes no sense."""
+    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise KernelError(f"{name} must be above 0, not {value}")
+    return _native.AttentionRule(scale, window or 0, chunk or 0, softcap or 0.0, sinks_H)
 
 
 def draw_row(row: SampleRow) -> _native.DrawRow:

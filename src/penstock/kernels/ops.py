@@ -3,9 +3,9 @@
 
 Arrays are opaque to callers: a layer passes on what an op returned and never looks inside.  Shapes are given by the
 letters in the names: T tokens of this step (all sequences one after another), S sequences, R rows that sample,
-D hidden size, H query heads, G key-value heads, C head size, N outputs of a linear, K its inputs, V vocabulary,
-P pages in the longest table.  Types: *hidden* is fp32 (the residual stream and every accumulator), *compute* is the
-backend's compute type (bf16 or fp32: what a matrix product reads).
+D hidden size, H query heads, G key-value heads, C size of a head's keys, N outputs of a linear, K its inputs,
+V vocabulary, P pages in the longest table.  Types: *hidden* is fp32 (the residual stream and every accumulator),
+*compute* is the backend's compute type (bf16 or fp32: what a matrix product reads).
 
 Batch invariance (law 1) is part of every signature: one output row has the same bits whatever other rows are in the
 call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on the model
@@ -49,16 +49,27 @@ def segment_ends(k: int, unit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """What a token leaves in the KV memory: in each layer a key and a value a head.
+    """What one token leaves in the KV memory: in every layer, a key and a value of every key-value head.
 
-    ``shared``: one vector of ``key_dim``, stored once; values are its first ``value_dim`` columns (latent attention).
+    ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
+    one head a layer).
     """
 
     layers: int
     kv_heads: int
-    key_dim: int
-    value_dim: int
+    key_dim: int  # even
+    value_dim: int  # even
     shared: bool = False
+
+    @classmethod
+    def plain(cls, *, layers: int, kv_heads: int, head_dim: int) -> KvShape:
+        """Keys and values of one size."""
+        return cls(layers=layers, kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
+
+    @property
+    def numbers(self) -> int:
+        """That one token leaves, in all layers."""
+        return self.layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +252,27 @@ class Ops(Protocol):
         """A small parameter (norm weights) as the backend wants it, in fp32."""
         ...
 
-    def new_kv(
-        self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None
-    ) -> Array:
+    def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> Array:
         """KV memory of ``pages`` pages over ``memory`` (zeroed, page after page) or freshly allocated."""
         ...
 
-    def page_bytes(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
-        """Bytes of one page of all ``layers``: what ``new_kv`` needs for each page."""
+    def page_bytes(self, shape: KvShape) -> int:
+        """Bytes of one page of all layers: what ``new_kv`` needs for each page."""
         ...
 
-    def rope_table(self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0) -> Array:
-        """cos and sin for every position, computed in float64 and rounded once to fp32."""
+    def rope_table(
+        self,
+        inv_freq_C2: NDArray[np.float64],
+        max_positions: int,
+        attention_factor: float = 1.0,
+        *,
+        interleaved: bool = False,
+    ) -> Array:
+        """cos and sin times ``attention_factor`` for every position, computed in float64 and rounded once to fp32.
+
+        Rotates the first ``2 * len(inv_freq)`` columns of a head, the others stay.  Pairs are columns (i, i + half) as
+        in Hugging Face's order, or, interleaved, (2 i, 2 i + 1).
+        """
         ...
 
     def compute(self, values: NDArray[Any]) -> Array:
@@ -300,17 +320,53 @@ class Ops(Protocol):
         """hidden += x W^T, in place: the product is finished before it is added."""
         ...
 
-    def rope_and_write(
-        self, qkv_TN: Array, rope: Array, kv: Array, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
-    ) -> Array:
-        """Split qkv [T, (H + 2 G) C]; rotate q and k (Hugging Face's half-split order); write k and v, in the
-        compute type, to their pages; return q as compute [T, H, C]."""
+    def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
+        """In place, in fp32: ``rms_norm`` of each of ``count`` groups of C columns of hidden [T, N], the first of which
+        begins at column ``first`` (norms of queries and keys; with C = all heads together, one norm for them)."""
         ...
 
-    def paged_attention(self, q_THC: Array, kv: Array, layer: int, batch: StepBatch, *, scale: float) -> Array:
-        """Causal attention of every token to its sequence's pages; compute [T, H C].
+    def rope_and_write(
+        self,
+        qkv_TN: Array,
+        rope: Array | None,
+        kv: Array,
+        layer: int,
+        batch: StepBatch,
+        *,
+        heads: int,
+        kv_heads: int,
+        q_scale: Array | None = None,
+    ) -> Array:
+        """Split qkv [T, (H + G) C + G value_dim]; rotate q and k by their positions (``rope`` None: leave them); write
+        k and v, in the compute type, to their pages; return q as compute [T, H, C].
 
-        Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high.
+        ``q_scale``: fp32 by absolute position, which the rotated q is multiplied by.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        q_THC: Array,
+        kv: Array,
+        layer: int,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Array | None = None,
+    ) -> Array:
+        """Causal attention of every token to its sequence's pages; compute [T, H value_dim].
+
+        A token at position p sees keys up to p: of these the last ``window`` (p itself is one of them), and those with
+        its floor(p / chunk).  Scores are q . k * scale, then softcap * tanh(score / softcap), then what ``vector``
+        made of ``sinks_H`` joins the softmax as one more score of each head, whose weight takes no value (StreamingLLM,
+        arXiv:2309.17453, as gpt-oss has it).
+
+        Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high, the
+        sink last.  What a token does not see is not multiplied: its pages may hold anything, but the table must name
+        pages of the memory.
         """
         ...
 

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.native_arguments import ACTIVATIONS, NativeKv, draw_row, gate_words, routing_words, sampled
+from penstock.kernels.native_arguments import (
+    ACTIVATIONS,
+    NativeKv,
+    attention_rule,
+    draw_row,
+    gate_words,
+    routing_words,
+    sampled,
+)
 from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, Sampled, SampleRow, StepBatch, Steps
 from penstock.kernels.program import RecordingError
 from penstock.kernels.routing import PackedExperts, Routes, Routing
@@ -93,19 +101,44 @@ class RecordingOps:
         """See ``Ops.linear_add``."""
         self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
 
+    def norm_heads(self, x_TN: Value, weight_C: Array, eps: float, *, first: int, count: int) -> None:
+        """See ``Ops.norm_heads``."""
+        self.step.norm_heads(x_TN.slot, weight_C, eps, first, count)
+
     def rope_and_write(
-        self, qkv_TN: Value, rope: Array, kv: NativeKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+        self,
+        qkv_TN: Value,
+        rope: _native.Rope | None,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        heads: int,
+        kv_heads: int,
+        q_scale: Array | None = None,
     ) -> Value:
         """See ``Ops.rope_and_write``."""
         self._check(batch, kv)
-        if kv_heads != kv.kv_heads:
-            raise RecordingError(f"the KV memory has {kv.kv_heads} heads, not {kv_heads}")
-        return Value(self.step.rope_and_write(qkv_TN.slot, rope, layer, heads, kv.head_dim))
+        if kv_heads != kv.shape.kv_heads:
+            raise RecordingError(f"the KV memory has {kv.shape.kv_heads} heads, not {kv_heads}")
+        return Value(self.step.rope_and_write(qkv_TN.slot, rope, q_scale, layer, heads))
 
-    def paged_attention(self, q_THC: Value, kv: NativeKv, layer: int, batch: StepBatch, *, scale: float) -> Value:
+    def paged_attention(
+        self,
+        q_THC: Value,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Array | None = None,
+    ) -> Value:
         """See ``Ops.paged_attention``."""
         self._check(batch, kv)
-        return Value(self.step.attention(q_THC.slot, layer, scale))
+        return Value(self.step.attention(q_THC.slot, layer, attention_rule(scale, window, chunk, softcap, sinks_H)))
 
     def gated(self, gate_up_T2I: Value, kind: Gate = SILU) -> Value:
         """See ``Ops.gated``."""

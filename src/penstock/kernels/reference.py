@@ -11,7 +11,6 @@ This module imports torch; nothing imports this module but ``select``, when it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,17 @@ from penstock.errors import KernelError
 from penstock.kernels import reference_experts
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.ops import PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
+from penstock.kernels.ops import KvShape, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.reference_attention import (
+    ReferenceKv,
+    ReferenceRope,
+    Rule,
+    attend_tile,
+    gathered,
+    kv_over,
+    rotated,
+)
 from penstock.kernels.reference_rows import activated, gated, layer_norm, rms_norm, softcapped
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
 from penstock.kernels.routing import PackedExperts, Routes, Routing
@@ -34,13 +42,6 @@ TILE_ROWS = 64
 """Rows of one product on a GPU, whatever was asked for."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceKv:
-    """pages [P, L, 2, G, 16, C]: keys, then values, a page's tokens one after another."""
-
-    pages: Tensor
 
 
 class ReferenceOps:
@@ -103,30 +104,33 @@ class ReferenceOps:
         """See ``Ops.vector``."""
         return self._tensor(np.asarray(weight_D, np.float32))
 
-    def page_bytes(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+    def page_bytes(self, shape: KvShape) -> int:
         """See ``Ops.page_bytes``."""
-        return 2 * layers * kv_heads * PAGE_TOKENS * head_dim * self._dtype.itemsize
+        return shape.numbers * PAGE_TOKENS * self._dtype.itemsize
 
-    def new_kv(
-        self, *, pages: int, layers: int, kv_heads: int, head_dim: int, memory: memoryview | None = None
-    ) -> ReferenceKv:
+    def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> ReferenceKv:
         """See ``Ops.new_kv``.  ``memory`` is served on the CPU only (KernelError elsewhere)."""
-        shape = (pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim)
+        nbytes = pages * self.page_bytes(shape)
         if memory is None:
-            return ReferenceKv(torch.zeros(shape, dtype=self._dtype, device=self.device))
+            return kv_over(torch.zeros(nbytes // self._dtype.itemsize, dtype=self._dtype, device=self.device), shape)
         if self.device.type != "cpu":
             raise KernelError(f"KV memory on {self.device} cannot lie in the host's memory")
-        nbytes = pages * self.page_bytes(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         if memory.nbytes < nbytes:
             raise KernelError(f"{pages} pages need {nbytes} bytes of KV memory, given are {memory.nbytes}")
-        flat = torch.frombuffer(memory, dtype=self._dtype, count=nbytes // self._dtype.itemsize)
-        return ReferenceKv(flat.view(shape))
+        return kv_over(torch.frombuffer(memory, dtype=self._dtype, count=nbytes // self._dtype.itemsize), shape)
 
-    def rope_table(self, inv_freq_C2: NDArray[np.float64], max_positions: int, attention_factor: float = 1.0) -> Tensor:
-        """See ``Ops.rope_table``; [position, cos or sin, C / 2]."""
+    def rope_table(
+        self,
+        inv_freq_C2: NDArray[np.float64],
+        max_positions: int,
+        attention_factor: float = 1.0,
+        *,
+        interleaved: bool = False,
+    ) -> ReferenceRope:
+        """See ``Ops.rope_table``."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
         table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * attention_factor
-        return self._tensor(table.astype(np.float32))
+        return ReferenceRope(self._tensor(table.astype(np.float32)), interleaved)
 
     # --- looking inside -----------------------------------------------------------------------------------------------
 
@@ -183,24 +187,59 @@ class ReferenceOps:
         """See ``Ops.linear_add``."""
         hidden_TN += self.linear(x_TK, weight)
 
+    def norm_heads(self, x_TN: Tensor, weight_C: Tensor, eps: float, *, first: int, count: int) -> None:
+        """See ``Ops.norm_heads``."""
+        size = len(weight_C)
+
+        def norm(tile: Tensor) -> Tensor:
+            groups = tile.view(-1, count, size)
+            return (groups * torch.rsqrt(groups.square().mean(dim=2, keepdim=True) + eps) * weight_C).flatten(1)
+
+        columns = slice(first, first + count * size)
+        x_TN[:, columns] = self._in_tiles(norm, x_TN[:, columns])
+
     def rope_and_write(
-        self, qkv_TN: Tensor, rope: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch, *, heads: int, kv_heads: int
+        self,
+        qkv_TN: Tensor,
+        rope: ReferenceRope | None,
+        kv: ReferenceKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        heads: int,
+        kv_heads: int,
+        q_scale: Tensor | None = None,
     ) -> Tensor:
         """See ``Ops.rope_and_write``."""
-        head_dim = kv.pages.shape[-1]
-        split = qkv_TN.view(-1, heads + 2 * kv_heads, head_dim)
-        q_THC, k_TGC, v_TGC = split.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
-        cos_T1C, sin_T1C = rope[self._indices(batch.positions_T)].unsqueeze(2).unbind(dim=1)
-        sequences_T = np.repeat(np.arange(len(batch.starts_S1) - 1), np.diff(batch.starts_S1))
-        pages_T = self._indices(batch.table_SP[sequences_T, batch.positions_T // PAGE_TOKENS])
-        slots_T = self._indices(batch.positions_T % PAGE_TOKENS)
-        kv.pages[pages_T, layer, 0, :, slots_T] = _rotated(k_TGC, cos_T1C, sin_T1C).to(self._dtype)
-        kv.pages[pages_T, layer, 1, :, slots_T] = v_TGC.to(self._dtype)
-        return _rotated(q_THC, cos_T1C, sin_T1C).to(self._dtype)
+        key_dim, value_dim = kv.shape.key_dim, kv.shape.value_dim
+        widths = [heads * key_dim, kv_heads * key_dim, kv_heads * value_dim]
+        q_TN, k_TN, v_TN = qkv_TN.split_with_sizes(widths, dim=1)
+        pages_T, slots_T = self._places(batch)
+        positions_T = self._indices(batch.positions_T)
+        k_TGC = rotated(k_TN.reshape(-1, kv_heads, key_dim), rope, positions_T)
+        kv.keys[pages_T, layer, :, slots_T] = k_TGC.to(self._dtype)
+        kv.values[pages_T, layer, :, slots_T] = v_TN.reshape(-1, kv_heads, value_dim).to(self._dtype)
+        q_THC = rotated(q_TN.reshape(-1, heads, key_dim), rope, positions_T)
+        if q_scale is not None:
+            q_THC = q_THC * q_scale[positions_T, None, None]
+        return q_THC.to(self._dtype)
 
-    def paged_attention(self, q_THC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch, *, scale: float) -> Tensor:
+    def paged_attention(
+        self,
+        q_THC: Tensor,
+        kv: ReferenceKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """See ``Ops.paged_attention``."""
-        out_THC = torch.empty_like(q_THC)
+        rule = Rule(scale, window, chunk, softcap, sinks_H)
+        out_THC = q_THC.new_empty((*q_THC.shape[:2], kv.shape.value_dim))
         for s in range(len(batch.starts_S1) - 1):
             start, end = int(batch.starts_S1[s]), int(batch.starts_S1[s + 1])
             token = start
@@ -208,9 +247,11 @@ class ReferenceOps:
                 position = int(batch.positions_T[token])
                 block = position // PAGE_TOKENS
                 count = min(end - token, (block + 1) * PAGE_TOKENS - position)
-                kv_2GNC = self._gathered(kv, layer, batch.table_SP[s, : block + 1], position + count)
-                rows = slice(token, token + count)
-                out_THC[rows] = _attend_tile(q_THC[rows], kv_2GNC, position, scale).to(self._dtype)
+                rows, pages = slice(token, token + count), self._indices(batch.table_SP[s, : block + 1])
+                seen = (rule.first_key(block * PAGE_TOKENS), position + count)
+                k_GNC = gathered(kv.keys[:, layer], pages, seen)
+                v_GNC = gathered(kv.values[:, layer], pages, seen)
+                out_THC[rows] = attend_tile(q_THC[rows], k_GNC, v_GNC, position, rule).to(self._dtype)
                 token += count
         return out_THC.flatten(1)
 
@@ -293,12 +334,11 @@ class ReferenceOps:
             return self._in_tiles(lambda tile: torch.mv(weight_NK, tile[0]).unsqueeze(0), x_TK)
         return self._in_tiles(lambda tile: tile @ weight_NK.T, x_TK)
 
-    def _gathered(self, kv: ReferenceKv, layer: int, pages: NDArray[np.int32], written: int) -> Tensor:
-        """Keys and values [2, G, N, C] of whole pages in fp32; zero where nothing was written yet."""
-        kv_N2GSC = kv.pages[self._indices(pages), layer].float()
-        kv_2GNC = kv_N2GSC.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
-        kv_2GNC[:, :, written:] = 0
-        return kv_2GNC
+    def _places(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """Page and place in it of every token."""
+        sequences_T = np.repeat(np.arange(len(batch.starts_S1) - 1), np.diff(batch.starts_S1))
+        pages_T = batch.table_SP[sequences_T, batch.positions_T // PAGE_TOKENS]
+        return self._indices(pages_T), self._indices(batch.positions_T % PAGE_TOKENS)
 
 
 def _arithmetic_of(device: torch.device) -> str:
@@ -308,25 +348,3 @@ def _arithmetic_of(device: torch.device) -> str:
     if device.type == "cuda":
         return "cuda_sm{}{}".format(*torch.cuda.get_device_capability(device))
     return device.type
-
-
-def _rotated(x_THC: Tensor, cos_T1C: Tensor, sin_T1C: Tensor) -> Tensor:
-    first, second = x_THC.chunk(2, dim=-1)
-    return torch.cat([first * cos_T1C - second * sin_T1C, second * cos_T1C + first * sin_T1C], dim=-1)
-
-
-def _attend_tile(q_THC: Tensor, kv_2GNC: Tensor, position: int, scale: float) -> Tensor:
-    """Rows of one aligned tile of 16 positions, each in its own place; keys up to the tile's end."""
-    count, heads, head_dim = q_THC.shape
-    groups, keys = kv_2GNC.shape[1], kv_2GNC.shape[2]
-    slot = position % PAGE_TOKENS
-    tile = torch.zeros((PAGE_TOKENS, heads, head_dim), device=q_THC.device)
-    tile[slot : slot + count] = q_THC.float()
-    q_GMC = tile.view(PAGE_TOKENS, groups, heads // groups, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    scores_GMN = q_GMC.contiguous() @ kv_2GNC[0].transpose(1, 2) * scale
-    row_M = torch.arange(PAGE_TOKENS, device=q_THC.device).repeat(heads // groups) + (keys - PAGE_TOKENS)
-    hidden_MN = torch.arange(keys, device=q_THC.device)[None] > row_M[:, None]
-    weights_GMN = torch.softmax(scores_GMN.masked_fill(hidden_MN, -torch.inf), dim=-1)
-    out_GMC = weights_GMN @ kv_2GNC[1]
-    out_THC = out_GMC.view(groups, heads // groups, PAGE_TOKENS, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
-    return out_THC[slot : slot + count]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.kernels.ops import KvShape
 from penstock.types import PAGE_TOKENS
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -20,29 +21,26 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     page_bytes: int
     page_tokens: int
-    layers: int
-    kv_heads: int
-    head_dim: int
+    shape: KvShape
     dtype: str
 
     @classmethod
-    def full(cls, *, layers: int, kv_heads: int, head_dim: int, dtype: str, page_tokens: int = PAGE_TOKENS) -> KvLayout:
-        """Keys and values of full attention: ``layers * 2 * kv_heads * page_tokens * head_dim`` numbers.
+    def of(cls, shape: KvShape, dtype: str, *, page_tokens: int = PAGE_TOKENS) -> KvLayout:
+        """The layout of pages that hold ``page_tokens`` tokens of this shape.
 
         Raises ConfigError for an unknown dtype ("bf16", "fp16", "fp32") or a size below 1.
         """
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"KV dtype {dtype!r} is unknown; {', '.join(DTYPE_BYTES)} are known")
-        sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": page_tokens}
-        for field, size in sizes.items():
+        sizes = {"layers": shape.layers, "kv_heads": shape.kv_heads, "page_tokens": page_tokens}
+        for field, size in (sizes | {"key_dim": shape.key_dim, "value_dim": shape.value_dim}).items():
             if size < 1:
                 raise ConfigError(f"{field} of a KV page must be at least 1, not {size}")
+        kind = "latent" if shape.shared else "full"
         return cls(
-            name=f"full-l{layers}-h{kv_heads}-t{page_tokens}-d{head_dim}-{dtype}",
-            page_bytes=layers * 2 * kv_heads * page_tokens * head_dim * DTYPE_BYTES[dtype],
+            name=f"{kind}-l{shape.layers}-h{shape.kv_heads}-t{page_tokens}-k{shape.key_dim}-v{shape.value_dim}-{dtype}",
+            page_bytes=shape.numbers * page_tokens * DTYPE_BYTES[dtype],
             page_tokens=page_tokens,
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            shape=shape,
             dtype=dtype,
         )

@@ -222,4 +222,4 @@ class HostJobs:
 
 def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:
     """How a KV page of this model lies in memory."""
-    return KvLayout.full(layers=spec.kv.layers, kv_heads=spec.kv.kv_heads, head_dim=spec.kv.key_dim, dtype=dtype)
+    return KvLayout.of(spec.kv, dtype)

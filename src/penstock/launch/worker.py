@@ -25,7 +25,6 @@ from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.engine.spec.speculator import LookupSpeculator
 from penstock.kernels.cores import Cores
 from penstock.kernels.ops import Ops
-from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.kv.transfer.port import PageCarrier, PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
@@ -135,11 +134,4 @@ def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal:
 
 
 def _kv_array(ops: Ops, own: KvMemory, on_device: bool) -> object:
-    layout: KvLayout = own.layout
-    return ops.new_kv(
-        pages=own.pages,
-        layers=layout.layers,
-        kv_heads=layout.kv_heads,
-        head_dim=layout.head_dim,
-        memory=None if on_device else own.buffer,
-    )
+    return ops.new_kv(own.layout.shape, pages=own.pages, memory=None if on_device else own.buffer)

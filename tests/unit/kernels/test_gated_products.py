@@ -12,7 +12,7 @@ from kernel_cases import NATIVE, assert_same_bits, make, normal
 from penstock.kernels import compression
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, StepBatch, segment_ends
+from penstock.kernels.ops import KvShape, Array, Ops, PackedLinear, Picks, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
 
 WIDTH = 160
@@ -46,7 +46,7 @@ def batch_of(rows: int) -> StepBatch:
 
 
 def check(ops: Any, block: GatedBlock, *, nodes: int) -> None:
-    kv = ops.new_kv(pages=1, layers=1, kv_heads=1, head_dim=16)
+    kv = ops.new_kv(KvShape.plain(layers=1, kv_heads=1, head_dim=16), pages=1)
     recorded, direct = ops.record(block, kv), DirectProgram(ops, block, kv)
     assert recorded.step.nodes == nodes
     for rows in ROWS:

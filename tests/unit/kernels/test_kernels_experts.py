@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.kernels import _native, compression
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import Array, Ops, PackedExperts, Picks, StepBatch, segment_ends
+from penstock.kernels.ops import KvShape, Array, Ops, PackedExperts, Picks, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.routing import Routing, Score
@@ -258,7 +258,7 @@ class Routed:
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
 def test_recorded_as_run(family: str, compute: str) -> None:
     ops = make(family, compute)
-    steps, kv = Routed(ops, Shape(8, 40, 24, 40)), ops.new_kv(pages=4, layers=1, kv_heads=1, head_dim=16)
+    steps, kv = Routed(ops, Shape(8, 40, 24, 40)), ops.new_kv(KvShape.plain(layers=1, kv_heads=1, head_dim=16), pages=4)
     recorded, direct = ops.record(steps, kv), DirectProgram(ops, steps, kv)
     assert isinstance(recorded, RecordedProgram)
     for tokens in ([1], [5, 6, 7], list(range(40)), [9]):

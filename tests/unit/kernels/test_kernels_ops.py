@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError
-from penstock.kernels.ops import StepBatch, segment_ends
+from penstock.kernels.ops import KvShape, StepBatch, segment_ends
 
 
 @pytest.fixture(params=EVERY, ids="-".join)
@@ -74,51 +74,11 @@ def test_rows_and_rounding(ops: Any) -> None:
     np.testing.assert_array_equal(ops.to_numpy(picked), exact[[5, 0, 5]])
 
 
-def rotated(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    tokens, _, dim = x.shape
-    angles = np.outer(np.arange(tokens), 10000.0 ** -(np.arange(0, dim, 2) / dim))[:, None]
-    a, b = np.split(x.astype(np.float64), 2, axis=-1)
-    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
-
-
-def plain_attention(ops: Any, heads: Heads, qkv: NDArray[np.float32]) -> NDArray[np.float64]:
-    tokens = len(qkv)
-    split = qkv.reshape(tokens, -1, heads.dim)
-    q, k, v = np.split(split, [heads.query, heads.query + heads.kv], axis=1)
-    repeat = heads.query // heads.kv
-    q = rounded(ops, rotated(q))
-    k, v = (rounded(ops, x).repeat(repeat, axis=1) for x in (rotated(k), v))
-    scores = np.einsum("thc,shc->hts", q, k) * heads.dim**-0.5
-    scores[:, ~np.tri(tokens, dtype=bool)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    out = np.einsum("hts,shc->thc", weights / weights.sum(-1, keepdims=True), v)
-    return out.reshape(tokens, heads.query * heads.dim)
-
-
-@pytest.mark.parametrize(
-    "heads",
-    [
-        Heads(5, 1, 64),
-        Heads(4, 2, 20),
-        Heads(6, 2, 24),
-        Heads(3, 3, 40),
-        Heads(8, 2, 80),
-        Heads(2, 1, 128),
-        Heads(2, 2, 6),
-    ],
-    ids=str,
-)
-def test_attention(ops: Any, heads: Heads) -> None:
-    story = Story(ops, heads, [1, 17, 150, 600], poison=True)
-    for got, qkv in zip(story.whole(), story.qkv, strict=True):
-        assert_close(got, plain_attention(ops, heads, qkv), 2 * TOLERANCE[ops.compute_dtype])
-
-
 def test_pages_are_zero_copy_over_given_memory(ops: Any) -> None:
     story = Story(ops, Heads(2, 1, 16), [20])
     assert not any(story.memory)
     story.whole()
-    half = ops.page_bytes(layers=1, kv_heads=1, head_dim=16)
+    half = ops.page_bytes(KvShape.plain(layers=1, kv_heads=1, head_dim=16))
     for page in story.table[0, :2]:
         start = int(page) * 2 * half
         assert not any(story.memory[start : start + half])  # layer 0: not written
@@ -138,7 +98,7 @@ def test_bad_calls_are_refused(family: str, compute: str) -> None:
     with pytest.raises(KernelError, match="not bfloat16"):
         ops.pack_linear(np.zeros((2, 2)))
     with pytest.raises(KernelError, match="bytes of KV memory"):
-        ops.new_kv(pages=2, layers=1, kv_heads=1, head_dim=8, memory=memoryview(bytearray(100)))
+        ops.new_kv(KvShape.plain(layers=1, kv_heads=1, head_dim=8), pages=2, memory=memoryview(bytearray(100)))
 
     story = Story(ops, Heads(2, 1, 16), [20])
     batch = StepBatch(

@@ -13,7 +13,7 @@ from kernel_cases import EVERY, NATIVE, TOLERANCE, assert_close, assert_same_bit
 from numpy.typing import NDArray
 
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
-from penstock.kernels.ops import Array, Ops, Picks, StepBatch
+from penstock.kernels.ops import Array, KvShape, Ops, Picks, StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 
@@ -172,7 +172,7 @@ def new_picks(count: int) -> Picks:
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
 def test_recorded_as_run(family: str, compute: str) -> None:
     ops = make(family, compute)
-    steps, kv = EveryRowOperation(ops), ops.new_kv(pages=4, layers=1, kv_heads=1, head_dim=16)
+    steps, kv = EveryRowOperation(ops), ops.new_kv(KvShape.plain(layers=1, kv_heads=1, head_dim=16), pages=4)
     recorded, direct = ops.record(steps, kv), DirectProgram(ops, steps, kv)
     assert isinstance(recorded, RecordedProgram)
     assert recorded.step.picks

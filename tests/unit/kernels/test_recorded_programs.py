@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import EVERY, NATIVE, make, normal
 
 from penstock.kernels import compression
-from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, SampleRow, StepBatch
+from penstock.kernels.ops import Array, KvShape, Ops, PackedLinear, Picks, SampleRow, StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 
@@ -37,7 +37,7 @@ class Lookup:
 
 def lookup(ops: Any, head_VD: np.ndarray[Any, Any], tokens: int = 64) -> tuple[Lookup, Any]:
     steps = Lookup(ops, ops.pack_linear(normal(3, tokens, WIDTH)), ops.pack_linear(head_VD))
-    return steps, ops.new_kv(pages=4, layers=1, kv_heads=1, head_dim=16)
+    return steps, ops.new_kv(KvShape.plain(layers=1, kv_heads=1, head_dim=16), pages=4)
 
 
 def batch_of(tokens: list[int], wanted: list[int]) -> StepBatch:

@@ -7,17 +7,20 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.types import PageId
 
-LAYOUT = KvLayout.full(layers=1, kv_heads=1, head_dim=5, dtype="fp32")  # 640 bytes: no multiple of a memory page
+LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=5), "fp32")  # 640 bytes: no multiple of a memory page
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def descriptors() -> int:
 def test_sizes_and_names_of_layouts() -> None:
     assert LAYOUT.page_bytes == 2 * 16 * 5 * 4
     names = {
-        KvLayout.full(layers=a, kv_heads=b, head_dim=c, dtype=d).name
+        KvLayout.of(KvShape.plain(layers=a, kv_heads=b, head_dim=c), d).name
         for a in (1, 2)
         for b in (1, 2)
         for c in (8, 16)
@@ -51,10 +54,27 @@ def test_sizes_and_names_of_layouts() -> None:
     assert len(names) == 24
 
 
-@pytest.mark.parametrize("change", [{"dtype": "int3"}, {"layers": 0}, {"head_dim": -1}, {"page_tokens": 0}])
-def test_a_layout_that_cannot_be_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        KvLayout.full(**({"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "bf16"} | change))
+def test_a_latent_page_holds_its_values_once() -> None:
+    latent = KvShape(layers=3, kv_heads=1, key_dim=576, value_dim=512, shared=True)
+    assert KvLayout.of(latent, "bf16").page_bytes == 3 * 16 * 576 * 2
+    assert KvLayout.of(replace(latent, shared=False), "bf16").page_bytes == 3 * 16 * (576 + 512) * 2
+    assert KvLayout.of(latent, "bf16").name == "latent-l3-h1-t16-k576-v512-bf16"
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("dtype", {"dtype": "int3"}),
+        ("layers", {"layers": 0}),
+        ("key_dim", {"head_dim": -1}),
+        ("page_tokens", {"page_tokens": 0}),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(field: str, change: dict[str, Any]) -> None:
+    asked = {"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "bf16", "page_tokens": 16} | change
+    shape = KvShape.plain(**{name: asked[name] for name in ("layers", "kv_heads", "head_dim")})
+    with pytest.raises(ConfigError, match=field):
+        KvLayout.of(shape, asked["dtype"], page_tokens=asked["page_tokens"])
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -7,13 +7,14 @@ import os
 import pytest
 
 from penstock.errors import PageCorrupt
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer import port
 from penstock.kv.transfer.port import PageSeal
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.messages import PageReady
 
-LAYOUT = KvLayout.full(layers=1, kv_heads=1, head_dim=2, dtype="bf16")  # 128 bytes
+LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "bf16")  # 128 bytes
 IDENTITY = ModelIdentity(fingerprint="ab", numerics="c")
 SEAL = PageSeal(IDENTITY, LAYOUT)
 
@@ -65,7 +66,7 @@ def test_the_checksum_depends_on_all_that_the_bits_depend_on() -> None:
         SEAL,
         PageSeal(ModelIdentity(fingerprint="a", numerics="bc"), LAYOUT),
         PageSeal(ModelIdentity(fingerprint="abc", numerics=""), LAYOUT),
-        PageSeal(IDENTITY, KvLayout.full(layers=1, kv_heads=2, head_dim=1, dtype="bf16")),
+        PageSeal(IDENTITY, KvLayout.of(KvShape.plain(layers=1, kv_heads=2, head_dim=1), "bf16")),
     ]
     assert len({seal.checksum(page, generation) for seal in seals for generation in (0, 1, 1 << 40)}) == 12
 

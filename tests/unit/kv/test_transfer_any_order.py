@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.config.schema import HandOverConfig
+from penstock.kernels.ops import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.effects import (
@@ -37,7 +38,7 @@ from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.messages import HandOverFailed, PageSource, PagesReceived, PullPages, TokenItem
 
-LAYOUT = KvLayout.full(layers=1, kv_heads=1, head_dim=4, dtype="bf16")
+LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=4), "bf16")
 SEAL = PageSeal(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
 SOURCE = PageSource(worker=WorkerId("p"), incarnation=1, endpoint="memory://p")
 REQUESTS = [RequestId(f"r{number}") for number in range(3)]

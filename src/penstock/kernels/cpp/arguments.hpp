@@ -92,12 +92,43 @@ struct KvMemory {
   Out<uint32_t, 1> memory;
   KvView view;
 
-  KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int head_dim, int per_cell)
-      : memory(std::move(cells)), view{memory.data(), pages, layers, kv_heads, head_dim, per_cell} {
+  KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int key_dim, int value_dim, bool shared,
+           int per_cell)
+      : memory(std::move(cells)),
+        view{memory.data(), pages, layers, kv_heads, key_dim, value_dim, shared, per_cell} {
     require(pages > 0 && layers > 0 && kv_heads > 0, "KV memory needs pages, layers and heads");
-    require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "head size must be even and at most 512");
+    for (const int size : {key_dim, value_dim})
+      require(size > 0 && size % 2 == 0 && size <= kMaxHeadDim, "head size must be even and at most 1024");
+    require(!shared || value_dim <= key_dim, "shared values are columns of their keys");
     require(memory.size() == static_cast<size_t>(pages) * view.page_cells(), "memory does not fit the pages");
   }
+};
+
+// A rotary table: cos and sin by position.
+struct Rope {
+  In<float, 3> table;
+  RopeView view;
+  long positions;
+
+  Rope(In<float, 3> angles, bool interleaved)
+      : table(std::move(angles)), view{table.data(), dim(table, 2), interleaved}, positions(dim(table, 0)) {
+    require(dim(table, 1) == 2 && view.pairs > 0 && 2 * view.pairs <= kMaxHeadDim,
+            "the rope table must be [positions, 2, pairs]");
+  }
+};
+
+// Which keys attention sees and how scores become weights; 0 for a window, chunk or cap that there is not.
+struct AttentionRule {
+  std::optional<In<float, 1>> sinks;
+  KeyRule keys;
+  Softmax softmax;
+
+  AttentionRule(float scale, long window, long chunk, float softcap, const std::optional<In<float, 1>>& sinks_H)
+      : sinks(sinks_H), keys{window, chunk}, softmax{scale, softcap, sinks ? sinks->data() : nullptr} {
+    require(window >= 0 && chunk >= 0 && softcap >= 0, "window, chunk and softcap must be above 0");
+  }
+
+  void check(int heads) const { require(!sinks || dim(*sinks, 0) == heads, "a sink for every query head"); }
 };
 
 // The step's tokens, checked: positions in order, table entries inside the memory.

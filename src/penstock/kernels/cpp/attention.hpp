@@ -2,23 +2,14 @@
 // that are computed apart and joined from low to high.
 //
 // A work item is one chunk of a sequence's tokens and one key-value head, with all query heads that share it; a row is
-// (token, query head).  What one row does depends on its own position only: it takes the blocks up to its own, and in
-// the last of them the keys up to its own, in the same steps whatever the tile around it.  Keys behind it are never
-// multiplied, so unwritten memory may hold anything.
-//
-// After "Online normalizer calculation for softmax" (Milakov, Gimelshein 2018) and FlashAttention-2 (Dao 2023).
+// (token, query head).  What one row does depends on its own position only: it takes the blocks that have keys it sees,
+// and in the first and last of them those keys only, in the same steps whatever the tile around it.  Other keys are
+// never multiplied, so memory that is not written yet, or belongs to others again, may hold anything.
 #pragma once
 
-#include "elementwise.hpp"
+#include "softmax_rows.hpp"
 
 namespace {
-
-// Running softmax of some rows over one partition, or over the partitions joined so far.
-struct SoftmaxRows {
-  float* top;  // [rows]: largest score, in units of log 2
-  float* sum;  // [rows][16]: of the exponentials, lane by lane; joined sums use lane 0
-  float* out;  // [rows][width]: sum of exponential times value
-};
 
 // Where 64 keys of one head lie: four pages, cells [steps][16 keys] and cells [steps][C].
 struct Block {
@@ -37,26 +28,29 @@ struct Attend {
   const AttentionArgs& args;
   const Chunk& chunk;
   int kv_head;
-  long group, head_dim, rows, blocks_c, width;
+  long group, key_dim, value_dim, rows, blocks_c, width;
   long first_position;
   const int32_t* table;
+  int32_t *first_key, *end_key;  // [rows]: keys that each row sees
   Value* q;        // [rows][C]
   float* scores;   // [kAttentionRows][64]
   Value* weights;  // [kAttentionRows][64]
   uint32_t* narrow_values;  // [64 / per_cell][16]: used when C < 16
-  float* sums_memory;
   SoftmaxRows now, joined;
 
   static size_t bytes(const AttentionArgs& a) {
-    const size_t rows = static_cast<size_t>(a.max_rows), padded = static_cast<size_t>(a.kv.head_dim + 31);
-    return rows * (padded * 2 + 17 * 2 + padded) * 4 + kAttentionRows * 64 * 8 + 64 * 64 + 4096;
+    const auto rows = static_cast<size_t>(a.max_rows), lines = static_cast<size_t>(16);
+    const size_t softmax = rows * 8 + rows * 64 + rows * (static_cast<size_t>(a.kv.value_dim) + 15) * 4;
+    const size_t queries = rows * static_cast<size_t>(a.kv.key_dim) * sizeof(Value);
+    return kAttentionRows * kBlockKeys * (4 + sizeof(Value)) + kBlockKeys * 64 + 2 * softmax + queries + lines * 64;
   }
 
   Attend(const AttentionArgs& a, const Chunk& c, int g, int worker) : args(a), chunk(c), kv_head(g) {
     group = a.heads / a.kv.kv_heads;
-    head_dim = a.kv.head_dim;
+    key_dim = a.kv.key_dim;
+    value_dim = a.kv.value_dim;
     rows = c.tokens * group;
-    blocks_c = (head_dim + 15) / 16;
+    blocks_c = (value_dim + 15) / 16;
     width = blocks_c * 16;
     first_position = a.batch.positions[c.token];
     table = a.batch.table + c.sequence * a.batch.table_width;
@@ -74,40 +68,49 @@ struct Attend {
       own->top = reinterpret_cast<float*>(take(rows * 4));
       own->sum = reinterpret_cast<float*>(take(rows * 64));
       own->out = reinterpret_cast<float*>(take(rows * width * 4));
+      own->width = width;
     }
-    q = reinterpret_cast<Value*>(take(rows * head_dim * sizeof(Value)));
+    first_key = reinterpret_cast<int32_t*>(take(rows * 4));
+    end_key = reinterpret_cast<int32_t*>(take(rows * 4));
+    q = reinterpret_cast<Value*>(take(rows * key_dim * sizeof(Value)));
+    for (long row = 0; row < rows; ++row) {
+      const long position = first_position + row / group;
+      first_key[row] = static_cast<int32_t>(a.rule.first_key(position));
+      end_key[row] = static_cast<int32_t>(position + 1);
+    }
     for (long token = 0; token < c.tokens; ++token)
-      __builtin_memcpy(q + token * group * head_dim,
-                       static_cast<const Value*>(a.q) + ((c.token + token) * a.heads + g * group) * head_dim,
-                       static_cast<size_t>(group * head_dim) * sizeof(Value));
+      __builtin_memcpy(q + token * group * key_dim,
+                       static_cast<const Value*>(a.q) + ((c.token + token) * a.heads + g * group) * key_dim,
+                       static_cast<size_t>(group * key_dim) * sizeof(Value));
   }
 
-  long position(long row) const { return first_position + row / group; }
   long last_position() const { return first_position + chunk.tokens - 1; }
 
-  // Column of the first lane of block c of the head.  The last block of an odd size overlaps the one before it.
-  long column(long c) const { return c * 16 + 16 <= head_dim || head_dim < 16 ? c * 16 : head_dim - 16; }
-
-  void begin_partition() {
-    for (long row = 0; row < rows; ++row) now.top[row] = -__builtin_inff();
-    __builtin_memset(now.sum, 0, static_cast<size_t>(rows) * 64);
-    __builtin_memset(now.out, 0, static_cast<size_t>(rows) * width * 4);
+  Seen seen(long row, long block_key) const {
+    const long from = first_key[row] - block_key;
+    return {from > 0 ? from : 0, min_of(kBlockKeys, end_key[row] - block_key)};
   }
 
+  // Column of the first lane of block c of the values.  The last block of an odd size overlaps the one before it.
+  long column(long c) const { return c * 16 + 16 <= value_dim || value_dim < 16 ? c * 16 : value_dim - 16; }
+
+  // Partition by absolute position; `first` key that any row sees.
   void partition(long index) {
-    begin_partition();
+    now.clear(rows);
+    const long first = first_key[0] / kBlockKeys * kBlockKeys;
+    const long begin = first > index * kPartitionKeys ? first : index * kPartitionKeys;
     const long end = min_of((index + 1) * kPartitionKeys, last_position() + 1);
-    for (long key = index * kPartitionKeys; key < end; key += kBlockKeys) block(key);
+    for (long key = begin; key < end; key += kBlockKeys) block(key);
   }
 
-  // Where the 64 keys from `first_key` on lie.
-  Block locate(long first_key) const {
+  // Where the 64 keys from `key` on lie.
+  Block locate(long key) const {
     Block found{};
-    found.first_key = first_key;
-    found.pages = min_of(4, (last_position() - first_key) / kPageTokens + 1);
-    found.value_stride = head_dim;
+    found.first_key = key;
+    found.pages = min_of(4, (last_position() - key) / kPageTokens + 1);
+    found.value_stride = value_dim;
     for (long j = 0; j < 4; ++j) {  // beyond the last page any memory serves: its scores are dropped
-      const long page = table[first_key / kPageTokens + (j < found.pages ? j : 0)];
+      const long page = table[key / kPageTokens + (j < found.pages ? j : 0)];
       found.keys[j] = args.kv.keys(page, args.layer, kv_head);
       found.values[j] = args.kv.values(page, args.layer, kv_head);
     }
@@ -119,23 +122,27 @@ struct Attend {
     for (long j = 0; j < own.pages; ++j)
       for (long step = 0; step < kCellsAPage; ++step)
         store(narrow_values + (j * kCellsAPage + step) * 16,
-              load_part<U16>(own.values[j] + step * head_dim, static_cast<int>(head_dim)));
+              load_part<U16>(own.values[j] + step * value_dim, static_cast<int>(value_dim)));
     for (long j = 0; j < 4; ++j) own.values[j] = narrow_values + j * kCellsAPage * 16;
     own.value_stride = 16;
   }
 
-  void block(long first_key) {
-    Block own = locate(first_key);
+  void block(long key) {
+    Block own = locate(key);
     // The first tile of a block fetches the next one.
-    const Block next = first_key + kBlockKeys <= last_position() ? locate(first_key + kBlockKeys) : own;
-    if (head_dim < 16) widen_values(own);
-    const long skipped = first_key > first_position ? (first_key - first_position) * group : 0;
-    const long active = rows - skipped, tiles = (active + kAttentionRows - 1) / kAttentionRows;
+    const Block next = key + kBlockKeys <= last_position() ? locate(key + kBlockKeys) : own;
+    if (value_dim < 16) widen_values(own);
+    const long skipped = key > first_position ? (key - first_position) * group : 0;
+    const long last = args.rule.last_seer(key + kBlockKeys - 1, last_position());
+    const long active = (last - first_position + 1) * group - skipped;
+    const long tiles = (active + kAttentionRows - 1) / kAttentionRows;
     for (long t = 0; t < tiles; ++t) {
       const long row = skipped + t * active / tiles;
       const int count = static_cast<int>(skipped + (t + 1) * active / tiles - row);
       score(row, count, own, t == 0 ? &next : nullptr);
-      for (int m = 0; m < count; ++m) soften(row + m, m, min_of(kBlockKeys, position(row + m) + 1 - first_key));
+      for (int m = 0; m < count; ++m)
+        now.soften<D>(row + m, seen(row + m, key), args.softmax, scores + m * kBlockKeys,
+                      weights + m * kBlockKeys);
       gather(row, count, own, t == 0 ? &next : nullptr);
     }
   }
@@ -146,9 +153,9 @@ struct Attend {
     tile.bases = 1;
     tile.base[0] = own.keys[0];
     tile.step_stride = 16;
-    tile.steps = head_dim / D::kPerCell;
-    tile.x = reinterpret_cast<const char*>(q + row * head_dim);
-    tile.x_stride = static_cast<size_t>(head_dim) * sizeof(Value);
+    tile.steps = key_dim / D::kPerCell;
+    tile.x = reinterpret_cast<const char*>(q + row * key_dim);
+    tile.x_stride = static_cast<size_t>(key_dim) * sizeof(Value);
     tile.x_step = 4;
     tile.acc_stride = kBlockKeys;
     const int panels = attention_panels(count);
@@ -164,48 +171,38 @@ struct Attend {
     }
   }
 
-  // Scores of the first `valid` keys to weights of row `row`; what was summed before is scaled to the new maximum.
-  void soften(long row, int m, long valid) {
-    const F16 scale = splat(args.scale * 1.44269504f), nothing = splat(-__builtin_inff());
-    F16 s[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      s[j] = load(scores + m * kBlockKeys + j * 16) * scale;
-      if (valid < kBlockKeys) s[j] = select(less(iota(j * 16), splat_int(static_cast<int32_t>(valid))), s[j], nothing);
-    }
-    const float before = now.top[row];
-    const float here = max_lanes(max16(max16(s[0], s[1]), max16(s[2], s[3])));
-    const float top = here > before ? here : before;
-    const F16 shift = splat(top);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      s[j] = D::rounded(exp2_nonpositive(s[j] - shift));
-      D::store_rounded(weights + m * kBlockKeys + j * 16, s[j], 16);
-    }
-    F16 sum = load(now.sum + row * 16);
-    if (top != before) {
-      now.top[row] = top;
-      alignas(64) float factor[16];
-      store(factor, exp2_nonpositive(splat(before - top)));
-      const F16 shrink = splat(factor[0]);
-      sum = sum * shrink;
-      float* out = now.out + row * width;
-      for (long c = 0; c < width; c += 16) store(out + c, load(out + c) * shrink);
-    }
-    store(now.sum + row * 16, sum + ((s[0] + s[1]) + (s[2] + s[3])));
+  // out += weights . v, for every row from the first key it sees to the last: cells that are whole for all rows of the
+  // tile together, what a row sees before and behind them by itself.
+  void gather(long row, int count, const Block& own, const Block* next) {
+    constexpr long kCells = kBlockKeys / D::kPerCell;
+    // Later rows are at later positions, and begin and end no earlier.
+    long from = (seen(row + count - 1, own.first_key).begin + D::kPerCell - 1) / D::kPerCell;
+    long to = seen(row, own.first_key).end / D::kPerCell;
+    if (from > to) from = to = kCells;  // nothing together
+    if (from > 0)
+      for (int m = 0; m < count; ++m) gather_before(row + m, m, from, own);
+    add_values(row, 0, count, from, to, own, next);
+    if (to < kCells)
+      for (int m = 0; m < count; ++m) gather_behind(row + m, m, to, own);
   }
 
-  // out += weights . v: cells that are whole for every row of the tile together, then each row's own rest.
-  void gather(long row, int count, const Block& own, const Block* next) {
-    long common = kBlockKeys;
-    for (int m = 0; m < count; ++m) common = min_of(common, position(row + m) + 1 - own.first_key);
-    common /= D::kPerCell;
-    add_values(row, 0, count, 0, common, own, next);
-    for (int m = 0; m < count; ++m) {
-      const long valid = min_of(kBlockKeys, position(row + m) + 1 - own.first_key);
-      if (valid / D::kPerCell > common) add_values(row + m, m, 1, common, valid / D::kPerCell, own, nullptr);
-      if (valid % D::kPerCell != 0) add_half_cell(row + m, m, valid - 1, own);
-    }
+  void gather_before(long row, int m, long cell, const Block& own) {
+    const Seen keys = seen(row, own.first_key);
+    if (keys.begin % D::kPerCell != 0) add_half_cell(row, m, keys.begin, 0xFFFF0000u, own);
+    const long whole = (keys.begin + D::kPerCell - 1) / D::kPerCell;
+    add_values(row, m, 1, whole, min_of(cell, keys.end / D::kPerCell), own, nullptr);
+    if (keys.end / D::kPerCell < cell) gather_last(row, m, keys, own);
+  }
+
+  void gather_behind(long row, int m, long cell, const Block& own) {
+    const Seen keys = seen(row, own.first_key);
+    if (keys.end / D::kPerCell < cell) return;
+    add_values(row, m, 1, cell, keys.end / D::kPerCell, own, nullptr);
+    gather_last(row, m, keys, own);
+  }
+
+  void gather_last(long row, int m, const Seen& keys, const Block& own) {
+    if (keys.end % D::kPerCell != 0) add_half_cell(row, m, keys.end - 1, 0x0000FFFFu, own);
   }
 
   void add_values(long row, int m, int count, long from, long to, const Block& own, const Block* next) {
@@ -245,63 +242,49 @@ struct Attend {
                  : pick_attention_tile<D, Fetch::kNothing>(rows, panels);
   }
 
-  // The last key of a row whose cell's later half belongs to a key behind it: that half counts as zero.
-  void add_half_cell(long row, int m, long key, const Block& own) {
+  // A key whose cell's other half the row does not see: that half counts as zero.
+  void add_half_cell(long row, int m, long key, uint32_t half, const Block& own) {
     const long cell = key / D::kPerCell;
     const uint32_t* from = own.values[cell / kCellsAPage] + cell % kCellsAPage * own.value_stride;
-    const uint32_t weight = load_cell(weights + m * kBlockKeys + key);
+    const uint32_t weight = load_cell(weights + m * kBlockKeys + cell * D::kPerCell) & half;
     float* out = now.out + row * width;
     for (long c = 0; c < blocks_c; ++c) {
-      const U16 cells = load_as<U16>(from + column(c)) & splat_word(0xFFFFu);
-      store(out + c * 16, dot_cells<D>(load(out + c * 16), cells, weight & 0xFFFFu));
+      const U16 cells = load_as<U16>(from + column(c)) & splat_word(half);
+      store(out + c * 16, dot_cells<D>(load(out + c * 16), cells, weight));
     }
   }
 
-  // Joins (top, sum, out) of one row's next partition to those before it.
-  void join(long row, float top, float sum, const float* out, bool first) {
-    float* to = joined.out + row * width;
-    if (first) {
-      joined.top[row] = top;
-      joined.sum[row * 16] = sum;
-      __builtin_memcpy(to, out, static_cast<size_t>(width) * 4);
-      return;
-    }
-    const float before = joined.top[row], highest = top > before ? top : before;
-    alignas(64) float factor[16] = {before - highest, top - highest};
-    store(factor, exp2_nonpositive(load(factor)));
-    const F16 a = splat(factor[0]), b = splat(factor[1]);
-    joined.top[row] = highest;
-    joined.sum[row * 16] = joined.sum[row * 16] * factor[0] + sum * factor[1];
-    for (long c = 0; c < width; c += 16) store(to + c, load(to + c) * a + load(out + c) * b);
+  // Does the row see a key of this partition?
+  bool sees(long row, long index) const {
+    return end_key[row] > index * kPartitionKeys && first_part(row) <= index;
   }
+  long first_part(long row) const { return first_key[row] / kPartitionKeys; }
 
   void join_partition(long index) {
     for (long row = 0; row < rows; ++row)
-      if (position(row) >= index * kPartitionKeys)
-        join(row, now.top[row], sum_lanes(load(now.sum + row * 16)), now.out + row * width, index == 0);
+      if (sees(row, index))
+        joined.join(row, now.top[row], sum_lanes(load(now.sum + row * 16)), now.out + row * width,
+                    index == first_part(row));
   }
 
   void save_partition(float* to) const {
-    for (long row = 0; row < rows; ++row, to += width + 2) {
-      to[0] = now.top[row];
-      to[1] = sum_lanes(load(now.sum + row * 16));
-      __builtin_memcpy(to + 2, now.out + row * width, static_cast<size_t>(width) * 4);
-    }
+    for (long row = 0; row < rows; ++row, to += width + 2) now.save(row, to);
   }
 
   void join_saved(long index, const float* from) {
     for (long row = 0; row < rows; ++row, from += width + 2)
-      if (position(row) >= index * kPartitionKeys) join(row, from[0], from[1], from + 2, index == 0);
+      if (sees(row, index)) joined.join(row, from[0], from[1], from + 2, index == first_part(row));
   }
 
   void finish() const {
     for (long row = 0; row < rows; ++row) {
-      const F16 inverse = splat(1.0f / joined.sum[row * 16]);
       const long token = chunk.token + row / group, head = kv_head * group + row % group;
-      Value* to = static_cast<Value*>(args.out) + (token * args.heads + head) * head_dim;
+      const float* sinks = args.softmax.sinks;
+      const F16 factor = splat(joined.normaliser(row, sinks == nullptr ? nullptr : sinks + head));
+      Value* to = static_cast<Value*>(args.out) + (token * args.heads + head) * value_dim;
       for (long c = 0; c < blocks_c; ++c)
-        store_values<D>(to + column(c), load(joined.out + row * width + c * 16) * inverse,
-                        static_cast<int>(min_of(16, head_dim)));
+        store_values<D>(to + column(c), load(joined.out + row * width + c * 16) * factor,
+                        static_cast<int>(min_of(16, value_dim)));
     }
   }
 };
@@ -315,27 +298,28 @@ void attention_typed(const AttentionArgs& args) {
       const Chunk& chunk = args.chunks[args.chunk_count - 1 - item / heads];
       Attend<D> attend(args, chunk, static_cast<int>(item % heads), worker);
       for (long index = 0; index < chunk.parts; ++index) {
-        attend.partition(index);
-        attend.join_partition(index);
+        attend.partition(chunk.first_part + index);
+        attend.join_partition(chunk.first_part + index);
       }
       attend.finish();
     });
     return;
   }
-  const size_t saved = static_cast<size_t>(args.max_rows) * ((args.kv.head_dim + 15) / 16 * 16 + 2);
+  const size_t saved = static_cast<size_t>(args.max_rows) * ((args.kv.value_dim + 15) / 16 * 16 + 2);
   each_item(args.part_count * heads, args.work, [&](long item, int worker) {
     const long part = item / heads;
     const Chunk* chunk = args.chunks;
     while (part >= chunk->part + chunk->parts) ++chunk;
     Attend<D> attend(args, *chunk, static_cast<int>(item % heads), worker);
-    attend.partition(part - chunk->part);
+    attend.partition(chunk->first_part + part - chunk->part);
     attend.save_partition(args.partial + item * saved);
   });
   each_item(args.chunk_count * heads, args.work / 64, [&](long item, int worker) {
     const Chunk& chunk = args.chunks[item / heads];
     Attend<D> attend(args, chunk, static_cast<int>(item % heads), worker);
     for (long index = 0; index < chunk.parts; ++index)
-      attend.join_saved(index, args.partial + ((chunk.part + index) * heads + item % heads) * saved);
+      attend.join_saved(chunk.first_part + index,
+                        args.partial + ((chunk.part + index) * heads + item % heads) * saved);
     attend.finish();
   });
 }

@@ -1,4 +1,4 @@
-// How a step's attention is cut into chunks and partitions: the same for all layers with so many heads.
+// How a step's attention is cut into chunks and partitions: the same for all layers with so many heads that see the same keys.
 #pragma once
 
 #include <algorithm>
@@ -13,28 +13,31 @@ namespace penstock {
 class AttentionCut {
  public:
   // Fills what depends on the batch; `args` then points into this object until the next call.
-  void cut(const KvView& kv, const BatchView& batch, int heads, AttentionArgs& args) {
+  void cut(const KvView& kv, const BatchView& batch, int heads, const KeyRule& rule, AttentionArgs& args) {
     constexpr long kRows = 64;
     const long group = heads / kv.kv_heads, tokens = std::max(1L, kRows / group);
     args = {};
     args.kv = kv;
     args.batch = batch;
     args.heads = heads;
+    args.rule = rule;
     chunks_.clear();
     for (long s = 0; s < batch.sequences; ++s)
       for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += tokens) {
         const long count = std::min<long>(tokens, batch.starts[s + 1] - t);
-        const long keys = batch.positions[t + count - 1] + 1, parts = (keys + kPartitionKeys - 1) / kPartitionKeys;
-        chunks_.push_back({s, t, count, args.part_count, parts});
+        const long first = rule.first_key(batch.positions[t]), last = batch.positions[t + count - 1];
+        const long first_part = first / kPartitionKeys, parts = last / kPartitionKeys - first_part + 1;
+        chunks_.push_back({s, t, count, args.part_count, parts, first_part});
         args.part_count += parts;
         args.max_rows = std::max(args.max_rows, count * group);
-        args.work += static_cast<double>(count * heads) * static_cast<double>(keys * kv.head_dim) * 2;
+        args.work += static_cast<double>(count * heads) * static_cast<double>(last - first + 1) *
+                     static_cast<double>(kv.key_dim + kv.value_dim);
       }
     args.chunks = chunks_.data();
     args.chunk_count = static_cast<long>(chunks_.size());
     // Partitions are computed apart when there are too few chunks for the threads.
     if (args.part_count > args.chunk_count && args.chunk_count * kv.kv_heads < 2 * hands()) {
-      const long row = (kv.head_dim + 15) / 16 * 16 + 2;
+      const long row = (kv.value_dim + 15) / 16 * 16 + 2;
       const auto wanted = static_cast<size_t>(args.part_count * kv.kv_heads * args.max_rows * row);
       if (partial_.size() < wanted) partial_.resize(wanted);
       args.partial = partial_.data();

@@ -17,6 +17,9 @@ void without_gil(const Fn& fn) {
   fn();
 }
 
+// Declares the operations around attention (module_attention.cpp).
+void bind_attention(nb::module_& m);
+
 // Declares the functions and classes of compressed weights (module_compressed.cpp).
 void bind_compressed(nb::module_& m);
 

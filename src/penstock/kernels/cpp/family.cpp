@@ -5,6 +5,7 @@
 #include "attention.hpp"
 #include "experts.hpp"
 #include "measure.hpp"
+#include "rope.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
 
@@ -50,6 +51,7 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     route_rows,
     by_type<GatherArgs, gather_typed<Bf16>, gather_typed<Fp32>>,
     combine_rows,
+    norm_heads_all,
     by_type<RopeArgs, rope_and_write_typed<Bf16>, rope_and_write_typed<Fp32>>,
     by_type<AttentionArgs, attention_typed<Bf16>, attention_typed<Fp32>>,
     convert,

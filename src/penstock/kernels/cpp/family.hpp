@@ -3,22 +3,14 @@
 // Shapes use the letters of kernels/ops.py.  Nothing is checked here: the binding (module.cpp) has checked it all.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-// Never emitted as a symbol of its own: a copy compiled for AVX-512 could be linked into code for other processors.
-#define PS_EVERYWHERE __attribute__((always_inline)) inline
+#include "attention_args.hpp"
 
 namespace penstock {
 
 // Part of every numerics class: raised whenever the bits that any family produces change.
 constexpr int kKernelVersion = 1;
 
-constexpr int kPageTokens = 16;
-constexpr int kBlockKeys = 64;       // keys that attention reduces at a time
-constexpr int kPartitionKeys = 512;  // keys of one partition
 constexpr int kMaxSegments = 8;
-constexpr int kMaxHeadDim = 512;
 
 enum class Compute : int { kBf16 = 0, kFp32 = 1 };
 
@@ -175,68 +167,6 @@ struct FormArgs {
   Form form;
 };
 
-// KV memory: pages of [layers][K: kv_heads x C / per_cell x 16 cells | V: kv_heads x 16 / per_cell x C cells].
-struct KvView {
-  uint32_t* cells;
-  long pages;
-  int layers;
-  int kv_heads;
-  int head_dim;
-  int per_cell;
-
-  PS_EVERYWHERE size_t head_cells() const { return static_cast<size_t>(kPageTokens) * head_dim / per_cell; }
-  PS_EVERYWHERE size_t page_cells() const { return 2 * layers * kv_heads * head_cells(); }
-  PS_EVERYWHERE uint32_t* keys(long page, int layer, int head) const {
-    return cells + page * page_cells() + (2 * static_cast<size_t>(layer) * kv_heads + head) * head_cells();
-  }
-  PS_EVERYWHERE uint32_t* values(long page, int layer, int head) const { return keys(page, layer, head + kv_heads); }
-};
-
-struct BatchView {
-  const int32_t* positions;  // [tokens]
-  const int32_t* starts;     // [sequences + 1]
-  const int32_t* table;      // [sequences, table_width]
-  long tokens;
-  long sequences;
-  long table_width;
-};
-
-struct RopeArgs {
-  const float* qkv;   // [tokens, (heads + 2 kv_heads) * C]
-  const float* rope;  // [positions, 2, C / 2]: cos, then sin
-  const int32_t* sequence_of;  // [tokens]
-  BatchView batch;
-  KvView kv;
-  int layer;
-  int heads;
-  void* q;  // [tokens, heads, C]
-};
-
-// Some tokens of one sequence: the unit of attention's work for one key-value head.
-struct Chunk {
-  long sequence;
-  long token;      // first
-  long tokens;
-  long part;       // index of its first partition among those of all chunks
-  long parts;      // partitions up to its last position
-};
-
-struct AttentionArgs {
-  const void* q;  // [tokens, heads, C]
-  KvView kv;
-  BatchView batch;
-  int layer;
-  int heads;
-  float scale;
-  const Chunk* chunks;
-  long chunk_count;
-  long part_count;
-  long max_rows;   // of one chunk: tokens times heads a key-value head
-  float* partial;  // null, or [part_count * kv_heads, max_rows, ceil(C / 16) * 16 + 2]: partitions computed apart
-  double work;     // multiply-adds, roughly
-  void* out;       // [tokens, heads * C]
-};
-
 struct Best {
   float value;
   int32_t id;
@@ -262,6 +192,7 @@ struct Family {
   void (*route)(const RouteArgs&);
   void (*gather)(const GatherArgs&, Compute);
   void (*combine)(const CombineArgs&);
+  void (*norm_heads)(const NormHeadsArgs&);
   void (*rope_and_write)(const RopeArgs&, Compute);
   void (*attention)(const AttentionArgs&, Compute);
   void (*to_compute)(const float* from, long count, void* to, Compute);

@@ -9,7 +9,6 @@
 
 #include "amx_family.hpp"
 #include "answers.hpp"
-#include "attention_cut.hpp"
 #include "binding.hpp"
 #include "dispatch.hpp"
 #include "philox.hpp"
@@ -49,35 +48,6 @@ class Kernels {
     check_out(out, hidden.size());
     const NormArgs args{hidden.data(), weight.data(), dim(hidden, 0), dim(hidden, 1), eps, out.data()};
     without_gil([&] { family_->rms_norm(args, compute_); });
-  }
-
-  void rope_and_write(const In<float, 2>& qkv, const In<float, 3>& rope, const KvMemory& kv, int layer,
-                      const Batch& batch, int heads, const AnyOut& q) const {
-    check_kv(kv, layer, batch, heads);
-    const long head_dim = kv.view.head_dim;
-    require(dim(qkv, 0) == batch.view.tokens && dim(qkv, 1) == (heads + 2 * kv.view.kv_heads) * head_dim,
-            "qkv must be [T, (H + 2 G) C]");
-    require(dim(rope, 1) == 2 && dim(rope, 2) * 2 == head_dim && dim(rope, 0) > batch.last_position,
-            "the rope table must reach the last position");
-    check_out(q, static_cast<size_t>(batch.view.tokens * heads * head_dim));
-    const RopeArgs args{qkv.data(), rope.data(), batch.sequence_of.data(), batch.view, kv.view, layer, heads, q.data()};
-    without_gil([&] { family_->rope_and_write(args, compute_); });
-  }
-
-  void attention(const AnyIn& q, const KvMemory& kv, int layer, const Batch& batch, int heads, float scale,
-                 const AnyOut& out) const {
-    check_kv(kv, layer, batch, heads);
-    const auto count = static_cast<size_t>(batch.view.tokens * heads * kv.view.head_dim);
-    require(q.size() == count && q.itemsize() == size(), "q must be compute [T, H, C]");
-    check_out(out, count);
-    AttentionCut cut;
-    AttentionArgs args;
-    cut.cut(kv.view, batch.view, heads, args);
-    args.q = q.data();
-    args.layer = layer;
-    args.scale = scale;
-    args.out = out.data();
-    without_gil([&] { family_->attention(args, compute_); });
   }
 
   void to_compute(const In<float, 1>& values, const AnyOut& out) const {
@@ -136,13 +106,6 @@ class Kernels {
     require(out.size() == count && out.itemsize() == size(), "out has another shape or type");
   }
 
-  void check_kv(const KvMemory& kv, int layer, const Batch& batch, int heads) const {
-    require(kv.view.per_cell == per_cell(), "the KV memory holds the other compute type");
-    require(layer >= 0 && layer < kv.view.layers, "no such layer");
-    require(heads > 0 && heads % kv.view.kv_heads == 0, "query heads must be a multiple of key-value heads");
-    batch.check_pages(kv.view.pages);
-  }
-
   const Family* family_;
   Compute compute_;
 };
@@ -170,7 +133,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<Out<uint32_t, 1>, long, long, const std::vector<long>&, int>())
       .def_static("cells_needed", &Weights::cells_needed)
       .def("fill", &Weights::fill);
-  nb::class_<KvMemory>(m, "KvMemory").def(nb::init<Out<uint32_t, 1>, long, int, int, int, int>());
+  nb::class_<KvMemory>(m, "KvMemory").def(nb::init<Out<uint32_t, 1>, long, int, int, int, int, bool, int>());
   nb::class_<Batch>(m, "Batch").def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>>());
   nb::class_<DrawRow>(m, "DrawRow")
       .def(nb::init<uint64_t, uint32_t, uint32_t, float, std::optional<long>, float, float, std::optional<int>>(),
@@ -184,14 +147,13 @@ NB_MODULE(_native, m) {
       .def("linear", &Kernels::linear)
       .def("embed", &Kernels::embed)
       .def("rms_norm", &Kernels::rms_norm)
-      .def("rope_and_write", &Kernels::rope_and_write)
-      .def("attention", &Kernels::attention)
       .def("to_compute", &Kernels::to_compute)
       .def("sample", &Kernels::sample)
       .def("score_tokens", &Kernels::score_tokens)
       .def("gumbel", &Kernels::gumbel)
       .def("read_cells", &Kernels::read_cells)
       .def("multiply", &Kernels::multiply);
+  bind_attention(m);
   bind_compressed(m);
   bind_rows(m);
   bind_experts(m);

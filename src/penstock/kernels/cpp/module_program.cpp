@@ -96,13 +96,19 @@ class RecordedStep {
   }
   int linear(int x, const nb::object& weight) { return program_->linear(x, matrix_of(weight)); }
   void linear_add(int x, const nb::object& weight, int hidden) { program_->linear_add(x, matrix_of(weight), hidden); }
-  int rope_and_write(int qkv, const In<float, 3>& rope, int layer, int heads, int head_dim) {
-    require(dim(rope, 1) == 2 && dim(rope, 2) * 2 == head_dim, "the rope table must be [positions, 2, C / 2]");
-    held_.push_back(nb::cast(rope));
-    limit_positions(dim(rope, 0));
-    return program_->rope_and_write(qkv, rope.data(), layer, heads);
+  void norm_heads(int x, const In<float, 1>& weight, float eps, long first, long count) {
+    program_->norm_heads(x, held(weight), dim(weight, 0), eps, first, count);
   }
-  int attention(int q, int layer, float scale) { return program_->attention(q, layer, scale); }
+  int rope_and_write(int qkv, const nb::object& rope, const std::optional<In<float, 1>>& q_scale, int layer, int heads) {
+    if (q_scale) limit_positions(dim(*q_scale, 0));
+    return program_->rope_and_write(qkv, rope_of(rope), q_scale ? held(*q_scale) : nullptr, layer, heads);
+  }
+  int attention(int q, int layer, const nb::object& rule) {
+    held_.push_back(rule);
+    const auto& own = nb::cast<const AttentionRule&>(rule);
+    own.check(program_->heads_of(q));
+    return program_->attention(q, layer, own.keys, own.softmax);
+  }
   int positions(const nb::object& table) {
     const Matrix matrix = matrix_of(table);
     limit_positions(matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n);
@@ -196,6 +202,14 @@ class RecordedStep {
     return vector.data();
   }
 
+  RopeView rope_of(const nb::object& rope) {
+    if (rope.is_none()) return {};
+    held_.push_back(rope);
+    const auto& own = nb::cast<const Rope&>(rope);
+    limit_positions(own.positions);
+    return own.view;
+  }
+
   Matrix matrix_of(const nb::object& weight) {
     held_.push_back(weight);
     return matrix_from(weight, per_cell_);
@@ -214,7 +228,7 @@ class RecordedStep {
   long pages_;
   int per_cell_;
   long tokens_below_ = 0;
-  long positions_below_ = -1;  // rows of the shortest rotary table
+  long positions_below_ = -1;  // rows of the shortest table by position
   Last last_;
   std::unique_ptr<Program> program_;
   std::vector<nb::object> held_;  // what the recorded operations point into
@@ -233,7 +247,9 @@ void bind_program(nb::module_& m) {
       .def("rms_norm", &RecordedStep::rms_norm)
       .def("linear", &RecordedStep::linear)
       .def("linear_add", &RecordedStep::linear_add)
-      .def("rope_and_write", &RecordedStep::rope_and_write)
+      .def("norm_heads", &RecordedStep::norm_heads)
+      .def("rope_and_write", &RecordedStep::rope_and_write, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
+           nb::arg())
       .def("attention", &RecordedStep::attention)
       .def("positions", &RecordedStep::positions)
       .def("layer_norm", &RecordedStep::layer_norm, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())

@@ -27,11 +27,6 @@ const Program::Slot& Program::given(int slot, bool compute, const char* what) co
   return slots_[static_cast<size_t>(slot)];
 }
 
-void Program::check_heads(int layer, int heads) const {
-  expect(layer >= 0 && layer < kv_.layers, "no such layer");
-  expect(heads > 0 && heads % kv_.kv_heads == 0, "query heads must be a multiple of key-value heads");
-}
-
 int Program::add(Node node, long width, RowsOf rows, bool compute) {
   node.out = static_cast<int>(slots_.size());
   slots_.push_back({width, rows, compute});
@@ -62,25 +57,6 @@ void Program::linear_add(int x, const Matrix& weight, int hidden) {
   expect(in.width == inputs(weight) && to.width == outputs(weight), "x must be [T, K] and hidden [T, N]");
   expect(in.rows == to.rows, "x and hidden have other rows");
   nodes_.push_back({.op = Op::kLinear, .in = x, .out = hidden, .matrix = weight, .add = true});
-}
-
-int Program::rope_and_write(int qkv, const float* rope, int layer, int heads) {
-  const Slot& in = given(qkv, false, "rotation takes hidden values");
-  check_heads(layer, heads);
-  expect(in.width == (heads + 2L * kv_.kv_heads) * kv_.head_dim, "qkv must be [T, (H + 2 G) C]");
-  expect(in.rows == RowsOf::kTokens, "keys and values are those of all tokens");
-  return add({.op = Op::kRope, .in = qkv, .out = -1, .vector = rope, .layer = layer, .heads = heads},
-             static_cast<long>(heads) * kv_.head_dim, in.rows, true);
-}
-
-int Program::attention(int q, int layer, float scale) {
-  const Slot& in = given(q, true, "attention takes values of the compute type");
-  const int heads = static_cast<int>(in.width / kv_.head_dim);
-  check_heads(layer, heads);
-  expect(in.width == static_cast<long>(heads) * kv_.head_dim, "q must be compute [T, H, C]");
-  expect(in.rows == RowsOf::kTokens, "attention is that of all tokens");
-  return add({.op = Op::kAttention, .in = q, .out = -1, .number = scale, .layer = layer, .heads = heads}, in.width,
-             in.rows, true);
 }
 
 int Program::wanted_rows(int x) {
@@ -128,7 +104,7 @@ void Program::drop_unused() {
   std::vector<bool> needed(slots_.size());
   for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
     const RowsOf rows = slots_[static_cast<size_t>(node->out)].rows;
-    node->always = node->op == Op::kRope || (rows == RowsOf::kTokens && needed[static_cast<size_t>(node->out)]);
+    node->always = node->writes || (rows == RowsOf::kTokens && needed[static_cast<size_t>(node->out)]);
     for (const int read : {node->in, node->also})
       if (node->always && read >= 0) needed[static_cast<size_t>(read)] = true;
   }
@@ -189,7 +165,7 @@ void Program::place(const StepView& step) {
     end += (static_cast<size_t>(widths_[b]) * static_cast<size_t>(count(rows)) + kLine - 1) / kLine * kLine + kLine;
   }
   base_ = arena_.reserve(end);
-  attention_.heads = 0;
+  for (Cut& cut : cuts_) cut.made = false;
 }
 
 void Program::run(const StepView& step) {
@@ -215,17 +191,11 @@ void Program::run_node(const Node& node, const StepView& step) {
       return;
     }
     case Op::kLinear: return run_linear(node, step);
-    case Op::kRope: {
-      const auto* qkv = reinterpret_cast<const float*>(data(node.in));
-      family_.rope_and_write(
-          {qkv, node.vector, step.sequence_of, step.batch, kv_, node.layer, node.heads, data(node.out)}, compute_);
-      return;
-    }
-    case Op::kAttention: return attend(node, step);
     case Op::kWanted: return gather(node, step);
     case Op::kDrawn: return;  // a part of its input
     case Op::kRoute:
     case Op::kExperts: return run_experts(node);
+    case Op::kOther: return node.other(step);
     default: return run_rows(node);
   }
 }
@@ -252,15 +222,6 @@ void Program::run_linear(const Node& node, const StepView& step) {
     compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored, head_form_, gate, gated});
   else
     family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored, head_form_, gate, gated}, compute_);
-}
-
-void Program::attend(const Node& node, const StepView& step) {
-  if (attention_.heads != node.heads) cut_.cut(kv_, step.batch, node.heads, attention_);
-  attention_.q = data(node.in);
-  attention_.layer = node.layer;
-  attention_.scale = node.number;
-  attention_.out = data(node.out);
-  family_.attention(attention_, compute_);
 }
 
 void Program::gather(const Node& node, const StepView& step) {

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <vector>
 
 #include "arena.hpp"
@@ -43,8 +45,10 @@ class Program {
   int rms_norm(int hidden, const float* weight, long width, float eps);
   int linear(int x, const Matrix& weight);
   void linear_add(int x, const Matrix& weight, int hidden);
-  int rope_and_write(int qkv, const float* rope, int layer, int heads);
-  int attention(int q, int layer, float scale);
+  void norm_heads(int x, const float* weight, long group, float eps, long first, long count);
+  int rope_and_write(int qkv, const RopeView& rope, const float* q_scale, int layer, int heads);
+  int attention(int q, int layer, const KeyRule& rule, const Softmax& softmax);
+  int heads_of(int q) const;  // query heads
   int positions(const Matrix& table);  // rows of the table by absolute position
   int layer_norm(int hidden, const float* weight, const float* bias, long width, float eps);
   void norm_add(int x, const float* weight, long width, float eps, int hidden);
@@ -76,8 +80,8 @@ class Program {
 
  private:
   enum class Op : uint8_t {
-    kEmbed, kPositions, kNorm, kLayerNorm, kNormAdd, kLinear, kBias, kAdd, kForm, kGated, kActivate, kRope, kAttention,
-    kRoute, kExperts, kWanted, kDrawn
+    kEmbed, kPositions, kNorm, kLayerNorm, kNormAdd, kLinear, kBias, kAdd, kForm, kGated, kActivate, kRoute, kExperts,
+    kWanted, kDrawn, kOther
   };
 
   struct Slot {
@@ -96,29 +100,39 @@ class Program {
     int out;
     int also = -1;  // another input
     Matrix matrix{};
-    const float* vector = nullptr;  // norm weights, bias, rotary table
+    const float* vector = nullptr;  // norm weights, bias
     const float* bias = nullptr;    // of a layer norm
-    float number = 0;               // eps, scale, alpha
+    float number = 0;               // eps, alpha
     Form form{};
     Gate gate{};
     Routing routing{};
     ExpertsView experts{};
-    int layer = 0;
-    int heads = 0;
     bool add = false;
     bool gated = false;   // a product of which only what `gate` makes of it is stored
-    bool always = true;  // also when no rows are wanted: something of it stays
+    bool writes = false;  // to KV pages
+    bool always = true;   // also when no rows are wanted: something of it stays
+    std::function<void(const StepView&)> other = {};  // what kOther does
   };
 
   size_t value_bytes(const Slot& slot) const { return slot.compute && compute_ == Compute::kBf16 ? 2 : 4; }
   size_t row_bytes(const Slot& slot) const { return static_cast<size_t>(slot.width) * value_bytes(slot); }
   long count(RowsOf rows) const { return counts_[static_cast<int>(rows)]; }
   char* data(int slot) const;
+  // How the step's attention is cut for layers with so many heads that see the same keys.
+  struct Cut {
+    int heads;
+    KeyRule rule;
+    bool made = false;  // for this step
+    AttentionCut cut = {};
+    AttentionArgs args = {};
+  };
+
   const Slot& given(int slot, bool compute, const char* what) const;
   void check_heads(int layer, int heads) const;
   int add(Node node, long width, RowsOf rows, bool compute);
   void fuse_gates();
   void find_head();
+  int next_slot() const { return static_cast<int>(slots_.size()); }
   void drop_unused();
   void assign_buffers();
   void place(const StepView& step);
@@ -128,7 +142,7 @@ class Program {
   void run_lookup(const Node& node, const int32_t* ids);
   void run_linear(const Node& node, const StepView& step);
   void gather(const Node& node, const StepView& step);
-  void attend(const Node& node, const StepView& step);
+  Cut& cut_of(int heads, const KeyRule& rule);
 
   const Family& family_;
   const CompressedFamily& compressed_;
@@ -148,8 +162,7 @@ class Program {
   long counts_[4] = {};
   Arena arena_;
   char* base_ = nullptr;
-  AttentionCut cut_;
-  AttentionArgs attention_{};
+  std::deque<Cut> cuts_;  // attention points into them
   ExpertRun expert_run_;
 };
 

@@ -1,0 +1,138 @@
+// What a family's operations around attention are given: KV memory, the step's sequences, and a struct of pointers each.
+//
+// Shapes use the letters of kernels/ops.py.  Nothing is checked here: the bindings have checked it all.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Never emitted as a symbol of its own: a copy compiled for AVX-512 could be linked into code for other processors.
+#define PS_EVERYWHERE __attribute__((always_inline)) inline
+
+namespace penstock {
+
+constexpr int kPageTokens = 16;
+constexpr int kBlockKeys = 64;       // keys that attention reduces at a time
+constexpr int kPartitionKeys = 512;  // keys of one partition
+constexpr int kMaxHeadDim = 1024;
+
+// KV memory: pages of [layers][K: kv_heads x key_dim / per_cell x 16 cells | V: kv_heads x 16 / per_cell x value_dim
+// cells].  Shared memory has no V: values are the first columns of K.
+struct KvView {
+  uint32_t* cells;
+  long pages;
+  int layers;
+  int kv_heads;
+  int key_dim;
+  int value_dim;
+  bool shared;
+  int per_cell;
+
+  PS_EVERYWHERE size_t key_cells() const { return static_cast<size_t>(kPageTokens) * key_dim / per_cell; }
+  PS_EVERYWHERE size_t value_cells() const {
+    return shared ? 0 : static_cast<size_t>(kPageTokens) * value_dim / per_cell;
+  }
+  PS_EVERYWHERE size_t layer_cells() const { return kv_heads * (key_cells() + value_cells()); }
+  PS_EVERYWHERE size_t page_cells() const { return layers * layer_cells(); }
+  PS_EVERYWHERE uint32_t* keys(long page, int layer, int head) const {
+    return cells + page * page_cells() + layer * layer_cells() + head * key_cells();
+  }
+  PS_EVERYWHERE uint32_t* values(long page, int layer, int head) const {
+    return keys(page, layer, kv_heads) + head * value_cells();
+  }
+};
+
+struct BatchView {
+  const int32_t* positions;  // [tokens]
+  const int32_t* starts;     // [sequences + 1]
+  const int32_t* table;      // [sequences, table_width]
+  long tokens;
+  long sequences;
+  long table_width;
+};
+
+// Root-mean-square norm of groups of columns, in place.
+struct NormHeadsArgs {
+  float* x;  // [rows, width]
+  long rows;
+  long width;
+  const float* weight;  // [group]
+  long group;
+  float eps;
+  long first;  // column
+  long count;  // groups
+};
+
+// cos and sin of the first 2 * pairs columns of a head, by position.
+struct RopeView {
+  const float* table;  // [positions, 2, pairs]; null with no pairs: nothing is rotated
+  long pairs;
+  bool interleaved;  // pairs are columns (2 i, 2 i + 1), else (i, i + pairs)
+};
+
+struct RopeArgs {
+  const float* qkv;  // [tokens, (heads + kv_heads) * key_dim + kv_heads * value_dim]
+  RopeView rope;
+  const float* q_scale;        // [positions], or null
+  const int32_t* sequence_of;  // [tokens]
+  BatchView batch;
+  KvView kv;
+  int layer;
+  int heads;
+  void* q;  // [tokens, heads, key_dim]
+};
+
+// Which keys a position sees: none behind it, and of those before it the last `window`, or those with the same
+// floor(position / chunk); 0 means all.
+struct KeyRule {
+  long window;
+  long chunk;
+
+  PS_EVERYWHERE long first_key(long position) const {
+    const long left = window > 0 && position >= window ? position - window + 1 : 0;
+    const long begun = chunk > 0 ? position / chunk * chunk : 0;
+    return left > begun ? left : begun;
+  }
+  // The last position, up to `last`, that sees this key.
+  PS_EVERYWHERE long last_seer(long key, long last) const {
+    if (window > 0 && key + window - 1 < last) last = key + window - 1;
+    if (chunk > 0 && (key / chunk + 1) * chunk - 1 < last) last = (key / chunk + 1) * chunk - 1;
+    return last;
+  }
+};
+
+// Some tokens of one sequence: the unit of attention's work for one key-value head.
+struct Chunk {
+  long sequence;
+  long token;       // first
+  long tokens;
+  long part;        // index of its first partition among those of all chunks
+  long parts;       // partitions from the first key that its first token sees to its last position
+  long first_part;  // the first of them, by absolute position
+};
+
+// How scores become weights.
+struct Softmax {
+  float scale;
+  float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay
+  const float* sinks;  // [heads]: a score more for each row, whose weight goes nowhere; or null
+};
+
+struct AttentionArgs {
+  const void* q;  // [tokens, heads, key_dim]
+  KvView kv;
+  BatchView batch;
+  int layer;
+  int heads;
+  KeyRule rule;
+  Softmax softmax;
+  const Chunk* chunks;
+  long chunk_count;
+  long part_count;
+  long max_rows;   // of one chunk: tokens times heads a key-value head
+  float* partial;  // null, or [part_count * kv_heads, max_rows, ceil(value_dim / 16) * 16 + 2]: partitions apart
+  double work;     // multiply-adds, roughly
+  void* out;       // [tokens, heads * value_dim]
+};
+
+}  // namespace penstock

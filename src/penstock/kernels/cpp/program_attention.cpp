@@ -1,0 +1,68 @@
+// Recorded steps: the operations around attention.
+#include "program.hpp"
+#include "program_checks.hpp"
+
+namespace penstock {
+
+void Program::check_heads(int layer, int heads) const {
+  expect(layer >= 0 && layer < kv_.layers, "no such layer");
+  expect(heads > 0 && heads % kv_.kv_heads == 0, "query heads must be a multiple of key-value heads");
+}
+
+void Program::norm_heads(int x, const float* weight, long group, float eps, long first, long count) {
+  const Slot& in = given(x, false, "the norm takes hidden values");
+  expect(first >= 0 && count > 0 && group > 0 && first + count * group <= in.width, "the groups must be columns of x");
+  nodes_.push_back({.op = Op::kOther, .in = x, .out = x, .other = [=, this](const StepView&) {
+    const Slot& slot = slots_[static_cast<size_t>(x)];
+    family_.norm_heads({reinterpret_cast<float*>(data(x)), this->count(slot.rows), slot.width, weight, group, eps, first,
+                        count});
+  }});
+}
+
+int Program::rope_and_write(int qkv, const RopeView& rope, const float* q_scale, int layer, int heads) {
+  const Slot& in = given(qkv, false, "rotation takes hidden values");
+  check_heads(layer, heads);
+  expect(!kv_.shared, "the KV memory holds latent vectors");
+  expect(in.width == (heads + static_cast<long>(kv_.kv_heads)) * kv_.key_dim + static_cast<long>(kv_.kv_heads) * kv_.value_dim,
+         "qkv must be [T, (H + G) C + G value_dim]");
+  expect(2 * rope.pairs <= kv_.key_dim, "the rope table has more columns than a head");
+  expect(in.rows == RowsOf::kTokens, "keys and values are those of all tokens");
+  const auto run = [=, this, out = next_slot()](const StepView& step) {
+    const auto* from = reinterpret_cast<const float*>(data(qkv));
+    family_.rope_and_write({from, rope, q_scale, step.sequence_of, step.batch, kv_, layer, heads, data(out)}, compute_);
+  };
+  return add({.op = Op::kOther, .in = qkv, .out = -1, .writes = true, .other = run},
+             static_cast<long>(heads) * kv_.key_dim, RowsOf::kTokens, true);
+}
+
+int Program::heads_of(int q) const {
+  const long width = given(q, true, "attention takes values of the compute type").width;
+  expect(width % kv_.key_dim == 0, "q must be compute [T, H, C]");
+  return static_cast<int>(width / kv_.key_dim);
+}
+
+int Program::attention(int q, int layer, const KeyRule& rule, const Softmax& softmax) {
+  const Slot& in = given(q, true, "attention takes values of the compute type");
+  const int heads = heads_of(q);
+  check_heads(layer, heads);
+  expect(in.rows == RowsOf::kTokens, "attention is that of all tokens");
+  const auto run = [=, this, &cut = cut_of(heads, rule), out = next_slot()](const StepView& step) {
+    if (!cut.made) cut.cut.cut(kv_, step.batch, heads, rule, cut.args);
+    cut.made = true;
+    cut.args.q = data(q);
+    cut.args.layer = layer;
+    cut.args.softmax = softmax;
+    cut.args.out = data(out);
+    family_.attention(cut.args, compute_);
+  };
+  return add({.op = Op::kOther, .in = q, .out = -1, .other = run}, static_cast<long>(heads) * kv_.value_dim,
+             RowsOf::kTokens, true);
+}
+
+Program::Cut& Program::cut_of(int heads, const KeyRule& rule) {
+  for (Cut& cut : cuts_)
+    if (cut.heads == heads && cut.rule.window == rule.window && cut.rule.chunk == rule.chunk) return cut;
+  return cuts_.emplace_back(Cut{.heads = heads, .rule = rule});
+}
+
+}  // namespace penstock
