@@ -20,6 +20,7 @@ from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
 from penstock.kernels.compression import ESCAPE_PADDING, native_weights
+from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.loading import Backend, NativeLoading
 from penstock.kernels.memory import StepBuffers, WeightArena
@@ -33,7 +34,7 @@ from penstock.kernels.native_arguments import (
     routing_words,
     sampled,
 )
-from penstock.kernels.ops import Array, KvShape, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
+from penstock.kernels.ops import Array, KvShape, PackedLinear, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.recording import recorded
 from penstock.kernels.routing import PackedExperts, Routes, Routing

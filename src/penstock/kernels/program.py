@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.kernels.ops import Array, Ops, Picks, Sampled, SampleRow, StepBatch, Steps
+from penstock.kernels.draws import Picks, Sampled, SampleRow
+from penstock.kernels.ops import Array, Ops, StepBatch, Steps
 
 
 class RecordingError(Exception):

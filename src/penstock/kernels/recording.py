@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
+from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.native_arguments import (
     ACTIVATIONS,
@@ -23,7 +24,7 @@ from penstock.kernels.native_arguments import (
     routing_words,
     sampled,
 )
-from penstock.kernels.ops import Array, Ops, PackedLinear, Picks, Sampled, SampleRow, StepBatch, Steps
+from penstock.kernels.ops import Array, Ops, PackedLinear, StepBatch, Steps
 from penstock.kernels.program import RecordingError
 from penstock.kernels.routing import PackedExperts, Routes, Routing
 

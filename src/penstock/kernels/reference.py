@@ -21,8 +21,9 @@ from torch import Tensor
 from penstock.errors import KernelError
 from penstock.kernels import reference_experts
 from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.ops import KvShape, PackedLinear, Sampled, SampleRow, StepBatch, StepProgram, Steps
+from penstock.kernels.ops import KvShape, PackedLinear, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.reference_attention import (
     ReferenceKv,

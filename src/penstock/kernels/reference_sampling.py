@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.ops import Sampled, SampleRow
+from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.philox import gumbel
 
 GREEDY_BELOW = 1e-5

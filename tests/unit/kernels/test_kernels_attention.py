@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.ops import Array, Ops, Picks, StepBatch
+from penstock.kernels.draws import Picks
+from penstock.kernels.ops import Array, Ops, StepBatch
 from penstock.kernels.program import DirectProgram
 
 

@@ -10,7 +10,8 @@ import pytest
 from kernel_cases import EVERY, NATIVE, Heads, Story, assert_same_bits, make, normal
 
 from penstock.kernels import _native
-from penstock.kernels.ops import SampleRow, segment_ends
+from penstock.kernels.draws import SampleRow
+from penstock.kernels.ops import segment_ends
 
 BATCHES = (1, 2, 3, 7, 16, 17, 64, 300)
 

@@ -12,9 +12,10 @@ from kernel_cases import EVERY, NATIVE, TOLERANCE, assert_close, assert_same_bit
 from numpy.typing import NDArray
 
 from penstock.kernels import _native, compression
+from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import KvShape, Array, Ops, PackedExperts, Picks, StepBatch, segment_ends
+from penstock.kernels.ops import Array, KvShape, Ops, PackedExperts, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.routing import Routing, Score

@@ -12,8 +12,9 @@ import pytest
 from kernel_cases import EVERY, NATIVE, TOLERANCE, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
 
+from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
-from penstock.kernels.ops import Array, KvShape, Ops, Picks, StepBatch
+from penstock.kernels.ops import Array, KvShape, Ops, StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import EVERY, make, normal
 
 from penstock.kernels import _native
-from penstock.kernels.ops import SampleRow
+from penstock.kernels.draws import SampleRow
 from penstock.kernels.philox import gumbel, philox4x32
 from penstock.kernels.reference_sampling import kept_ids, sample_row, with_logprobs
 

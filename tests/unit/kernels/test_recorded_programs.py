@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kernel_cases import EVERY, NATIVE, make, normal
 
 from penstock.kernels import compression
-from penstock.kernels.ops import Array, KvShape, Ops, PackedLinear, Picks, SampleRow, StepBatch
+from penstock.kernels.draws import Picks, SampleRow
+from penstock.kernels.ops import Array, KvShape, Ops, PackedLinear, StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.ops import SampleRow
+from penstock.kernels.draws import SampleRow
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request

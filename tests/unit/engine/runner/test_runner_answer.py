@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.engine.core.plan import Arrive
 from penstock.engine.core.request import Request
 from penstock.engine.runner.answer import Answer, Answers, Counts
-from penstock.kernels.ops import SampleRow
+from penstock.kernels.draws import SampleRow
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 
 PENALISED = SamplingParams(seed=9, max_tokens=500, repetition_penalty=1.2, frequency_penalty=0.5, choice=2)
