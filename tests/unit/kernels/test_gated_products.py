@@ -10,9 +10,10 @@ import pytest
 from kernel_cases import NATIVE, assert_same_bits, make, normal
 
 from penstock.kernels import compression
+from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import KvShape, Array, Ops, PackedLinear, Picks, StepBatch, segment_ends
+from penstock.kernels.ops import Array, KvShape, Ops, PackedLinear, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
 
 WIDTH = 160
@@ -21,7 +22,7 @@ ROWS = (1, 4, 7, 11, 16, 17, 40, 199)
 
 
 class GatedBlock:
-    """A table of hidden states, a gated block that adds to them, and a head.  ``twice``: gate and up have two readers."""
+    """A table of hidden states, a gated block that adds to them, and a head.  ``twice``: two read gate and up."""
 
     def __init__(self, ops: Ops, gate_up: PackedLinear, gate: Gate, *, twice: bool = False) -> None:
         self.table, self.gate_up, self.gate, self.twice = ops.pack_linear(normal(3, 64, WIDTH)), gate_up, gate, twice
@@ -42,7 +43,9 @@ class GatedBlock:
 
 def batch_of(rows: int) -> StepBatch:
     every = np.arange(rows, dtype=np.int32)
-    return StepBatch(every * 7 % 64, every, np.array([0, rows], np.int32), np.zeros((1, rows // 16 + 1), np.int32), every)
+    return StepBatch(
+        every * 7 % 64, every, np.array([0, rows], np.int32), np.zeros((1, rows // 16 + 1), np.int32), every
+    )
 
 
 def check(ops: Any, block: GatedBlock, *, nodes: int) -> None:
