@@ -133,7 +133,7 @@ class Shape:
         )
 
 
-SMALL = Shape(8, 40, 24, 44)
+SMALL = Shape(8, 40, 32, 44)
 
 
 def one_by_one(ops: Any, shape: Shape, x: Array, hidden: Array, how: Routing, logits: Array, gate: Gate) -> Array:

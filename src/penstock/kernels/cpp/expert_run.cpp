@@ -33,19 +33,22 @@ void ExpertRun::sort(const ExpertsArgs& args) {
   }
 }
 
-// out = the window's rows of x times the matrices of their experts, the first of which is `first`.
-void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float* out) {
+// out = the window's rows of x times the matrices of their experts, the first of which is `first`; with a gate what that
+// makes of it, in the compute type, goes there instead.
+void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float* out, const Gate* gate) {
   const size_t value_bytes = compute_ == Compute::kBf16 ? 2 : 4;
+  char* gated = reinterpret_cast<char*>(out);
   plain_.clear();
   compact_.clear();
   for (const long rows : rows_) {
     const Matrix& own = weights[first++];
     if (rows == 0) continue;
     if (own.is_compressed)
-      compact_.push_back({x, rows, own.compressed, out, false});
+      compact_.push_back({x, rows, own.compressed, out, false, nullptr, 0, {}, gate, gated});
     else
-      plain_.push_back({x, rows, own.plain, out, false});
+      plain_.push_back({x, rows, own.plain, out, false, nullptr, 0, {}, gate, gated});
     x += static_cast<size_t>(rows * inputs(own)) * value_bytes;
+    gated += static_cast<size_t>(rows * outputs(own) / 2) * value_bytes;
     out += rows * outputs(own);
   }
   if (!plain_.empty()) family_.linear_group({plain_.data(), static_cast<long>(plain_.size())}, compute_);
@@ -61,16 +64,20 @@ void ExpertRun::window(const ExpertsArgs& args, long begin, long end) {
 
   const size_t value_bytes = compute_ == Compute::kBf16 ? 2 : 4;
   char* x = room<char>(x_, count, own.inputs, value_bytes);
-  float* wide = room<float>(wide_, count, 2 * own.inner, 4);
   char* active = room<char>(active_, count, own.inner, value_bytes);
   float* y = room<float>(y_, count, own.outputs, 4);
   const int32_t* experts = experts_.data() + begin;
   const float* weights = own.weighs_input ? weights_.data() + begin : nullptr;
 
   family_.gather({args.x, tokens_.data() + begin, weights, count, own.inputs, x}, compute_);
-  multiply(own.gate_up, first, x, wide);
-  if (own.gate_up_bias != nullptr) family_.add_bias({wide, own.gate_up_bias, experts, count, 2 * own.inner});
-  family_.gated({wide, count, own.inner, args.gate, active}, compute_);
+  if (own.gate_up_bias == nullptr && args.gate.fits_product(2 * own.inner)) {
+    multiply(own.gate_up, first, x, reinterpret_cast<float*>(active), &args.gate);
+  } else {
+    float* wide = room<float>(wide_, count, 2 * own.inner, 4);
+    multiply(own.gate_up, first, x, wide);
+    if (own.gate_up_bias != nullptr) family_.add_bias({wide, own.gate_up_bias, experts, count, 2 * own.inner});
+    family_.gated({wide, count, own.inner, args.gate, active}, compute_);
+  }
   multiply(own.down, first, active, y);
   if (own.down_bias != nullptr) family_.add_bias({y, own.down_bias, experts, count, own.outputs});
   const bool apart = begin > 0 || end < begin_.back();

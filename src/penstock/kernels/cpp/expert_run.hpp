@@ -53,7 +53,7 @@ class ExpertRun {
 
   void sort(const ExpertsArgs& args);
   void window(const ExpertsArgs& args, long begin, long end);
-  void multiply(const Matrix* weights, long first, const char* x, float* out);
+  void multiply(const Matrix* weights, long first, const char* x, float* out, const Gate* gate = nullptr);
   template <class T>
   T* room(Arena& arena, long rows, long width, size_t bytes) {
     return reinterpret_cast<T*>(arena.reserve(static_cast<size_t>(rows * width) * bytes));
