@@ -1,14 +1,17 @@
 """How long a step will take: a linear model, learned from the steps that were measured.
 
-seconds = a + b * tokens + c * (query, key) pairs + d * positions that are drawn from.  The four weights are tracked
-by a Kalman filter on relative errors, the weights being a slow random walk (Ljung, System Identification, 2nd ed.,
-11.6).  Pure: it is told the seconds.  It does not know what a layer is, nor which machine it is on.
+seconds = a + b * tokens + c * (query, key) pairs + d * positions that are drawn from.  Two things are tracked: how fast
+the machine is, which others who use it change from one second to the next, by a scalar filter on the logarithm of the
+measured over the predicted; and the four weights against each other, which are the model's and change slowly, by a
+Kalman filter on what relative error is left (Ljung, System Identification, 2nd ed., 11.6).  So one measured step says
+much about steps of another kind.  Pure: it is told the seconds.  It does not know what a layer is, nor which machine it
+is on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, log, sqrt
 
 Vector = tuple[float, float, float, float]
 
@@ -19,10 +22,13 @@ PRIOR: Vector = (1e-3, 64e-3, 1e-3, 1e-3)
 """Seconds for each unit, before anything was measured: slow, so that the first chunk on an unknown machine is short."""
 
 NOISE = 0.05  # relative variance of a measured step
-DRIFT = 1e-4  # relative variance of the weights' walk in one step
-IGNORANCE = 8.0  # the weights are thought to be within so many times their present values, or the prior
+SPEED_DRIFT = 4e-3  # variance of the machine's speed, in its logarithm, from one step to the next
+SPEED_IGNORANCE = 64.0  # the same before anything was measured: the first step tells the speed
+DRIFT = 2e-4  # relative variance of each weight's own walk in one step
+IGNORANCE = 1.0  # each weight is within so many times its present value, then and at any time
+LEAST_SHARE = 0.05  # of what the prior says at the machine's speed is any weight: nothing is for free
 NOVICE_STEPS = 8  # for so long any surprise is believed: there is no knowledge to protect yet
-MOST_SURPRISE = 3.0  # then relative; a process that was stopped for a minute teaches no more than a fourfold surprise
+MOST_RATIO = 4.0  # then; a process that was stopped for a minute teaches no more than a step of four times the length
 
 
 @dataclass(slots=True)
@@ -47,6 +53,9 @@ class Work:
 SLOW_FLOPS = 10e9
 """Multiplications and additions a second of a machine that is slower than most."""
 
+WEIGHTS_TOKENS = 8.0
+"""Reading all weights takes as long as computing so many tokens; 1 to some hundred, by the machine."""
+
 
 def prior_for(parameters: int) -> Vector:
     """What to expect of a model of this size before its first step: that the machine is slow.
@@ -54,7 +63,7 @@ def prior_for(parameters: int) -> Vector:
     So the first chunk on any machine ends long before anybody takes the worker for stuck, and the second is right.
     """
     token_s = 2 * parameters / SLOW_FLOPS
-    return (max(PRIOR[0], token_s / 2), token_s * SCALE[1], PRIOR[2], max(PRIOR[3], token_s))
+    return (max(PRIOR[0], WEIGHTS_TOKENS * token_s), token_s * SCALE[1], PRIOR[2], max(PRIOR[3], token_s))
 
 
 class StepCost:
@@ -63,6 +72,7 @@ class StepCost:
     def __init__(self, prior: Vector = PRIOR) -> None:
         self._prior = prior
         self._weights = list(prior)
+        self._speed_spread = SPEED_IGNORANCE
         self._spread = [[((IGNORANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
         self.measured = 0
 
@@ -88,34 +98,50 @@ class StepCost:
         if work.tokens == 0:
             return
         self.measured += 1
-        expected = max(self.predict(work), 1e-5)
-        x = [value / expected for value in work.vector()]
-        surprise = seconds / expected - sum(w * v for w, v in zip(self._weights, x, strict=True))
+        expected = max(self.predict(work), 1e-9)
+        ratio = max(seconds / expected, 1e-9)
         if self.measured > NOVICE_STEPS:
-            surprise = min(surprise, MOST_SURPRISE)
-        self._drift(4.0 if surprise > 1 else 1.0)
+            ratio = min(ratio, MOST_RATIO)
+        slower = self._learn_speed(ratio)
+        self._learn_weights([value / (expected * slower) for value in work.vector()], ratio / slower)
+
+    def _learn_speed(self, ratio: float) -> float:
+        """All weights grow by what is returned, for a step that took ``ratio`` of what was foreseen."""
+        gain = self._speed_spread / (self._speed_spread + NOISE)
+        self._speed_spread = (1 - gain) * self._speed_spread + SPEED_DRIFT
+        slower = exp(gain * log(ratio))
+        self._weights = [weight * slower for weight in self._weights]
+        for row in self._spread:
+            for j in range(4):
+                row[j] *= slower * slower
+        return slower
+
+    def _learn_weights(self, x: list[float], ratio: float) -> None:
+        """``x``: the features by the predicted seconds; the step took ``ratio`` of those."""
+        speed = 1.0 / sum(p * v for p, v in zip(self._prior, x, strict=True))
+        least = [LEAST_SHARE * speed * p for p in self._prior]
+        self._drift([max(w, small) for w, small in zip(self._weights, least, strict=True)])
+        surprise = ratio - sum(w * v for w, v in zip(self._weights, x, strict=True))
         px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._spread]
         scale = NOISE + sum(v * p for v, p in zip(x, px, strict=True))
-        self._weights = [max(w + p / scale * surprise, 0.0) for w, p in zip(self._weights, px, strict=True)]
+        self._weights = [
+            max(w + p / scale * surprise, small) for w, p, small in zip(self._weights, px, least, strict=True)
+        ]
         for i, row in enumerate(self._spread):
             for j in range(4):
                 row[j] -= px[i] * px[j] / scale
 
-    def _drift(self, inflation: float) -> None:
-        """The weights may have moved since; after a great surprise nothing is as certain as it was.
+    def _drift(self, sizes: list[float]) -> None:
+        """The weights may have moved since.
 
         What the steps do not tell apart (tokens and draws of pure decoding) would grow without bound: it is capped.
         """
         spread = self._spread
-        for i in range(4):
-            size = max(self._weights[i], self._prior[i])
-            for j in range(4):
-                spread[i][j] *= inflation
+        for i, size in enumerate(sizes):
             spread[i][i] += DRIFT * size * size
-        for i in range(4):
-            size = IGNORANCE * max(self._weights[i], self._prior[i])
-            if spread[i][i] > size * size:
-                shrink = size / sqrt(spread[i][i])
+            most = IGNORANCE * size
+            if spread[i][i] > most * most:
+                shrink = most / sqrt(spread[i][i])
                 for j in range(4):
                     spread[i][j] *= shrink
                     spread[j][i] *= shrink

@@ -110,3 +110,49 @@ def test_the_first_chunk_of_an_unknown_machine_is_short(parameters: int, flops: 
     cost = StepCost(prior_for(parameters))
     count = max(16, cost.affordable(Work(), 0.25, 0))  # a page at least, as the planner grants
     assert count * 2 * parameters / flops <= max(0.25, 16 * 2 * parameters / SLOW_FLOPS)
+
+
+@pytest.mark.parametrize("parameters", [10_000_000, 1_200_000_000, 8_000_000_000])
+@pytest.mark.parametrize("weights_tokens", [1, 4, 16, 64])
+@pytest.mark.parametrize("token_s", [2e-5, 2e-3, 2e-2])
+def test_one_short_prompt_does_not_promise_that_long_ones_are_for_nothing(
+    parameters: int, weights_tokens: int, token_s: float
+) -> None:
+    """A 1 B model once read 16 tokens in 60 ms, foresaw 0.24 s for 2,048 of them, and was deaf for 10 s."""
+    cost = StepCost(prior_for(parameters))
+    machine = (weights_tokens * token_s, token_s, 0.0, 0.0)
+    short = Work()
+    short.add(0, 16, 1)
+    cost.learn(short, seconds(machine, short))
+    long = Work()
+    long.add(0, max(16, cost.affordable(Work(), 0.25, 0)), 1)
+    assert seconds(machine, long) <= max(3 * 0.25, seconds(machine, short))
+
+
+def test_answers_that_join_are_foreseen() -> None:
+    """From one row to eight, on a machine that has to read the weights anyway."""
+    cost = StepCost(prior_for(1_200_000_000))
+    for rows in range(1, 9):
+        for _ in range(4):
+            work = Work()
+            for _ in range(rows):
+                work.add(300, 1, 1)
+            taken = 0.035 + 0.003 * rows
+            if cost.measured > 2:
+                assert cost.predict(work) == pytest.approx(taken, rel=0.6)
+            cost.learn(work, taken)
+
+
+def test_a_machine_that_others_use_too_is_followed_within_a_dozen_steps() -> None:
+    random, cost = Random(5), StepCost(prior_for(1_200_000_000))
+    chunk = Work()
+    chunk.add(0, 48, 0)
+    rows = Work()
+    for _ in range(8):
+        rows.add(300, 1, 1)
+    for slower in (1.0, 3.0, 1.0):
+        for _ in range(12):
+            cost.learn(rows, slower * 0.06 * random.uniform(0.9, 1.1))
+        assert cost.predict(rows) == pytest.approx(slower * 0.06, rel=0.2)
+        cost.learn(chunk, slower * 0.2)  # one chunk, to have seen what it costs against rows
+    assert cost.predict(chunk) == pytest.approx(0.2, rel=0.5)
