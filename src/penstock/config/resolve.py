@@ -122,6 +122,7 @@ def _resolve(
         pages=pages,
         max_model_len=max_model_len,
         max_running=config.max_running,
+        even_pace=any(share.loans for share in division.shares),
         max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
     )
     if config.max_chunk_tokens is not None:

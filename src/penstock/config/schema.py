@@ -30,6 +30,7 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     max_chunk_tokens: int = 2048  # prompt tokens of one request in one step
     step_budget_ms: float = 100.0  # predicted time of a step that also decodes
     prefill_step_budget_ms: float = 250.0  # predicted time of a step that only reads prompts
+    even_pace: bool = False  # answers give time to prompts that are read at cores which this worker lends
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
     max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
     max_step_draft_tokens: int = 64  # the same of all requests together

@@ -90,12 +90,18 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     while not stop.asked:
         if not loop.step() and not mailbox.busy:
             cores.lend()
-            transport.wait(1 / BEATS_PER_S, mailbox.sources)
+            transport.wait(_idle_s(scheduler, clock), mailbox.sources)
             cores.take()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
     transport.close(linger_s=LAST_WORDS_S)
     return 0
+
+
+def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
+    """How long to wait at most when there is nothing to do now."""
+    longest, until = 1 / BEATS_PER_S, scheduler.resting_until
+    return longest if until is None else min(longest, max(0.0, until - clock.now()))
 
 
 class _StopFlag:

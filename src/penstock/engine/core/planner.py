@@ -40,12 +40,21 @@ class Planner:
         # Each running request gets at least one token of a step, so a long prompt never starves behind many answers.
         self._max_active = min(config.max_running, config.max_step_tokens)
 
-    def draft(self, max_steps: int) -> Draft:
+    def may_rest(self) -> bool:
+        """Is there nothing to compute but answers that go on?"""
+        head = self._table.queue.head()
+        return (head is None or head.leg is Leg.DECODE) and all(r.missing == 1 for r in self._table.running.values())
+
+    def draft(self, max_steps: int, *, resting: bool = False) -> Draft:
         """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
 
-        No one is admitted in a step that preempted: the room is for those who needed it.
+        No one is admitted in a step that preempted: the room is for those who needed it.  ``resting``: nothing is
+        computed, but room is given to those who wait for pages from elsewhere.
         """
         draft = Draft(self._config, self._cost)
+        if resting:
+            self._admit(draft, resting=True)
+            return draft
         chunked = sorted(self._grant_single_tokens(draft), key=order)
         table = self._table
         only_answers = bool(draft.rows) and not chunked and not table.queue
@@ -121,7 +130,7 @@ class Planner:
             for row in draft.rows:
                 self._memory.grow(row.request, row.start + steps)
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, draft: Draft, *, resting: bool = False) -> None:
         """Let in whoever waits, strictly in order, while there is room, and work left to grant in this step.
 
         A page for each request that still grows stays free: who is admitted into the last page is preempted at once.
@@ -131,12 +140,13 @@ class Planner:
             return
         spare = sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
         while (request := table.queue.head()) is not None:
-            if table.active >= self._max_active or not (request.leg is Leg.DECODE or draft.can_begin(request)):
+            elsewhere = request.leg is Leg.DECODE
+            if table.active >= self._max_active or not (elsewhere or (not resting and draft.can_begin(request))):
                 return
             if self._memory.admit(request, spare=spare) is not None:
                 return
             spare += grows(request)
             table.admit(request)
             draft.admitted.append(request)
-            if request.leg is not Leg.DECODE and not draft.add_chunk(request):
+            if not elsewhere and not draft.add_chunk(request):
                 return

@@ -17,6 +17,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.blocks import Leaks
 from penstock.engine.core.cost import StepCost, Work
 from penstock.engine.core.memory import PageMemory
+from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan import (
     Arrive,
     Cancelled,
@@ -75,6 +76,8 @@ class Scheduler:
         self._table = RequestTable(self.memory)
         self._planner = Planner(config, self.cost, self._table, speculator)
         self._speculator = speculator
+        self._pace = Pace(self.cost, config.step_budget_ms / 1000)
+        self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
         self._serial = 0
         self._in_flight: tuple[Plan, Work] | None = None
         self._pending = Outcome()  # for the next commit to hand out
@@ -160,7 +163,9 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError("the last plan has not been committed")
-        draft = self._planner.draft(max_steps)
+        resting = self._pace.until > now and self._planner.may_rest()
+        self.resting_until = self._pace.until if resting else None
+        draft = self._planner.draft(max_steps, resting=resting)
         for request in draft.admitted:
             if request.leg is Leg.PREFILL:
                 self._announce(request, self._pending)
@@ -195,6 +200,8 @@ class Scheduler:
         self._in_flight = None
         if seconds is not None:
             self.cost.learn(work, seconds / plan.steps)
+            if self.config.even_pace and all(row.count == 1 for row in plan.rows):
+                self._pace.took(work, len(self._table.reserved), seconds, now)
             if self._speculator is not None and plan.rows and plan.steps == 1 and work.tokens == work.draws:
                 self._speculator.learn(plan.rows, drawn, seconds)
         outcome = self._take_pending()

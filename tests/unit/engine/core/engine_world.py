@@ -170,6 +170,8 @@ class World:
         self.runner = GlassRunner(config)
         self.max_steps = max_steps
         self.seconds = seconds
+        self.now = 0.0
+        self.rested = False  # a step waited for another's prompt
         self.clients: dict[str, Client] = {}
         self.plan = Plan()
         self.outcome = Outcome()
@@ -238,13 +240,19 @@ class World:
 
     def step(self, *, cancel_in_flight: str | None = None) -> Plan:
         waiting = {r for r in self.requests() if r.status is Status.WAITING}
-        self.plan = plan = self.scheduler.plan(0.0, self.max_steps)
+        self.plan = plan = self.scheduler.plan(self.now, self.max_steps)
+        self.now += self.seconds or 0.0
         self.several = self.several or plan.steps > 1
         self._check_plan(plan, waiting)
         drawn = self.runner.run(plan)
         if cancel_in_flight is not None:
             self.cancel(cancel_in_flight)
-        self.outcome = self.scheduler.commit(plan, drawn, 0.0, self.seconds)
+        self.outcome = self.scheduler.commit(plan, drawn, self.now, self.seconds if plan.rows else None)
+        if self.scheduler.resting_until is not None:
+            assert not plan.rows
+            assert self.scheduler.resting_until <= self.now + self.config.step_budget_ms / 1000
+            self.rested = True
+            self.now = self.scheduler.resting_until
         self._deliver(self.outcome)
         self.check()
         return plan
@@ -315,6 +323,7 @@ class World:
             self.step()
             plan = self.plan
             busy = busy or bool(plan.rows or plan.reserved or plan.preempted or plan.returned or self.outcome.progress)
+            busy = busy or self.scheduler.resting_until is not None
             if not self.requests() and not busy:
                 break
             assert busy, "nothing moves, but somebody waits"

@@ -49,6 +49,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         step_budget_ms=draw(st.sampled_from([0.5, 3.0, 100.0])),
         prefill_step_budget_ms=draw(st.sampled_from([0.5, 100.0])),
         max_queued=draw(st.sampled_from([3, 100, 100])),
+        even_pace=draw(st.booleans()),
     )
 
 
@@ -152,7 +153,7 @@ class Guesser:
 @given(
     config=configs(),
     max_steps=st.sampled_from([1, 1, 4]),
-    seconds=st.sampled_from([None, 0.002]),
+    seconds=st.sampled_from([None, 0.002, 0.03]),
     guesser=st.none() | st.builds(Guesser, st.integers(0, 99)),
     moves=moves,
 )
@@ -180,4 +181,5 @@ def test_no_page_is_lost_and_every_answer_is_right(
     event(f"evicted {any(memory.pool.generation(page) > 1 for page in range(config.pages))}")
     event(f"announced pages {any(client.blocks for client in world.clients.values())}")
     event(f"several steps at once {world.several}")
+    event(f"rested {world.rested}")
     event(f"answers {min(sum(client.finish is not None for client in world.clients.values()), 4)}")
