@@ -46,7 +46,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_running=draw(st.sampled_from([8, 8, 3, 1])),
         max_step_tokens=draw(st.sampled_from([64, 64, 5, 1])),
         max_chunk_tokens=draw(st.sampled_from([1, 3, 16, 64])),
-        step_budget_ms=draw(st.sampled_from([0.5, 3.0, 100.0])),
+        step_budget_ms=draw(st.sampled_from([0.5, 3.0, 100.0, 100.0])),
         prefill_step_budget_ms=draw(st.sampled_from([0.5, 100.0])),
         max_queued=draw(st.sampled_from([3, 100, 100])),
         even_pace=draw(st.booleans()),
@@ -153,7 +153,7 @@ class Guesser:
 @given(
     config=configs(),
     max_steps=st.sampled_from([1, 1, 4]),
-    seconds=st.sampled_from([None, 0.002, 0.03]),
+    seconds=st.sampled_from([None, 0.002, 0.03, 0.03]),
     guesser=st.none() | st.builds(Guesser, st.integers(0, 99)),
     moves=moves,
 )
