@@ -81,7 +81,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="timed steps of decode (default: 16)")
-    parser.add_argument("--requests", type=int, default=16, metavar="N", help="of eight clients (default: 16)")
+    parser.add_argument("--requests", type=int, default=48, metavar="N", help="of eight clients (default: 48)")
     parser.add_argument(
         "--stutter-seconds",
         type=float,

@@ -33,7 +33,7 @@ class Load:
     """How much is asked of a server."""
 
     seed: int
-    requests: int = 16  # of eight clients together
+    requests: int = 48  # of eight clients together: the first and the last wave are a third of that
     prompt: int = 256
     answer: int = 64
     stutter_s: float = 8.0  # at least, and one long prompt
