@@ -47,6 +47,19 @@ class Case:
         return {name: value for name, value in changed.items() if value is not None}
 
 
+GPT2_SMALL = {
+    "vocab_size": 113,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 256,
+    "n_ctx": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Its fields have other names."""
+
+
 LONG = {
     "original_max_position_embeddings": 64,
     "rope_scaling": {
@@ -92,6 +105,27 @@ CASES = (
         features="biases of queries, keys and values, tied embeddings",
     ),
     Case(
+        models="Qwen2, Qwen2.5",
+        config="qwen_2_7b",
+        parameters=7_615_616_512,
+        features="a window in the upper layers (use_sliding_window)",
+        small={"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 40},
+    ),
+    Case(
+        models="Qwen3",
+        config="qwen_3_4b",
+        parameters=4_022_468_096,
+        features="normed heads of another width, tied embeddings",
+        small={"head_dim": 32},
+    ),
+    Case(
+        models="Mistral 7B v0.1",
+        config="mistral_7b",
+        parameters=7_241_732_096,
+        features="a window in every layer",
+        small={"sliding_window": 33},
+    ),
+    Case(
         models="Mistral 7B from v0.2, Nemo",
         config="mistral_7b_v0_2",
         parameters=7_241_732_096,
@@ -106,6 +140,13 @@ CASES = (
         small=LONG,
     ),
     Case(
+        models="Phi-3, Phi-3.5, Phi-4",
+        config="phi_3_mini_128k",
+        parameters=3_821_079_552,
+        features="three quarters of a head rotated, a window",
+        small={"head_dim": None, "partial_rotary_factor": 0.75, "rope_scaling": None, "sliding_window": 50},
+    ),
+    Case(
         models="Gemma 1",
         config="gemma_7b",
         parameters=8_537_680_896,
@@ -117,5 +158,54 @@ CASES = (
         config="mixtral_8x7b",
         parameters=46_702_792_704,
         features="experts",
+    ),
+    Case(
+        models="Gemma 2",
+        config="gemma_2_2b",
+        parameters=2_614_341_888,
+        features="soft caps, a window in every other layer, norms around blocks",
+        small={"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40},
+    ),
+    Case(
+        models="Gemma 3",
+        config="gemma_3_1b",
+        parameters=999_885_952,
+        features="two rotary recipes, a window in five of six layers, normed heads",
+        small={"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40},
+    ),
+    Case(
+        models="OLMo 2",
+        config="olmo_2_1b",
+        parameters=1_484_916_736,
+        features="norms behind blocks only, all heads normed together",
+        small={"rope_theta": 10000.0},
+    ),
+    Case(
+        models="SmolLM3",
+        config="smollm_3_3b",
+        parameters=3_075_098_624,
+        features="every fourth layer without positions",
+        small={"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]},
+    ),
+    Case(
+        models="GLM-4 0414",
+        config="glm_4_9b_0414",
+        parameters=9_400_279_040,
+        features="half of a head rotated in neighbouring pairs, norms around blocks",
+        small={"head_dim": 32},
+    ),
+    Case(
+        models="GLM-4 9B (-hf releases)",
+        config="glm_4_9b_chat_hf",
+        parameters=9_399_951_360,
+        features="half of a head rotated in neighbouring pairs, biases",
+        small={"head_dim": 32},
+    ),
+    Case(
+        models="GPT-2",
+        config="gpt2",
+        parameters=124_439_808,
+        features="learned positions, layer norms, biases, matrices stored inputs first",
+        sizes=GPT2_SMALL,
     ),
 )

@@ -15,6 +15,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"  # its approximation with tanh, "gelu_new" and "gelu_pytorch_tanh"
     RELU = "relu"
     RELU2 = "relu2"  # relu(x)^2 (arXiv:2109.08668)
+    NONE = "none"  # x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

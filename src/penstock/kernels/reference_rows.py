@@ -26,6 +26,8 @@ def activated(x: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
             return torch.relu(x)
         case Activation.RELU2:
             return torch.relu(x).square()
+        case Activation.NONE:
+            return x
 
 
 def gated(gate_up: Tensor, kind: Gate) -> Tensor:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.kernels.kinds import Activation
 from penstock.kernels.ops import KvShape
-from penstock.weights.decoder import Attention, Decoder, Layer, QkNorm
+from penstock.weights.decoder import Attention, Decoder, Layer
 from penstock.weights.fields import Fields
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
@@ -100,8 +100,6 @@ def layer_count(config: Fields, name: str) -> int:
 
 def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decoder, *, tied: bool = False) -> ModelSpec:
     """The specification; embeddings are ``tied`` or not unless the file says otherwise."""
-    for layer in decoder.layers:
-        _refuse_unbuilt(config, layer.attention)
     positions = [
         layer.attention.rope.positions(sizes.max_positions) for layer in decoder.layers if layer.attention.rope
     ]
@@ -115,20 +113,6 @@ def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decod
         tied=config.get("tie_word_embeddings", bool, tied),
         details=decoder,
     )
-
-
-def _refuse_unbuilt(config: Fields, attention: Attention) -> None:
-    """What can be said of a layer and no kernel computes yet."""
-    rope = attention.rope
-    for name, value in (
-        ("a sliding window", attention.window),
-        ("a soft cap", attention.softcap),
-        ("normed heads", attention.qk_norm is not QkNorm.NONE),
-        ("a layer without positions", rope is None),
-        ("rotating part of a head", rope is not None and (rope.interleaved or rope.columns != attention.head_dim)),
-    ):
-        if value:
-            raise config.refuse(f"{name} cannot be served yet")
 
 
 def at_length(spec: ModelSpec, positions: int) -> ModelSpec:

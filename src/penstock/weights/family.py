@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.errors import ModelError
-from penstock.weights import gemma, llama, mistral, mixtral, phi, qwen
+from penstock.weights import gemma, glm, gpt2, llama, mistral, mixtral, olmo, phi, qwen, smollm
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
@@ -45,12 +45,21 @@ def _decoder(parse: Callable[[Fields], ModelSpec], layout: Callable[[ModelSpec],
 
 DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {
+        "GPT2LMHeadModel": _decoder(gpt2.parse, gpt2.layout),
+        "Gemma2ForCausalLM": _decoder(gemma.parse_gemma2, gemma.layout_around),
+        "Gemma3ForCausalLM": _decoder(gemma.parse_gemma3, gemma.layout_around),
+        "Gemma3ForConditionalGeneration": _decoder(gemma.parse_gemma3_with_images, gemma.layout_with_images),
         "GemmaForCausalLM": _decoder(gemma.parse_gemma, gemma.layout_gemma),
+        "Glm4ForCausalLM": _decoder(glm.parse_glm4, glm.layout),
+        "GlmForCausalLM": _decoder(glm.parse_glm, glm.layout),
         "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
         "MistralForCausalLM": _decoder(mistral.parse, mistral.layout),
         "MixtralForCausalLM": _decoder(mixtral.parse, mixtral.layout),
+        "Olmo2ForCausalLM": _decoder(olmo.parse, olmo.layout),
         "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
         "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
+        "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.layout),
+        "SmolLM3ForCausalLM": _decoder(smollm.parse, smollm.layout),
     }
 )
 """Families that ``engine.models.decoder`` computes."""

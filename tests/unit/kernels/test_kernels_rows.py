@@ -42,6 +42,8 @@ def plain(x: Wide, kind: Activation, alpha: float = 1.0) -> Wide:
             return np.maximum(x, 0)
         case Activation.RELU2:
             return np.maximum(x, 0) ** 2
+        case Activation.NONE:
+            return x
 
 
 def values_of(rows: int, width: int) -> NDArray[np.float32]:

@@ -75,6 +75,7 @@ def test_both_dialects_of_the_rotary_fields() -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(theta=7.0, columns=16)),
         (linear("type", 2), Rope(theta=10000.0, columns=16, scaling=Linear(factor=2.0))),
         (linear("rope_type", 4.0), Rope(theta=10000.0, columns=16, scaling=Linear(factor=4.0))),
+        ({"partial_rotary_factor": 0.5}, Rope(theta=10000.0, columns=8)),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, Rope(theta=10000.0, columns=16)),
     ],
 )

@@ -5,8 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.layers.linear import Linear, Output
-from penstock.engine.layers.norm import Norm
+from penstock.engine.layers.norm import Norm, RmsNorm
 from penstock.kernels.ops import Array, Ops, StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of queries and keys, each over ``width`` columns: a head, or all heads together."""
+
+    q: RmsNorm
+    k: RmsNorm
+    q_groups: int
+    k_groups: int
+    k_first: int  # column of the first key
+
+    def __call__(self, ops: Ops, qkv_TN: Array) -> None:
+        """In place."""
+        ops.norm_heads(qkv_TN, self.q.weight, self.q.eps, first=0, count=self.q_groups)
+        ops.norm_heads(qkv_TN, self.k.weight, self.k.eps, first=self.k_first, count=self.k_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +37,22 @@ class SelfAttention:
     qkv: Linear
     out: Output
     rope: Array | None  # None: queries and keys know no position
+    head_norms: HeadNorms | None = None
+    window: int | None = None
+    softcap: float | None = None
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Keys and values of these tokens go to their pages; returns the queries, compute [T, H, C]."""
         qkv_TN = self.qkv(ops, self.norm(ops, hidden_TD))
+        if self.head_norms is not None:
+            self.head_norms(ops, qkv_TN)
         return ops.rope_and_write(qkv_TN, self.rope, kv, self.layer, batch, heads=self.heads, kv_heads=self.kv_heads)
 
     def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
         """What every token reads from its sequence's pages, before the output projection; compute [T, H C]."""
-        return ops.paged_attention(q_THC, kv, self.layer, batch, scale=self.scale)
+        return ops.paged_attention(
+            q_THC, kv, self.layer, batch, scale=self.scale, window=self.window, softcap=self.softcap
+        )
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
         """hidden += output projection, in place."""

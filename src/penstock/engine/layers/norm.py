@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.kernels.kinds import Activation
 from penstock.kernels.ops import Array, Ops
 
 
@@ -14,6 +15,15 @@ class Norm(Protocol):
     def __call__(self, ops: Ops, hidden_TD: Array) -> Array:
         """compute [T, D] of hidden [T, D]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """The hidden state as it is, in the compute type."""
+
+    def __call__(self, ops: Ops, hidden_TD: Array) -> Array:
+        """compute [T, D] of hidden [T, D]."""
+        return ops.activate(hidden_TD, Activation.NONE)
 
 
 @dataclass(frozen=True, slots=True)

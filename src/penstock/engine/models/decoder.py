@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.layers import norm as norms
-from penstock.engine.layers.attention import SelfAttention
+from penstock.engine.layers.attention import HeadNorms, SelfAttention
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.moe import RoutedExperts, SharedExpert
 from penstock.kernels.kinds import Gate
 from penstock.kernels.ops import Array, Ops, StepBatch
-from penstock.weights.decoder import Attention, Decoder, Mlp
+from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm
 from penstock.weights.moe import Moe
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
@@ -33,9 +33,13 @@ class Parts:
 
     def rope(self, rope: Rope | None) -> Array | None:
         """The table of rotary positions, one a recipe, whatever the number of layers that share it."""
-        if rope is not None and rope not in self._tables:
-            self._tables[rope] = self._ops.rope_table(rope.inv_freq(), self._max_positions, rope.attention_factor)
-        return None if rope is None else self._tables[rope]
+        if rope is None:
+            return None
+        if rope not in self._tables:
+            self._tables[rope] = self._ops.rope_table(
+                rope.inv_freq(), self._max_positions, rope.attention_factor, interleaved=rope.interleaved
+            )
+        return self._tables[rope]
 
     def rms_norm(self, name: str) -> norms.RmsNorm:
         """The norm with this weight."""
@@ -46,6 +50,10 @@ class Parts:
         if self.decoder.norm.kind == "rms":
             return self.rms_norm(name)
         return norms.LayerNorm(self.weights[name], self.weights[f"{name}_bias"], self.decoder.norm.eps)
+
+    def norm_before(self, name: str) -> norms.Norm:
+        """What a block reads the hidden state through."""
+        return self.norm(name) if self.decoder.norm_before else norms.NoNorm()
 
     def linear(self, name: str) -> Linear:
         """The product with this weight, and its bias if there is one."""
@@ -62,10 +70,26 @@ class Parts:
             heads=attention.heads,
             kv_heads=attention.kv_heads,
             scale=attention.scale,
-            norm=self.norm(f"{index}.attention_norm"),
+            norm=self.norm_before(f"{index}.attention_norm"),
             qkv=self.linear(f"{index}.qkv"),
             out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
             rope=self.rope(attention.rope),
+            head_norms=self.head_norms(index, attention),
+            window=attention.window,
+            softcap=attention.softcap,
+        )
+
+    def head_norms(self, index: int, attention: Attention) -> HeadNorms | None:
+        """Norms of queries and keys."""
+        if attention.qk_norm is QkNorm.NONE:
+            return None
+        by_head = attention.qk_norm is QkNorm.HEAD
+        return HeadNorms(
+            q=self.rms_norm(f"{index}.q_norm"),
+            k=self.rms_norm(f"{index}.k_norm"),
+            q_groups=attention.heads if by_head else 1,
+            k_groups=attention.kv_heads if by_head else 1,
+            k_first=attention.heads * attention.head_dim,
         )
 
     def experts(self, index: int, moe: Moe) -> RoutedExperts:
@@ -73,7 +97,7 @@ class Parts:
         names = [f"{index}.experts.{expert}" for expert in range(moe.routing.experts)]
         weights, biased = self.weights, names if moe.bias else []
         return RoutedExperts(
-            norm=self.norm(f"{index}.mlp_norm"),
+            norm=self.norm_before(f"{index}.mlp_norm"),
             router=self.linear(f"{index}.router"),
             choice_bias=weights.get(f"{index}.choice_bias"),
             routing=moe.routing,
@@ -96,7 +120,7 @@ class Parts:
         """The feed-forward block of a layer."""
         if isinstance(mlp, Moe):
             return self.experts(index, mlp)
-        norm, inward = self.norm(f"{index}.mlp_norm"), self.linear(f"{index}.gate_up")
+        norm, inward = self.norm_before(f"{index}.mlp_norm"), self.linear(f"{index}.gate_up")
         down = self.output(f"{index}.down", f"{index}.mlp_norm_after")
         if mlp.gated:
             return GatedMlp(norm, inward, down, Gate(activation=mlp.activation))

@@ -24,6 +24,7 @@ PS_INLINE F16 gelu_tanh16(const F16& x) {
 template <Activation kKind>
 PS_INLINE F16 activated(const F16& x, const F16& alpha) {
   const F16 zero = splat(0.0f);
+  if constexpr (kKind == Activation::kNone) return x;
   if constexpr (kKind == Activation::kSilu) return x / (splat(1.0f) + exp16(zero - alpha * x));
   if constexpr (kKind == Activation::kGelu) return gelu16(x);
   if constexpr (kKind == Activation::kGeluTanh) return gelu_tanh16(x);
@@ -40,6 +41,7 @@ PS_INLINE void with_activation(Activation kind, const Fn& fn) {
     case Activation::kGeluTanh: return fn.template operator()<Activation::kGeluTanh>();
     case Activation::kRelu: return fn.template operator()<Activation::kRelu>();
     case Activation::kRelu2: return fn.template operator()<Activation::kRelu2>();
+    case Activation::kNone: return fn.template operator()<Activation::kNone>();
   }
 }
 

@@ -72,7 +72,7 @@ struct Weights {
 using GateWords = std::tuple<int, float, float, float, bool>;
 
 inline Activation activation_of(int kind) {
-  require(kind >= 0 && kind <= static_cast<int>(Activation::kRelu2), "no such activation");
+  require(kind >= 0 && kind <= static_cast<int>(Activation::kNone), "no such activation");
   return static_cast<Activation>(kind);
 }
 

@@ -74,7 +74,7 @@ struct NormArgs {
   void* out;
 };
 
-enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4 };
+enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4, kNone = 5 };
 
 // activation(gate) * up, in the words of kernels/ops.py's Gate.
 struct Gate {
