@@ -35,6 +35,18 @@ class Case:
     features: str  # what this entry proves
     small: dict[str, Any] = field(default_factory=dict)  # further changes; None removes a field
     sizes: dict[str, Any] = field(default_factory=lambda: SMALL)
+    inside: str | None = None  # the section of config.json that all of these are in
+
+    @property
+    def name(self) -> str:
+        """Of the tests."""
+        return f"{self.config}: {self.features}"
+
+    @property
+    def architecture(self) -> str:
+        """As ``config.json`` names it."""
+        (name,) = self.real()["architectures"]
+        return str(name)
 
     def real(self) -> dict[str, Any]:
         """The published ``config.json``."""
@@ -43,8 +55,28 @@ class Case:
 
     def shrunk(self) -> dict[str, Any]:
         """The same with small sizes."""
-        changed = self.real() | self.sizes | self.small
-        return {name: value for name, value in changed.items() if value is not None}
+        values = self.real()
+        if self.inside is None:
+            return _without_nulls(values | self.sizes | self.small)
+        return values | {self.inside: _without_nulls(values[self.inside] | self.sizes | self.small)} | NO_IMAGES
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+NO_IMAGES = {
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+}
+"""The smallest reader of images; only text is served."""
 
 
 GPT2_SMALL = {
@@ -172,6 +204,14 @@ CASES = (
         parameters=999_885_952,
         features="two rotary recipes, a window in five of six layers, normed heads",
         small={"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40},
+    ),
+    Case(
+        models="Gemma 3 with images (text only)",
+        config="gemma_3_27b",
+        parameters=27_009_346_304,
+        features="the text model inside one that reads images; stretched positions in the upper recipe only",
+        small={"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40},
+        inside="text_config",
     ),
     Case(
         models="OLMo 2",

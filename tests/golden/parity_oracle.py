@@ -50,7 +50,7 @@ def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> O
     model.save_pretrained(folder)
     (folder / "config.json").rename(folder / "config.newest.json")
     (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder, config["vocab_size"])
+    write_tokenizer(folder, config.get("text_config", config)["vocab_size"])
     return Oracle(model)
 
 

@@ -1,25 +1,31 @@
 """Every family computes what transformers computes, both in fp32, and keeps law 1; its real models have their sizes.
 
-The entries are in ``family_cases.py``.
+The entries are in ``family_cases.py``; docs/models.md has them as a table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from family_cases import CASES, Case
+from family_table import PAGE, page
 from parity_oracle import Oracle, write_random_model
 from test_parity import check_rows, whole_rows
 
 from penstock.engine.core.request import Request
 from penstock.types import PAGE_TOKENS, SamplingParams, TokenLogprob
 from penstock.weights.checkpoint import CONFIG, inspect_model
-from penstock.weights.family import checkpoint_format
+from penstock.weights.compressing import compress_folder
+from penstock.weights.family import BUILT_IN, checkpoint_format
 from penstock.weights.fields import Fields
+from penstock.weights.reader import Checkpoint
 from runner_bench import RunnerBench
+from tiny_models import DTYPES, Tensors, write_weights
 
 LENGTH = 190
 ANSWER = 4
@@ -46,7 +52,7 @@ class Place:
         return self.bench.request(self.tokens, sampling)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.config}: {case.features}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.config)
@@ -56,12 +62,19 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Place(case, folder, bench, oracle, tokens)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.config}: {case.features}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_real_model_has_its_size(case: Case) -> None:
     config = case.real()
-    (architecture,) = config["architectures"]
-    family = checkpoint_format(architecture, "")
+    family = checkpoint_format(case.architecture, "")
     assert family.layout(family.parse(Fields(config, CONFIG))).parameters == case.parameters
+
+
+def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
+    assert PAGE.read_text() == page(PAGE.read_text()), "run tests/golden/family_table.py"
+
+
+def test_every_family_has_an_entry() -> None:
+    assert {case.architecture for case in CASES} == set(BUILT_IN)
 
 
 def test_both_dialects_of_the_configuration_say_the_same(place: Place) -> None:
@@ -89,6 +102,44 @@ def test_no_bit_depends_on_the_way(place: Place) -> None:
     assert alone(place, 37) == want
     assert in_company(place) == want
     assert on_cached_pages(place) == want
+
+
+def test_bf16_weights_give_the_same_bits_compressed_and_however_they_are_read(place: Place, tmp_path: Path) -> None:
+    narrow = rewritten(place.folder, tmp_path / "bf16", {})
+    compress_folder(narrow, tmp_path / "compressed", threads=1, report=lambda _: None)
+    plain = replace(place, bench=RunnerBench(narrow, "bf16"))
+    want = alone(plain, LENGTH)
+    assert alone(plain, 37) == want
+    assert alone(replace(place, bench=RunnerBench(tmp_path / "compressed", "bf16")), LENGTH) == want
+
+
+def test_gpt2_by_the_names_of_its_first_release(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.config == "gpt2")
+    write_random_model(tmp_path / "new", case.shrunk())
+    mask = {f"h.{index}.attn.bias": np.ones((1, 1, 8, 8), np.float32) for index in range(3)}
+    rewritten(tmp_path / "new", tmp_path / "old", mask, lambda name: name.removeprefix("transformer."), "fp32")
+    answers = []
+    for folder in ("old", "new"):
+        bench = RunnerBench(tmp_path / folder)
+        answers.append(bench.read(bench.request(range(40)), 40))
+    assert answers[0] == answers[1]
+
+
+def rewritten(
+    source: Path,
+    target: Path,
+    more: Tensors,
+    rename: Callable[[str], str] = lambda name: name,
+    dtype: str = "bf16",
+) -> Path:
+    """The same model with tensors renamed, narrowed or added."""
+    with Checkpoint(source) as checkpoint:
+        tensors = {rename(name): checkpoint.array(name).astype(DTYPES[dtype]) for name in checkpoint.names}
+    target.mkdir()
+    write_weights(target, tensors | more)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(source / name, target / name)
+    return target
 
 
 def test_rotary_positions_are_chosen_by_the_longest_context_not_by_the_prompt(tmp_path: Path) -> None:
