@@ -50,6 +50,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # said by the gateway of an answer that stopped, never by a worker
 
 
 class WorkerState(StrEnum):

@@ -123,6 +123,7 @@ async def test_places_inside_fields(on: Stage, field: str, value: Any, code: str
     check(await on.chat(**{field: value}), 400, code, words, param)
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHATS = [
     ({"messages": None}, "missing_required_parameter", "Missing required parameter: 'messages'", "messages"),
     ({"messages": []}, "empty_array", "at least one message", "messages"),
@@ -132,7 +133,10 @@ CHATS = [
     ({"messages": [{"content": "Hi"}]}, "missing_required_parameter", "messages[0].role", "messages[0].role"),
     ({"messages": [{"role": "king", "content": "Hi"}]}, "invalid_value", "one of system", "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "Hi"}]}, "invalid_value", "one of system", "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "Hi"}]}, "unsupported_value", "not supported", "messages[0].role"),
+    (
+        {"messages": [{"role": "tool", "content": "Hi", "tool_call_id": 1}]},
+        *(TYPE, "a string", "messages[0].tool_call_id"),
+    ),
     ({"messages": [*HELLO, {"role": "user"}]}, TYPE, "a string or an array", "messages[1].content"),
     ({"messages": [{"role": "user", "content": None}]}, TYPE, "a string or an array", "messages[0].content"),
     ({"messages": [{"role": "user", "content": 1}]}, TYPE, "a string or an array", "messages[0].content"),
@@ -163,11 +167,24 @@ CHATS = [
     ),
     (
         {"messages": [{"role": "user", "content": "a", "name": "a b"}]},
-        *("invalid_value", "1 to 64 letters", "messages[0].name"),
+        *("invalid_value", "1 to 128 letters", "messages[0].name"),
     ),
     (
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
-        *("unsupported_value", "not supported", "messages[0].tool_calls"),
+        *(TYPE, "an object", "messages[0].tool_calls[0].function"),
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a b"}}]}]},
+        *("invalid_value", "1 to 128 letters", "messages[0].tool_calls[0].function.name"),
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": {}}}]}]},
+        *(TYPE, "a string", "messages[0].tool_calls[0].function.arguments"),
+    ),
+    ({"messages": [{"role": "assistant"}]}, TYPE, "a string or an array", "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]},
+        *("unknown_parameter", "'tool_calls'", "messages[0].tool_calls"),
     ),
     ({"messages": HELLO * 4097}, "array_above_max_length", "at most 4096 messages", "messages"),
     ({"messages": [{"role": "user", "content": "w " * 3000}]}, "context_length_exceeded", "2048 tokens", "messages"),
@@ -179,9 +196,22 @@ CHATS = [
     ({"logprobs": True, "top_logprobs": -1}, INT_LOW, ">= 0", "top_logprobs"),
     ({"stream": True, "stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x", "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, TYPE, "a boolean", "include_usage"),
-    ({"tools": [{"type": "function"}]}, "unsupported_value", "does not call tools", "tools"),
-    ({"tool_choice": "required"}, "unsupported_value", "does not call tools", "tool_choice"),
-    ({"functions": [{"name": "f"}]}, "unsupported_value", "does not call functions", "functions"),
+    ({"tools": {}}, TYPE, "an array of tools", "tools"),
+    ({"tools": [{"type": "function"}]}, TYPE, "an object", "tools[0].function"),
+    ({"tools": [{"function": {"name": "a b"}}]}, "invalid_value", "1 to 128 letters", "tools[0].function.name"),
+    ({"tools": [{"function": {"name": "a", "parameters": []}}]}, TYPE, "an object", "tools[0].function.parameters"),
+    ({"tools": [{"function": {"name": "a"}}] * 513}, "array_above_max_length", "at most 512 tools", "tools"),
+    ({"tool_choice": "required"}, "invalid_value", "only allowed when 'tools'", "tool_choice"),
+    ({"tool_choice": "sometimes"}, TYPE, "'required' or an object", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "magic"}}, "invalid_value", "names a function", "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        *("invalid_value", "the name of one of 'tools', got 'other'", "tool_choice.function.name"),
+    ),
+    ({"parallel_tool_calls": "no"}, TYPE, "a boolean", "parallel_tool_calls"),
+    ({"documents": [{"text": []}]}, TYPE, "a string or a number", "documents[0].text"),
+    ({"reasoning_effort": 1}, TYPE, "a string", "reasoning_effort"),
+    ({"functions": [{"name": "f"}]}, "unsupported_value", "calls 'tools', not 'functions'", "functions"),
     ({"response_format": {"type": "json_object"}}, "unsupported_value", "plain text", "response_format"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+$"}}}},

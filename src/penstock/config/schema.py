@@ -87,6 +87,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_logit_bias: int = 1024
     max_top_logprobs: int = 20
     max_messages: int = 4096
+    max_tools: int = 512  # of a chat, and calls in one of its messages
     max_tokenize_chars: int = 4 << 20  # text for /tokenize, which need not fit into a context
     max_template_output_bytes: int = 16 << 20
     max_template_s: float = 5.0

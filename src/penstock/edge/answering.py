@@ -7,8 +7,10 @@ open.  Knows nothing about JSON bodies or the words of an API (``Shape`` does).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+
+import msgspec
 
 from penstock.edge import sse
 from penstock.edge.admission import Permit
@@ -16,7 +18,7 @@ from penstock.edge.errors import Header, noted
 from penstock.edge.exchange import Exchange
 from penstock.edge.openai_shapes import Choice, Head, Shape, Usage
 from penstock.errors import WorkerLost
-from penstock.wire.ports import AnswerPiece, Prepared, TokenStreams
+from penstock.wire.ports import AnswerPiece, CallPiece, Prepared, TokenStreams
 
 _AHEAD = 4
 """Pieces of all choices that may wait for a client that reads slowly; the rest waits in the token streams."""
@@ -113,10 +115,23 @@ def _joined(pieces: Sequence[AnswerPiece]) -> Choice:
     assert finish is not None
     return Choice(
         text="".join(piece.text for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=_whole_calls(call for piece in pieces for call in piece.calls),
         logprobs=[token for piece in pieces for token in piece.logprobs],
         token_ids=[token for piece in pieces for token in piece.token_ids],
         finish=finish,
     )
+
+
+def _whole_calls(parts: Iterable[CallPiece]) -> list[CallPiece]:
+    calls: list[CallPiece] = []
+    for part in parts:
+        if part.index == len(calls):
+            calls.append(part)
+        else:
+            begun = calls[part.index]
+            calls[part.index] = msgspec.structs.replace(begun, arguments=begun.arguments + part.arguments)
+    return calls
 
 
 async def stream(exchange: Exchange, answering: Answering, shape: Shape, head: Head, *headers: Header) -> None:
@@ -157,7 +172,7 @@ class _Events:
         if index not in self._begun:
             self._begun.add(index)
             data = self._begin(index)
-        if piece.text or piece.logprobs or piece.token_ids:
+        if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
             more = self._shape.delta(self._head, index, piece, first=self._first)
             self._first = False
             data += sse.event(f"{index}:{piece.tokens}", more)

@@ -1,6 +1,7 @@
 """``/v1/chat/completions`` on the wire: answers, chunks and logprobs as OpenAI writes them.
 
-Chunks of a choice: its role, its text, an empty delta with the reason of its end.
+Chunks of a choice: its role; reasoning, text and tool calls as they come; an empty delta with the reason of its end.
+Reasoning goes out under both names that clients read it by, ``reasoning`` and ``reasoning_content``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.edge.openai_shapes import Choice, Head, Seed, Usage, encode, omitted
 from penstock.types import FinishReason
-from penstock.wire.ports import AnswerPiece, TokenText
+from penstock.wire.ports import AnswerPiece, CallPiece, TokenText
 
 
 class _Top(msgspec.Struct, frozen=True):
@@ -34,9 +35,30 @@ class _Logprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class _Function(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class _CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: _Function
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
 class _Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[_CallDelta] | UnsetType = UNSET
 
 
 class _ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +83,11 @@ class _Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[_Call] | UnsetType = UNSET
 
 
 class _WholeChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,10 +124,10 @@ class ChatShape:
         return _chunk(head, started, first=first, prompt_ids=head.prompt_ids(choice))
 
     def delta(self, head: Head, choice: int, piece: AnswerPiece, *, first: bool) -> bytes:
-        """Text, and the logprobs of the tokens it came from."""
+        """Text, reasoning and calls, and the logprobs of the tokens they came from."""
         more = _ChunkChoice(
             index=choice,
-            delta=_Delta(content=piece.text),
+            delta=_delta(piece),
             logprobs=_logprobs(piece.logprobs) if head.logprobs else None,
             token_ids=omitted(piece.token_ids, head.token_ids),
         )
@@ -136,7 +161,7 @@ class ChatShape:
                 choices=[
                     _WholeChoice(
                         index=index,
-                        message=_Message(content=choice.text),
+                        message=_message(choice),
                         logprobs=_logprobs(choice.logprobs) if head.logprobs else None,
                         finish_reason=choice.finish,
                         token_ids=omitted(choice.token_ids, head.token_ids),
@@ -148,6 +173,41 @@ class ChatShape:
                 prompt_token_ids=head.prompt_ids(0),
             )
         )
+
+
+def _delta(piece: AnswerPiece) -> _Delta:
+    reasoning = piece.reasoning or UNSET
+    shows_nothing_else = not piece.reasoning and not piece.calls
+    return _Delta(
+        content=piece.text if piece.text or shows_nothing_else else UNSET,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=[_call_delta(call) for call in piece.calls] or UNSET,
+    )
+
+
+def _call_delta(call: CallPiece) -> _CallDelta:
+    begins = call.id is not None
+    return _CallDelta(
+        index=call.index,
+        id=UNSET if call.id is None else call.id,
+        type="function" if begins else UNSET,
+        function=_Function(name=UNSET if call.name is None else call.name, arguments=call.arguments),
+    )
+
+
+def _message(choice: Choice) -> _Message:
+    reasoning = choice.reasoning or UNSET
+    return _Message(
+        content=choice.text if choice.text or not choice.calls else None,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=[
+            _Call(id=call.id or "", function=_Function(name=call.name or "", arguments=call.arguments))
+            for call in choice.calls
+        ]
+        or UNSET,
+    )
 
 
 def _chunk(head: Head, choice: _ChunkChoice, *, first: bool, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.types import FinishReason
-from penstock.wire.ports import AnswerPiece, TokenText
+from penstock.wire.ports import AnswerPiece, CallPiece, TokenText
 
 encode = msgspec.json.Encoder().encode
 
@@ -71,6 +71,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One whole choice."""
 
     text: str
+    reasoning: str = ""
+    calls: Sequence[CallPiece] = ()  # whole
     logprobs: Sequence[TokenText]
     token_ids: Sequence[int]
     finish: FinishReason

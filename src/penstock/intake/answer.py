@@ -18,7 +18,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from penstock.intake.chat import ReplyPlan
 from penstock.intake.detokenizer import Utf8Stream
+from penstock.intake.replies.parser import ReplyPiece
 from penstock.intake.stops import StopScanner
 from penstock.intake.vocabulary import TokenTable
 from penstock.types import FinishReason, TokenBatch, TokenLogprob
@@ -37,6 +39,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     token_ids: bool = False
     echo: Echo | None = None
+    reply: ReplyPlan | None = None  # how reasoning and tool calls are found in the text
     prompt_only: bool = False  # echo with max_tokens 0: the one token that had to be drawn is dropped
 
 
@@ -61,11 +64,14 @@ class _Waiting:
 class ChoiceText:
     """``wire.ports.AnswerText`` for one choice."""
 
-    def __init__(self, table: TokenTable, wanted: Wanted) -> None:
+    def __init__(self, table: TokenTable, wanted: Wanted, *, identity: str = "") -> None:
+        """``identity`` is what ids of tool calls are made of."""
         self._table = table
         self._wanted = wanted
         self._utf8 = Utf8Stream()
         self._scanner = StopScanner(wanted.stops) if wanted.stops else None
+        self._visible = wanted.reply.visible if wanted.reply else frozenset[int]()
+        self._parser = wanted.reply.parser(identity) if wanted.reply else None
         self._tokens = 0
         self._seen = 0  # characters decoded
         self._given = 0  # of those, given out
@@ -86,7 +92,7 @@ class ChoiceText:
         for i, token in enumerate(batch.tokens):
             ends = i == last and token in self._wanted.stop_token_ids
             logprob = batch.logprobs[i] if batch.logprobs is not None and self._wanted.logprobs and not ends else None
-            cut = self._take(b"" if ends else self._table.text_bytes(token), logprob)
+            cut = self._take(b"" if ends else self._bytes_of(token), logprob)
             used += 1
             if cut is not None:
                 break
@@ -94,14 +100,29 @@ class ChoiceText:
         if finish is not None and cut is None:
             cut = self._decoded(self._utf8.finish())
             finish = FinishReason.STOP if cut is not None else finish
+        text = self._release(cut, last=finish is not None)
+        reply = ReplyPiece(text) if self._parser is None else self._parser.push(text, last=finish is not None)
+        finish = self._with_calls(finish)
         piece = AnswerPiece(
-            text=self._release(cut, last=finish is not None),
+            text=reply.content,
+            reasoning=reply.reasoning,
+            calls=reply.calls,
             tokens=self._tokens,
             logprobs=self._release_logprobs(cut, last=finish is not None) if self._wanted.logprobs else (),
             token_ids=batch.tokens[:used] if self._wanted.token_ids else (),
             finish=finish,
         )
         return self._with_echo(piece, echoed)
+
+    def _bytes_of(self, token: int) -> bytes:
+        return self._table.raw(token) if token in self._visible else self._table.text_bytes(token)
+
+    def _with_calls(self, finish: FinishReason | None) -> FinishReason | None:
+        """An answer that stopped with calls stopped because of them; one that was cut off was cut off."""
+        called = self._parser is not None and (
+            self._parser.done if finish is None else finish is FinishReason.STOP and self._parser.calls > 0
+        )
+        return FinishReason.TOOL_CALLS if called else finish
 
     def _take(self, raw: bytes, logprob: TokenLogprob | None) -> int | None:
         """One token.  Returns where the text must be cut when it completes a stop string."""

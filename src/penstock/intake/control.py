@@ -44,11 +44,11 @@ class ControlText:
         return f"{self._guard[0]}{spelling}{self._guard[1]}"
 
     def suspicious(self, value: Any) -> bool:
-        """Does any text within ``value`` (strings, lists, dicts) spell a control token, or begin or end with a part?"""
+        """Does any text in ``value`` (strings, lists, dicts, keys) spell a control token, or part of one at an end?"""
         if isinstance(value, str):
             return any(self._partial(value)) or self._words.found_in(value)
         if isinstance(value, dict):
-            return any(map(self.suspicious, value.values()))
+            return any(self.suspicious(key) or self.suspicious(item) for key, item in value.items())
         if isinstance(value, list | tuple):
             return any(map(self.suspicious, value))
         return False
@@ -58,7 +58,7 @@ class ControlText:
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, dict):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark(item) for item in value]
         return value

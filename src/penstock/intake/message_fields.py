@@ -1,87 +1,140 @@
 """The ``messages`` of a chat, rebuilt from known fields only: nothing else of a client's reaches a template.
 
 Text only.  Several text parts become one text, a line each, so that no control token can grow out of two of them.
-Knows nothing about templates.
+Arguments of tool calls stay text here.  Knows nothing about templates.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from penstock.config.schema import Limits
 from penstock.errors import BadField, RequestError
-from penstock.intake.fields import array, mapping, number, string, unsupported
+from penstock.intake.fields import WRONG_TYPE, array, mapping, number, string, unsupported
 
-ROLES = ("system", "developer", "user", "assistant")
-_LATER_ROLES = ("tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _KNOWN = frozenset({"role", "content", "name", "refusal"})
-_ASSISTANT_KNOWN = _KNOWN | {"reasoning", "reasoning_content"}
-_LATER = frozenset({"tool_calls", "function_call", "tool_call_id", "audio"})
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_KNOWN_BY_ROLE = {
+    "assistant": _KNOWN | {"reasoning", "reasoning_content", "tool_calls", "function_call", "annotations"},
+    "tool": _KNOWN | {"tool_call_id"},
+}
+_LATER = frozenset({"audio"})
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+_ID = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
 _MAX_ARGUMENTS = 32
 _MAX_ARGUMENT_CHARS = 256
 _ARGUMENT_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 def parse_messages(value: object, limits: Limits) -> list[Message]:
-    """At least one message, each with a role and text."""
+    """At least one message, each with a role, and text or tool calls."""
     items = array("messages", value, max_items=limits.max_messages, what="messages")
     if not items:
         raise BadField("messages", got="an empty array", want="at least one message", code="empty_array")
-    return [_parse_message(f"messages[{i}]", mapping(f"messages[{i}]", item)) for i, item in enumerate(items)]
+    names: dict[str, str] = {}  # of tools, by the ids of their calls
+    messages: list[Message] = []
+    for i, item in enumerate(items):
+        where = f"messages[{i}]"
+        message = _parse_message(where, mapping(where, item), limits)
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+        messages.append(message)
+    return messages
 
 
-def _parse_message(where: str, item: Mapping[str, Any]) -> Message:
+def _parse_message(where: str, item: Mapping[str, Any], limits: Limits) -> Message:
     role = _parse_role(f"{where}.role", item.get("role"))
-    known = _ASSISTANT_KNOWN if role == "assistant" else _KNOWN
+    _refuse_unknown(where, item, _KNOWN_BY_ROLE.get(role, _KNOWN))
+    message: Message = {"role": _TEMPLATE_ROLES.get(role, role)}
+    calls = _parse_calls(where, item, limits) if role == "assistant" else []
+    reasoning = item.get("reasoning_content") if item.get("reasoning") is None else item["reasoning"]
+    content = item.get("content")
+    may_be_empty = calls or role == "tool" or (role == "assistant" and reasoning is not None)
+    if content == [] and may_be_empty:
+        content = None
+    # A template decides what an absent text looks like (``intake.adapting``).
+    message["content"] = None if content is None and may_be_empty else _parse_content(f"{where}.content", content)
+    if item.get("name") is not None:
+        message["name"] = _parse_name(f"{where}.name", item["name"])
+    if reasoning is not None and role == "assistant":
+        message["reasoning_content"] = _text(f"{where}.reasoning_content", reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    if role == "tool" and item.get("tool_call_id") is not None:
+        message["tool_call_id"] = _parse_id(f"{where}.tool_call_id", item["tool_call_id"])
+    return message
+
+
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
+"""Templates know "system"; OpenAI calls the same thing "developer" since 2025, and "function" is the old "tool"."""
+
+
+def _refuse_unknown(where: str, item: Mapping[str, Any], known: frozenset[str]) -> None:
     for key, value in item.items():
         if key in _LATER:
-            if value is not None and value != []:
-                raise unsupported(f"{where}.{key}", "tools and audio are not supported by this server yet.")
-        elif key not in known:
+            if value is not None:
+                raise unsupported(f"{where}.{key}", "audio is not supported by this server yet.")
+        elif key not in known and value not in (None, []):
             raise RequestError(
                 f"Unrecognized field in '{where}': '{key[:64]}'.", param=f"{where}.{key[:64]}", code="unknown_parameter"
             )
-    # Templates know "system"; OpenAI calls the same thing "developer" since 2025.
-    message = {"role": "system" if role == "developer" else role}
-    message["content"] = _parse_content(f"{where}.content", item.get("content"))
-    if item.get("name") is not None:
-        message["name"] = _parse_name(f"{where}.name", item["name"])
-    reasoning = item.get("reasoning_content") if item.get("reasoning") is None else item["reasoning"]
-    if reasoning is not None:
-        message["reasoning_content"] = _text(f"{where}.reasoning_content", reasoning)
-    return message
 
 
 def _parse_role(where: str, role: object) -> str:
     if role is None:
         raise RequestError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-    if role in _LATER_ROLES:
-        raise unsupported(where, f"messages with role '{role}' are not supported by this server yet.")
     if not isinstance(role, str) or role not in ROLES:
         raise BadField(where, got=role, want=f"one of {', '.join(ROLES)}")
     return role
 
 
+def _parse_calls(where: str, item: Mapping[str, Any], limits: Limits) -> list[dict[str, Any]]:
+    """``tool_calls``, or the old ``function_call``, which is one of them without an id."""
+    calls: Sequence[Any] = ()
+    if item.get("tool_calls") is not None:
+        calls = array(f"{where}.tool_calls", item["tool_calls"], max_items=limits.max_tools, what="calls")
+    elif item.get("function_call") is not None:
+        calls = [{"function": item["function_call"]}]
+    return [_parse_call(f"{where}.tool_calls[{i}]", i, mapping(f"{where}.tool_calls", c)) for i, c in enumerate(calls)]
+
+
+def _parse_call(where: str, place: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = mapping(f"{where}.function", call.get("function"))
+    name = _parse_name(f"{where}.function.name", function.get("name"))
+    arguments = function.get("arguments")
+    identity = f"call_{place}" if call.get("id") is None else _parse_id(f"{where}.id", call["id"])
+    text = "" if arguments is None else _text(f"{where}.function.arguments", arguments)
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _parse_id(where: str, value: object) -> str:
+    """An id that no template can take for anything else: one with odd characters gets another."""
+    text = string(where, value, max_chars=1 << 12)
+    return text if _ID.fullmatch(text) else f"call_{blake2b(text.encode(), digest_size=12).hexdigest()}"
+
+
 def _parse_name(where: str, name: object) -> str:
     text = _text(where, name)
     if not _NAME.fullmatch(text):
-        raise BadField(where, got=text, want="1 to 64 letters, digits, '_' or '-'")
+        raise BadField(where, got=text, want="1 to 128 letters, digits, or any of '_-.:/'")
     return text
 
 
 def _parse_content(where: str, content: object) -> str:
     if content is None:
-        raise BadField(where, got=None, want="a string or an array of text parts", code="invalid_type")
+        raise BadField(where, got=None, want="a string or an array of text parts", code=WRONG_TYPE)
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadField(where, got=content, want="a string or an array of text parts", code="invalid_type")
+        raise BadField(where, got=content, want="a string or an array of text parts", code=WRONG_TYPE)
     if not content:
         raise BadField(where, got="an empty array", want="at least one part", code="empty_array")
     return "\n".join(_parse_part(f"{where}[{i}]", mapping(f"{where}[{i}]", part)) for i, part in enumerate(content))
@@ -120,5 +173,19 @@ def parse_template_arguments(value: object, reserved: frozenset[str]) -> dict[st
         elif isinstance(item, int | float) and not isinstance(item, bool):
             number(f"{name}.{key}", item, low=-1e15, high=1e15)
         elif item is not None and not isinstance(item, bool):
-            raise BadField(f"{name}.{key}", got=item, want="a string, number, boolean or null", code="invalid_type")
+            raise BadField(f"{name}.{key}", got=item, want="a string, number, boolean or null", code=WRONG_TYPE)
     return dict(entries)
+
+
+def parse_documents(value: object, limits: Limits) -> list[dict[str, Any]] | None:
+    """``documents`` for templates that quote them: objects of texts and numbers."""
+    if value is None:
+        return None
+    documents: list[dict[str, Any]] = []
+    for i, item in enumerate(array("documents", value, max_items=limits.max_messages, what="documents")):
+        entries = mapping(f"documents[{i}]", item)
+        for key, text in entries.items():
+            if not isinstance(text, str | int | float | None):
+                raise BadField(f"documents[{i}].{key[:64]}", got=text, want="a string or a number", code=WRONG_TYPE)
+        documents.append(dict(entries))
+    return documents

@@ -18,9 +18,10 @@ from penstock.config.schema import Limits
 from penstock.errors import ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
+from penstock.intake.chat import Chats, Written, text_size
 from penstock.intake.prompt_fields import Prompt
 from penstock.intake.sampling_fields import ModelFacts
-from penstock.intake.template import ChatTemplate, Conversation, TemplateLimits
+from penstock.intake.template import Conversation, TemplateLimits
 from penstock.intake.template_files import ChatTemplates, load_sources
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.intake.validate import (
@@ -53,8 +54,8 @@ class ModelIntake:
         tokenizer_config = _read_json(files, TOKENIZER_CONFIG, required=False)
         special = _named_tokens(tokenizer_config, _read_json(files, "special_tokens_map.json", required=False))
         sources = load_sources(folder, tokenizer_config)
-        self._templates = _templates(sources, special, limits) if sources else None
-        literals = self._templates.literals if self._templates else ()
+        self._chats = Chats(_templates(sources, special, limits)) if sources else None
+        literals = self._chats.literals if self._chats else ()
         self._tokenizer = TextTokenizer(folder, config=tokenizer_config, literals=literals)
         self._facts = ModelFacts(
             name=name,
@@ -74,8 +75,9 @@ class ModelIntake:
     async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """See ``wire.ports.Intake``."""
         checked = parse_chat(body, self._limits, self._facts)
-        prompt = await self._encode_chat(checked.text, add_special_tokens=False)
-        wanted = self._wanted(checked.call)
+        written = await self._write_chat(checked.text, add_special_tokens=False)
+        prompt = written.tokens
+        wanted = msgspec.structs.replace(self._wanted(checked.call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt)
         max_tokens = checked.call.sampling.max_tokens
         if max_tokens is None:
@@ -104,7 +106,7 @@ class ModelIntake:
         """See ``wire.ports.Intake``."""
         what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._facts)
         if isinstance(what, ChatText):
-            tokens = await self._encode_chat(what, add_special_tokens=add_special_tokens)
+            tokens = (await self._write_chat(what, add_special_tokens=add_special_tokens)).tokens
         else:
             text = what
             tokens = await self._tokenizer.run(
@@ -125,19 +127,26 @@ class ModelIntake:
         tokens = parse_detokenize(body, self._facts)
         return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
 
-    async def _encode_chat(self, text: ChatText, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if self._templates is None:
+    async def _write_chat(self, text: ChatText, *, add_special_tokens: bool) -> Written:
+        chats = self._chats
+        if chats is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template"
             )
-        template = self._templates.for_chat(tools=False)
-        size = sum(map(len, (message["content"] for message in text.messages)))
-        self._check_size(size, param="messages")
-        work = size + len(text.messages) * _CHARS_OF_A_MESSAGE
-        tokens = await self._tokenizer.run(
-            work, lambda: _render_and_encode(template, self._tokenizer, text, add_special_tokens=add_special_tokens)
+        self._check_size(sum(len(message["content"] or "") for message in text.messages), param="messages")
+        conversation = Conversation(
+            messages=text.messages,
+            documents=text.documents,
+            add_generation_prompt=text.add_generation_prompt,
+            continue_final_message=text.continue_final_message,
+            arguments=text.arguments,
         )
-        return self._check_known(tokens, param="messages")
+        written = await self._tokenizer.run(
+            text_size((text.messages, text.tooling.tools)) + len(text.messages) * _CHARS_OF_A_MESSAGE,
+            lambda: chats.write(self._tokenizer, conversation, text.tooling, add_special_tokens=add_special_tokens),
+        )
+        self._check_known(written.tokens, param="messages")
+        return written
 
     async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -203,7 +212,7 @@ class ModelIntake:
                         cache_salt=call.cache_salt,
                     )
                 )
-                answers.append(ChoiceText(self._tokenizer.table, wanted))
+                answers.append(ChoiceText(self._tokenizer.table, wanted, identity=requests[-1].id))
         reply = Reply(
             model=self._facts.name,
             seed=call.sampling.seed,
@@ -235,29 +244,6 @@ def _sampling_params(call: Call, choice: int, max_tokens: int, *, echo: bool) ->
         logprobs=call.logprobs,
         prompt_logprobs=call.logprobs if echo else None,
     )
-
-
-def _render_and_encode(
-    template: ChatTemplate, tokenizer: TextTokenizer, text: ChatText, *, add_special_tokens: bool
-) -> tuple[int, ...]:
-    """The tokens of a chat.  Only the template can write control tokens."""
-    control = tokenizer.control
-    guarded = control.suspicious(text.messages) or control.suspicious(text.arguments)
-    rendered = template.render(
-        Conversation(
-            messages=control.mark(text.messages) if guarded else text.messages,
-            add_generation_prompt=text.add_generation_prompt,
-            continue_final_message=text.continue_final_message,
-            arguments=control.mark(text.arguments) if guarded else text.arguments,
-        )
-    )
-    if guarded:
-        tokens = tokenizer.encode_guarded(control.guarded(rendered))
-    else:
-        tokens = tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
-    if not tokens:
-        raise RequestError("The messages are empty: they have no tokens.", param="messages", code="empty_prompt")
-    return tokens
 
 
 async def _hash_blocks(root: BlockHash, tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:

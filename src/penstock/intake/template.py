@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import msgspec
@@ -79,7 +80,10 @@ class ChatTemplate:
         self._limits = limits
         environment = _environment()
         try:
-            self.literals = _literals(environment.parse(source)) | frozenset(special.values())
+            parsed = environment.parse(source)
+            self.literals = _literals(parsed) | frozenset(special.values())
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+            self.source = source
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"The model's chat template is not one: {error}") from error

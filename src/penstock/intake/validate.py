@@ -15,26 +15,28 @@ import msgspec
 from penstock.config.schema import Limits
 from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, mapping, refuse_unknown, string, unsupported
-from penstock.intake.message_fields import Message, parse_messages, parse_template_arguments
+from penstock.intake.message_fields import Message, parse_documents, parse_messages, parse_template_arguments
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
 from penstock.intake.sampling_fields import NAMES as SAMPLING
 from penstock.intake.sampling_fields import ModelFacts, Sampling, parse_sampling
 from penstock.intake.template import RESERVED
+from penstock.intake.tool_fields import NAMES as TOOLS
+from penstock.intake.tool_fields import Tooling, parse_tooling
 
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "reasoning_effort"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
     }
 )
 """Fields that change nothing about an answer of this server."""
 
 _COMMON = SAMPLING | IGNORED | {"model", "stream", "stream_options", "logprobs", "cache_salt", "return_token_ids"}
-_TEMPLATE = frozenset({"add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
+_TEMPLATE = TOOLS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
 _CHAT_LATER = frozenset(
     {
-        *("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities"),
-        *("web_search_options", "moderation"),
+        *("functions", "function_call", "response_format", "audio", "modalities", "web_search_options"),
+        "moderation",
     }
 )
 CHAT = _COMMON | _TEMPLATE | _CHAT_LATER | {"messages", "max_completion_tokens", "top_logprobs"}
@@ -54,6 +56,8 @@ class ChatText(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     arguments: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    tooling: Tooling = Tooling()
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +96,7 @@ def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> Ch
     refuse_later_chat_fields(fields)
     call = _parse_call(fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits))
     refuse_no_tokens(call)
-    return ChatCall(call=call, text=parse_chat_text(fields, messages))
+    return ChatCall(call=call, text=parse_chat_text(fields, messages, limits))
 
 
 def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> CompletionCall:
@@ -130,7 +134,7 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
         raise RequestError("Exactly one of 'prompt' and 'messages' is needed.", param="prompt")
     if fields.raw("messages") is not None:
         messages = parse_messages(fields.raw("messages"), limits)
-        return parse_chat_text(fields, messages), fields.boolean("add_special_tokens"), strings
+        return parse_chat_text(fields, messages, limits), fields.boolean("add_special_tokens"), strings
     prompt = fields.raw("prompt")
     return (
         string("prompt", prompt, max_chars=limits.max_tokenize_chars),
@@ -161,8 +165,8 @@ def parse_model(fields: Fields, facts: ModelFacts, *, required: bool) -> None:
         raise UnknownModel(name[:128], facts.name)
 
 
-def parse_chat_text(fields: Fields, messages: list[Message]) -> ChatText:
-    """The messages, and how the template is to end."""
+def parse_chat_text(fields: Fields, messages: list[Message], limits: Limits) -> ChatText:
+    """The messages, the tools, and how the template is to end."""
     continues = fields.boolean("continue_final_message")
     adds = fields.boolean("add_generation_prompt", default=not continues)
     if continues and adds:
@@ -171,12 +175,25 @@ def parse_chat_text(fields: Fields, messages: list[Message]) -> ChatText:
             param="continue_final_message",
             code="invalid_parameter_combination",
         )
-    if continues and messages[-1]["role"] != "assistant":
-        raise BadField("continue_final_message", got=True, want="a last message of the assistant")
-    arguments = parse_template_arguments(fields.raw("chat_template_kwargs"), RESERVED)
+    if continues and (messages[-1]["role"] != "assistant" or messages[-1]["content"] is None):
+        raise BadField("continue_final_message", got=True, want="a last message of the assistant, with text")
     return ChatText(
-        messages=messages, add_generation_prompt=adds, continue_final_message=continues, arguments=arguments
+        messages=messages,
+        add_generation_prompt=adds,
+        continue_final_message=continues,
+        arguments=_parse_effort(fields) | parse_template_arguments(fields.raw("chat_template_kwargs"), RESERVED),
+        documents=parse_documents(fields.raw("documents"), limits),
+        tooling=parse_tooling(fields, limits),
     )
+
+
+def _parse_effort(fields: Fields) -> dict[str, Any]:
+    """``reasoning_effort`` for templates that ask for it; "none" is also said in the words of those that only know on
+    and off."""
+    effort = fields.string("reasoning_effort", max_chars=32)
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
 
 
 def parse_chat_logprobs(fields: Fields, limits: Limits) -> int | None:
@@ -192,15 +209,10 @@ def parse_chat_logprobs(fields: Fields, limits: Limits) -> int | None:
 
 def refuse_later_chat_fields(fields: Fields) -> None:
     """What OpenAI's chats have and ours have not yet; values that ask for nothing pass."""
-    choice = fields.raw("tool_choice")
-    if fields.raw("tools") not in (None, []) and choice != "none":
-        raise unsupported("tools", "this server does not call tools yet; 'tool_choice': 'none' is accepted.")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "this server does not call tools yet.")
     if fields.raw("functions") not in (None, []) and fields.raw("function_call") != "none":
-        raise unsupported("functions", "this server does not call functions.")
+        raise unsupported("functions", "this server calls 'tools', not 'functions'.")
     if fields.raw("function_call") not in (None, "none", "auto"):
-        raise unsupported("function_call", "this server does not call functions.")
+        raise unsupported("function_call", "this server calls 'tools', not 'functions'.")
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", "this server answers in text only.")
     form = fields.raw("response_format")

@@ -75,10 +75,21 @@ class TokenText(msgspec.Struct, frozen=True, kw_only=True):
     top: tuple[TokenText, ...] = ()  # likeliest first
 
 
+class CallPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a tool call.  The first of a call has ``id`` and ``name``."""
+
+    index: int  # of the call within the answer
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""  # more of the JSON text
+
+
 class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True):
     """What one batch of tokens adds to one answer.  Pieces joined are the whole answer, however tokens were batched."""
 
     text: str = ""
+    reasoning: str = ""  # what the model thought before it answered
+    calls: tuple[CallPiece, ...] = ()
     tokens: int  # tokens of the answer so far, those that show no text included
     logprobs: tuple[TokenText, ...] = ()  # of tokens whose text is now out, when asked for
     token_ids: tuple[int, ...] = ()  # when asked for
