@@ -34,13 +34,13 @@ def intake_of(limits: Limits) -> ModelIntake:
     return ModelIntake(STORYTELLER, name=MODEL, max_model_len=2048, limits=limits, created=1)
 
 
-def app_of(streams: NullStreams, limits: Limits | None = None, *keys: str) -> Any:
+def app_of(streams: NullStreams, limits: Limits | None = None, *keys: str, intake: ModelIntake | None = None) -> Any:
     """The application as the composition root makes it."""
     limits = limits or Limits()
     return make_app(
         Behind(
             streams=streams,
-            intake=intake_of(limits),
+            intake=intake or intake_of(limits),
             limits=limits,
             clock=MonotonicClock(),
             metrics=lambda: b"# no metrics\n",
@@ -70,10 +70,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(streams: NullStreams | None = None, limits: Limits | None = None, *keys: str) -> AsyncIterator[Stage]:
+async def stage(
+    streams: NullStreams | None = None, limits: Limits | None = None, *keys: str, intake: ModelIntake | None = None
+) -> AsyncIterator[Stage]:
     """Use: ``async with stage() as on: await on.chat()``."""
     streams = streams or NullStreams()
-    transport = httpx.ASGITransport(app_of(streams, limits, *keys), raise_app_exceptions=False)
+    application = app_of(streams, limits, *keys, intake=intake)
+    transport = httpx.ASGITransport(application, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as client:
         yield Stage(streams, client)
 
