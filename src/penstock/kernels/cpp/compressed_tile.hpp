@@ -256,7 +256,10 @@ __attribute__((noinline)) void decoding_tile(const SlabTile& tile, SlabDecoder& 
   const char* x = tile.x;
   const uint32_t* const end = cells + tile.steps * 16;
   const auto steps_to = [&](const uint32_t* stop) __attribute__((always_inline)) {
-    for (; cells != stop; cells += 16, x += M * 4) multiply_step<Bf16, M, P>(acc, cells, offset, x, 4);
+    for (; cells != stop; cells += 16, x += M * 4) {
+      multiply_step<Bf16, M, P>(acc, cells, offset, x, 4);
+      __builtin_prefetch(x + kSlabBlocks * 2 * M * 4, 0, 2);  // what this tile multiplies with the next slab
+    }
   };
   for (; run < last; ++run) {
     Run own = decoder.run(run);

@@ -40,12 +40,16 @@ inline long panels_an_item(long panels, int wide, double work) {
 // with so many rows cuts the same way.
 struct RowCut {
   long rows;
+  bool tall = false;  // one tile of up to kTallRows
 
   long blocks() const { return (rows + kRowBlock - 1) / kRowBlock; }
   long block_begin(long block) const { return min_of(rows, block * all_tiles() / blocks() * kMaxRows); }
   long all_tiles() const { return (rows + kMaxRows - 1) / kMaxRows; }
-  long tiles(long block) const { return (block_begin(block + 1) - block_begin(block) + kMaxRows - 1) / kMaxRows; }
+  long tiles(long block) const {
+    return tall ? 1 : (block_begin(block + 1) - block_begin(block) + kMaxRows - 1) / kMaxRows;
+  }
   long largest_tile() const {
+    if (tall) return rows;
     if (blocks() > 1) return kMaxRows;
     return (rows + all_tiles() - 1) / all_tiles();
   }
@@ -72,11 +76,12 @@ struct Inputs {
   bool packed;
   size_t row_bytes;
 
+  size_t step_bytes(int rows) const { return packed ? static_cast<size_t>(rows) * 4 : 4; }
+  const char* at(long row, int rows, long step) const { return data + row * row_bytes + step * step_bytes(rows); }
   void place(TileArgs& tile, long row, int rows, long step) const {
-    const size_t cells = packed ? rows : 1;
-    tile.x = data + row * row_bytes + step * cells * 4;
+    tile.x = at(row, rows, step);
     tile.x_stride = packed ? 4 : row_bytes;
-    tile.x_step = cells * 4;
+    tile.x_step = step_bytes(rows);
   }
 };
 
@@ -153,21 +158,19 @@ struct Sums {
   }
 };
 
-// Tile t of a span fetches its share of `pieces`, what is multiplied after the span, a panel each `piece` bytes.  Of
-// three panels and two tiles each takes one panel and a half, else a tile takes one.
+// What tile t of a span fetches beside the x of the tile behind it: its share of `next`, the panels `piece` bytes apart
+// that are multiplied after the span.  Of two tiles each takes one panel and a half, and leaves x to the processor.
 void fetch_ahead(TileArgs& tile, const uint32_t* next, size_t piece, int panels, long t, long tiles) {
   const char* pieces = reinterpret_cast<const char*>(next);
-  tile.ahead[0] = tile.ahead[1] = tile.x;
-  tile.ahead_step[0] = tile.ahead_step[1] = 0;
   if (tiles == 2 && panels == 3) {
     tile.ahead[0] = pieces + 2 * t * piece;
     tile.ahead_step[0] = 64;
     tile.ahead[1] = pieces + piece + t * tile.steps * 32;
     tile.ahead_step[1] = 32;
-  } else if (t < panels) {
-    tile.ahead[0] = pieces + t * piece;
-    tile.ahead_step[0] = 64;
+    return;
   }
+  tile.ahead[0] = t < panels ? pieces + t * piece : tile.x;
+  tile.ahead_step[0] = t < panels ? 64 : 0;
 }
 
 // Panels that are summed together, and the first of those that come after them.
@@ -202,7 +205,11 @@ void sum_block(const PackedView& w, const Inputs& x, const BlockTiles& tiles, co
       const uint32_t* next = w.cells + (from < steps ? group.panel * steps + from : group.next * steps) * 16;
       for (long t = 0; t < tiles.count; ++t) {
         const int rows = tiles.rows_of(t);
+        const bool last = t + 1 == tiles.count;
         x.place(tile, tiles.begin[t], rows, from - tile.steps);
+        tile.ahead[1] = last ? x.at(tiles.begin[0], tiles.rows_of(0), from < steps ? from : 0)
+                             : x.at(tiles.begin[t + 1], tiles.rows_of(t + 1), from - tile.steps);
+        tile.ahead_step[1] = tile.x_step;
         fetch_ahead(tile, next, static_cast<size_t>(steps) * 64, group.panels, t, tiles.count);
         tile.acc = sums.of(s) + (tiles.begin[t] - tiles.first()) * width;
         const bool alone = tiles.count == 1;
@@ -258,7 +265,7 @@ struct LinearCall {
     const BlockTiles tiles(cut, item / groups());
     float* slots = static_cast<float*>(workspace(worker, kSlots * static_cast<size_t>(tiles.rows()) * wide * 64));
     const long panel = item % groups() * each, end = min_of(panels_to_cut(args), panel + each);
-    const auto at_once = [&](long from) { return from + wide <= end ? wide : 1; };
+    const auto at_once = [&](long from) { return panels_left(end - from, wide); };
     const auto sum = [&](const PanelGroup& group, float* to) { sum_block<D>(args.weight, x, tiles, group, to); };
     each_group<D>(args, panel, end, at_once, tiles.first(), tiles.rows(), slots, sum);
   }
@@ -267,7 +274,7 @@ struct LinearCall {
 template <class D>
 void linear_typed(const LinearArgs& args) {
   if (args.rows == 0) return;
-  const RowCut cut{args.rows};
+  const RowCut cut{args.rows, args.rows <= kTallRows};
   const Inputs x = prepare_inputs<D>(args, cut);
   const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
   const double work = product_work(args.rows, args.weight);
@@ -334,7 +341,7 @@ void linear_group_typed(const LinearGroup& group) {
   char* packed = list.behind();
   for (long i = 0; i < group.count; ++i) {
     const LinearArgs& args = group.calls[i];
-    const RowCut cut{args.rows};
+    const RowCut cut{args.rows, args.rows <= kTallRows};
     const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
     const double own = product_work(args.rows, args.weight) / static_cast<double>(cut.blocks());
     const long each = panels_of_share(panels_to_cut(args), wide, own, work);

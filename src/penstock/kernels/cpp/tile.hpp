@@ -60,17 +60,27 @@ PS_INLINE F16 dot_cells(const F16& acc, const U16& cells, uint32_t x) {
   }
 }
 
-// Rows and panels of a tile that fit the registers of the family.
+// Rows and panels of a tile that fit the registers of the family.  A tall tile is for so many rows and no more: its panels
+// come from memory while it multiplies, where two tiles would wait for them one after the other.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 8;
-constexpr int panels_at_once(int rows) { return rows <= 4 ? 6 : 3; }
+constexpr int kTallRows = 12;
+constexpr int panels_at_once(int rows) { return rows <= 4 ? 6 : rows <= 8 ? 3 : 2; }
 #elif defined(__AVX2__)
 constexpr int kMaxRows = 4;
+constexpr int kTallRows = kMaxRows;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
+constexpr int kTallRows = kMaxRows;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 2 : 1; }
 #endif
+
+// Of `left` panels, of which `wide` would be taken at once.
+PS_INLINE int panels_left(long left, int wide) {
+  if (left >= wide) return wide;
+  return kTallRows > kMaxRows && left >= 2 ? 2 : 1;
+}
 
 #if defined(__AVX512F__)
 constexpr int kAttentionRows = 6;
@@ -117,11 +127,12 @@ struct TileArgs {
 enum class Fetch {
   kNothing,  // everything is in a cache already
   kStream,   // its own panels, which come from memory
-  kAhead,    // what `ahead` names, while its own panels are in a cache; x and panels lie step by step, without gaps
+  kAhead,    // what `ahead` names, while its own panels are in a cache; x and panels lie step by step, without gaps,
+             // as they do in a tall tile
   kNext,     // what `next_base` names
 };
 
-#define PS_ROWS _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m)
+#define PS_ROWS _Pragma("GCC unroll 16") for (int m = 0; m < M; ++m)
 #define PS_PANELS _Pragma("GCC unroll 8") for (int p = 0; p < P; ++p)
 
 // acc += one step of panels . x
@@ -172,7 +183,7 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   ptrdiff_t offset[P];
   PS_PANELS offset[p] = args.offset[p];
   const char* x = args.x;
-  constexpr bool kDense = kFetch == Fetch::kAhead;
+  constexpr bool kDense = kFetch == Fetch::kAhead || M > kMaxRows;
   const size_t x_stride = kDense ? 4 : args.x_stride, x_step = kDense ? M * 4 : args.x_step;
   const size_t step_stride = kDense ? 16 : args.step_stride;
   const char *ahead = args.ahead[0], *also_ahead = args.ahead[1];
@@ -207,14 +218,15 @@ TileFn pick_rows(int rows) {
   return nullptr;
 }
 
-// The tile of `rows` by `panels`, which must be 1 or `panels_at_once` of these or more rows.
+// The tile of `rows` by `panels`, which must be 1, `panels_at_once` of these or more rows, or what `panels_left` says.
 template <class D, Fetch kFetch>
 TileFn pick_tile(int rows, int panels) {
 #if defined(__AVX512F__)
   switch (panels) {
     case 6: return pick_rows<D, 6, 4, kFetch>(rows);
     case 3: return pick_rows<D, 3, 8, kFetch>(rows);
-    default: return pick_rows<D, 1, 8, kFetch>(rows);
+    case 2: return pick_rows<D, 2, kTallRows, kFetch>(rows);
+    default: return pick_rows<D, 1, kTallRows, kFetch>(rows);
   }
 #elif defined(__AVX2__)
   switch (panels) {
