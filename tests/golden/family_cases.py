@@ -79,6 +79,16 @@ NO_IMAGES = {
 """The smallest reader of images; only text is served."""
 
 
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 48,
+    "floor_scale": 32,
+    "attn_scale": 0.7,
+    "num_local_experts": 8,
+}
+
 GPT2_SMALL = {
     "vocab_size": 113,
     "n_embd": 64,
@@ -247,5 +257,61 @@ CASES = (
         parameters=124_439_808,
         features="learned positions, layer norms, biases, matrices stored inputs first",
         sizes=GPT2_SMALL,
+    ),
+    Case(
+        models="Qwen3 30B-A3B, 235B-A22B",
+        config="qwen_3_30b_a3b",
+        parameters=30_532_122_624,
+        features="experts beside a dense layer, normed heads",
+        small={"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    Case(
+        models="GLM-4.5, GLM-4.6",
+        config="glm_4_5_air",
+        parameters=106_852_251_264,
+        features="a dense layer first, experts chosen in groups with a bias, a shared expert; half of a head rotated",
+        small={
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    Case(
+        models="gpt-oss (weights in bf16)",
+        config="gpt_oss_20b_bf16",
+        parameters=20_914_757_184,
+        features="sinks, a window in every other layer, biases everywhere, gates column by column in stacked experts",
+        small={
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 40,
+            "num_local_experts": 8,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "truncate": False,
+            },
+        },
+    ),
+    Case(
+        models="Llama 4 Scout, Maverick (text only)",
+        config="llama_4_scout",
+        parameters=107_769_861_120,
+        features="chunks, layers without positions that grow sharper, one expert on a weighed input and a shared one",
+        small=LLAMA4 | {"interleave_moe_layer_step": 2},
+        inside="text_config",
+    ),
+    Case(
+        models="Llama 4 Scout, Maverick (text only)",
+        config="llama_4_scout_text",
+        parameters=107_769_861_120,
+        features="the text model by itself, plain heads",
+        small=LLAMA4 | {"use_qk_norm": False},
     ),
 )

@@ -47,6 +47,9 @@ def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> O
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_drawn(name, weight))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # all zeros when made
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     (folder / "config.json").rename(folder / "config.newest.json")
     (folder / "config.json").write_text(json.dumps(config))

@@ -5,6 +5,7 @@ The entries are in ``family_cases.py``; docs/models.md has them as a table.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family_cases import CASES, Case
+from family_cases import CASES, CONFIGS, Case
 from family_table import PAGE, page
 from parity_oracle import Oracle, write_random_model
 from test_parity import check_rows, whole_rows
@@ -120,6 +121,27 @@ def test_gpt2_by_the_names_of_its_first_release(tmp_path: Path) -> None:
     rewritten(tmp_path / "new", tmp_path / "old", mask, lambda name: name.removeprefix("transformer."), "fp32")
     answers = []
     for folder in ("old", "new"):
+        bench = RunnerBench(tmp_path / folder)
+        answers.append(bench.read(bench.request(range(40)), 40))
+    assert answers[0] == answers[1]
+
+
+def test_gpt_oss_has_the_tensors_of_its_published_index() -> None:
+    """Experts are stored there as MXFP4: blocks and their scales instead of one tensor."""
+    family = BUILT_IN["GptOssForCausalLM"]
+    config = json.loads((CONFIGS / "gpt_oss_20b_bf16.json").read_text())
+    published = (CONFIGS / "gpt_oss_20b_tensors.txt").read_text().split()
+    names = {name.removesuffix("_blocks").removesuffix("_scales") for name in published}
+    assert set(family.layout(family.parse(Fields(config, CONFIG))).shapes) == names
+
+
+def test_llama4_by_its_published_names(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.config == "llama_4_scout")
+    write_random_model(tmp_path / "text", case.shrunk())
+    images = {"vision_model.patch_embedding.linear.weight": np.ones((4, 4), np.float32)}
+    rewritten(tmp_path / "text", tmp_path / "images", images, lambda name: f"language_model.{name}", "fp32")
+    answers = []
+    for folder in ("text", "images"):
         bench = RunnerBench(tmp_path / folder)
         answers.append(bench.read(bench.request(range(40)), 40))
     assert answers[0] == answers[1]

@@ -25,6 +25,14 @@ class QkNorm(StrEnum):
     NONE = "none"
     HEAD = "head"  # each head by itself, all with the same weight
     ALL = "all"  # all heads together
+    UNIT = "unit"  # each head by itself, without a weight
+
+
+class Temperature(Details, frozen=True, kw_only=True):
+    """Queries of position p are multiplied by ``1 + scale * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399)."""
+
+    floor: int
+    scale: float
 
 
 class Attention(Details, frozen=True, kw_only=True):
@@ -36,7 +44,10 @@ class Attention(Details, frozen=True, kw_only=True):
     scale: float  # of the scores
     rope: Rope | None  # None: queries and keys know no position
     window: int | None = None  # a token reads so many positions, its own included; None: all before it
+    chunk: int | None = None  # a token reads positions of its own chunk of so many; None: of all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
+    sinks: bool = False  # each head has one more score, which takes weight and gives nothing
+    temperature: Temperature | None = None
     qk_norm: QkNorm = QkNorm.NONE
     qkv_bias: bool = False
     out_bias: bool = False
@@ -92,6 +103,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     out: str = "self_attn.o_proj"
     attention_norm_after: str = ""
     mlp_norm: str = "post_attention_layernorm"
@@ -106,8 +118,8 @@ class Names:
 def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
-    ``i.q_norm``, ``i.k_norm``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``, ``i.mlp_norm_after``;
-    a norm of the kind "layer" has a bias too.  Of routed experts: see ``moe.MoePlace``.
+    ``i.q_norm``, ``i.k_norm``, ``i.sinks``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``,
+    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Of routed experts: see ``moe.MoePlace``.
 
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
@@ -178,7 +190,9 @@ def _attention(decoder: Decoder, attention: Attention, place: _Place) -> list[Ma
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     weights = place.norm(norm, "attention_norm", names.attention_norm) if decoder.norm_before else []
     weights += place.inward("qkv", names.qkv, (queries, keys, keys), attention.qkv_bias)
-    if attention.qk_norm is not QkNorm.NONE:
+    if attention.sinks:
+        weights.append(place.vector("sinks", names.sinks, sizes=(attention.heads,)))
+    if attention.qk_norm in {QkNorm.HEAD, QkNorm.ALL}:
         by_head = attention.qk_norm is QkNorm.HEAD
         for weight, name, size in (("q_norm", names.q_norm, queries), ("k_norm", names.k_norm, keys)):
             width = attention.head_dim if by_head else size

@@ -13,7 +13,22 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.errors import ModelError
-from penstock.weights import gemma, glm, gpt2, llama, mistral, mixtral, olmo, phi, qwen, smollm
+from penstock.weights import (
+    gemma,
+    glm,
+    glm_moe,
+    gpt2,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    qwen_moe,
+    smollm,
+)
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
@@ -51,7 +66,11 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "Gemma3ForConditionalGeneration": _decoder(gemma.parse_gemma3_with_images, gemma.layout_with_images),
         "GemmaForCausalLM": _decoder(gemma.parse_gemma, gemma.layout_gemma),
         "Glm4ForCausalLM": _decoder(glm.parse_glm4, glm.layout),
+        "Glm4MoeForCausalLM": _decoder(glm_moe.parse, glm_moe.layout),
         "GlmForCausalLM": _decoder(glm.parse_glm, glm.layout),
+        "GptOssForCausalLM": _decoder(gpt_oss.parse, gpt_oss.layout),
+        "Llama4ForCausalLM": _decoder(llama4.parse_text, llama4.layout),
+        "Llama4ForConditionalGeneration": _decoder(llama4.parse_with_images, llama4.layout),
         "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
         "MistralForCausalLM": _decoder(mistral.parse, mistral.layout),
         "MixtralForCausalLM": _decoder(mixtral.parse, mixtral.layout),
@@ -59,6 +78,7 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
         "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
         "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.layout),
+        "Qwen3MoeForCausalLM": _decoder(qwen_moe.parse, qwen_moe.layout),
         "SmolLM3ForCausalLM": _decoder(smollm.parse, smollm.layout),
     }
 )

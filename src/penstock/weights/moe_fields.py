@@ -9,12 +9,13 @@ from penstock.weights.fields import Fields
 
 
 def parse_routing(config: Fields, *, experts: str, **how: Any) -> Routing:
-    """``num_experts_per_tok`` of as many as the field ``experts`` says, chosen as ``how`` says.
+    """``num_experts_per_tok`` of as many as the field ``experts`` says (or its newer name), chosen as ``how`` says.
 
     Raises ModelError for a choice that cannot be made.
     """
     try:
-        return Routing(experts=config.size(experts), top_k=config.size("num_experts_per_tok"), **how)
+        count = config.size(experts if config.has(experts) else "num_local_experts")
+        return Routing(experts=count, top_k=config.size("num_experts_per_tok"), **how)
     except ValueError as error:
         raise config.refuse(str(error)) from error
 

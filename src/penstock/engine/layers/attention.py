@@ -39,19 +39,31 @@ class SelfAttention:
     rope: Array | None  # None: queries and keys know no position
     head_norms: HeadNorms | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
+    sinks: Array | None = None
+    q_scale: Array | None = None  # by absolute position
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Keys and values of these tokens go to their pages; returns the queries, compute [T, H, C]."""
         qkv_TN = self.qkv(ops, self.norm(ops, hidden_TD))
         if self.head_norms is not None:
             self.head_norms(ops, qkv_TN)
-        return ops.rope_and_write(qkv_TN, self.rope, kv, self.layer, batch, heads=self.heads, kv_heads=self.kv_heads)
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
+        return ops.rope_and_write(qkv_TN, self.rope, kv, self.layer, batch, **sizes, q_scale=self.q_scale)
 
     def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
         """What every token reads from its sequence's pages, before the output projection; compute [T, H C]."""
         return ops.paged_attention(
-            q_THC, kv, self.layer, batch, scale=self.scale, window=self.window, softcap=self.softcap
+            q_THC,
+            kv,
+            self.layer,
+            batch,
+            scale=self.scale,
+            window=self.window,
+            chunk=self.chunk,
+            softcap=self.softcap,
+            sinks_H=self.sinks,
         )
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:

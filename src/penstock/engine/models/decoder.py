@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.layers import norm as norms
 from penstock.engine.layers.attention import HeadNorms, SelfAttention
 from penstock.engine.layers.linear import Linear, Output
@@ -15,7 +17,7 @@ from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.moe import RoutedExperts, SharedExpert
 from penstock.kernels.kinds import Gate
 from penstock.kernels.ops import Array, Ops, StepBatch
-from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm
+from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
 from penstock.weights.moe import Moe
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
@@ -76,17 +78,31 @@ class Parts:
             rope=self.rope(attention.rope),
             head_norms=self.head_norms(index, attention),
             window=attention.window,
+            chunk=attention.chunk,
             softcap=attention.softcap,
+            sinks=self.weights.get(f"{index}.sinks"),
+            q_scale=self.q_scale(attention.temperature),
         )
+
+    def q_scale(self, temperature: Temperature | None) -> Array | None:
+        """What queries are multiplied by, for every position."""
+        if temperature is None:
+            return None
+        reached = np.floor(np.arange(1, self._max_positions + 1) / temperature.floor)
+        return self._ops.vector(np.log1p(reached) * temperature.scale + 1.0)
 
     def head_norms(self, index: int, attention: Attention) -> HeadNorms | None:
         """Norms of queries and keys."""
         if attention.qk_norm is QkNorm.NONE:
             return None
-        by_head = attention.qk_norm is QkNorm.HEAD
+        by_head = attention.qk_norm is not QkNorm.ALL
+        if attention.qk_norm is QkNorm.UNIT:
+            q = k = norms.RmsNorm(self._ops.vector(np.ones(attention.head_dim)), self.decoder.norm.eps)
+        else:
+            q, k = self.rms_norm(f"{index}.q_norm"), self.rms_norm(f"{index}.k_norm")
         return HeadNorms(
-            q=self.rms_norm(f"{index}.q_norm"),
-            k=self.rms_norm(f"{index}.k_norm"),
+            q=q,
+            k=k,
             q_groups=attention.heads if by_head else 1,
             k_groups=attention.kv_heads if by_head else 1,
             k_first=attention.heads * attention.head_dim,

@@ -1,0 +1,67 @@
+"""GLM-4.5 and 4.6 (arXiv:2508.06471): the first layers dense, then routed experts beside a shared one; half of every
+head is rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.kernels.kinds import Gate
+from penstock.kernels.routing import Score
+from penstock.weights import decoder
+from penstock.weights.decoder import Decoder, Layer, Mlp, Names, Norm, QkNorm
+from penstock.weights.decoder_fields import (
+    decoder_spec,
+    parse_activation,
+    parse_sizes,
+    refuse_own_code,
+    refuse_variants,
+)
+from penstock.weights.fields import Fields
+from penstock.weights.layout import WeightLayout
+from penstock.weights.moe import Moe
+from penstock.weights.moe_fields import parse_routing
+from penstock.weights.rope import parse_rope
+from penstock.weights.spec import ModelSpec
+
+
+def parse(config: Fields) -> ModelSpec:
+    """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
+    refuse_variants(config, "glm4_moe")
+    refuse_own_code(config)
+    sizes = parse_sizes(config)
+    attention = sizes.attention(
+        parse_rope(config.over({"partial_rotary_factor": 0.5}), sizes.head_dim),
+        qk_norm=QkNorm.HEAD if config.get("use_qk_norm", bool, False) else QkNorm.NONE,
+        qkv_bias=config.get("attention_bias", bool, False),
+    )
+    activation = parse_activation(config, "hidden_act", "silu")
+    dense = Mlp(intermediate=config.size("intermediate_size"), activation=activation)
+    sparse, first = _moe(config, Gate(activation=activation)), config.get("first_k_dense_replace", int, 1)
+    layers = tuple(Layer(attention=attention, mlp=dense if index < first else sparse) for index in range(sizes.layers))
+    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    return decoder_spec(config, "Glm4MoeForCausalLM", sizes, details)
+
+
+def layout(spec: ModelSpec) -> WeightLayout:
+    """See ``decoder.layout``.  The layer behind the last one predicts further tokens and is not read."""
+    return decoder.layout(spec, replace(Names(), ignored=rf"model\.layers\.{spec.layers}\..*"))
+
+
+def _moe(config: Fields, gate: Gate) -> Moe:
+    groups, inner = config.size("n_group", 1), config.size("moe_intermediate_size")
+    return Moe(
+        routing=parse_routing(
+            config,
+            experts="n_routed_experts",
+            score=Score.SIGMOID,
+            normalised=config.get("norm_topk_prob", bool, True),
+            groups=groups,
+            groups_kept=config.size("topk_group", 1),
+            pairs=groups > 1,
+            factor=config.real("routed_scaling_factor", 1.0),
+        ),
+        intermediate=inner,
+        gate=gate,
+        choice_bias=True,
+        shared=config.size("n_shared_experts", 1) * inner,
+    )
