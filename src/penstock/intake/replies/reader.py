@@ -14,6 +14,9 @@ import msgspec
 
 T = TypeVar("T")
 
+MAX_HELD = 1 << 16
+"""Characters that may be held back to see whether they are a call.  What is undecided then is none."""
+
 _SPACE = " \t\r\n"
 _STRING_STOP = re.compile(r'["\\]')
 _JSON_STOP = re.compile(r'[\[\]{}"]')
@@ -102,12 +105,23 @@ class Reader:
         assert self._kept is not None
         self._at, self._kept = self._kept, None
 
+    @property
+    def holds_too_much(self) -> bool:
+        """Is more than ``MAX_HELD`` read since ``keep``?"""
+        return self._kept is not None and self._at - self._kept > MAX_HELD
+
+    def _wait(self) -> Steps[None]:
+        # All there is was looked at, so what began would end beyond the limit.
+        if self._kept is not None and len(self._text) - self._kept > MAX_HELD:
+            raise NotACallError
+        yield None
+
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def peek(self, count: int = 1) -> Steps[str]:
         """The next characters; fewer only at the end."""
         while len(self._text) - self._at < count and not self._ended:
-            yield None
+            yield from self._wait()
         return self._text[self._at : self._at + count]
 
     def take(self, word: str) -> Steps[bool]:
@@ -132,7 +146,7 @@ class Reader:
                 return self._text[self._at]
             if self._ended:
                 return ""
-            yield None
+            yield from self._wait()
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +165,7 @@ class Reader:
                 return match[0]
             if self._ended:
                 return None
-            yield None
+            yield from self._wait()
 
     def until(self, marks: Marks) -> Steps[tuple[str, str | None]]:
         """The text before the next mark, and the mark, None at the end."""
@@ -227,7 +241,7 @@ class Reader:
                 return True
             if self._ended:
                 return at_end
-            yield None
+            yield from self._wait()
 
     def _collected(self, copy: Callable[[Callable[[str], Iterable[Event]]], Steps[bool]]) -> Steps[str]:
         pieces: list[str] = []

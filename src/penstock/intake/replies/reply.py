@@ -15,6 +15,9 @@ import msgspec
 
 from penstock.intake.replies.reader import CallBegun, Event, Marks, NotACallError, Reader, Said, Steps, Thought
 
+MAX_FAILED = 64
+"""Marks of a message that may turn out to begin no call; further ones are content unseen."""
+
 _LINES, _SPACE = "\r\n", " \t\r\n"
 
 
@@ -101,6 +104,7 @@ class ReplySteps:
         begins = calls.begins if calls else ()
         drops = calls.drops if calls else ()
         thoughts = (reasoning.begin,) if reasoning else ()
+        self._failed = 0
         self._begins, self._drops = frozenset(begins), frozenset(drops)
         self._marks = Marks((*thoughts, *begins, *drops))
         self._content = _Edges(front="", behind=_SPACE if begins else "")
@@ -144,18 +148,24 @@ class ReplySteps:
     def _call(self, mark: str) -> Steps[None]:
         """What follows ``mark``, or begins the message; content, when it is no call after all."""
         assert self._calls is not None
+        if self._failed == MAX_FAILED:
+            yield from self._say(mark)
+            return
         begun, understood = False, True
         steps = self._calls.read(self._reader, mark, self._tools)
         self._reader.keep()
         try:
             for event in steps:
-                if isinstance(event, CallBegun):
+                if isinstance(event, CallBegun) and not begun:
+                    if self._reader.holds_too_much:
+                        raise NotACallError
                     begun = True
                     self._reader.forget()
                 yield event
         except NotACallError:
             if not begun:
                 self._reader.go_back()
+                self._failed += 1
                 understood = False
         self._reader.forget()
         if begun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.intake.replies.detect import CALLS, detect
 from penstock.intake.replies.parser import ReplyFormat, ReplyParser
-from penstock.intake.replies.reply import Pair, Tools
+from penstock.intake.replies.reader import MAX_HELD
+from penstock.intake.replies.reply import MAX_FAILED, Pair, Tools
 
 SCHEMA = {
     "properties": {
@@ -276,3 +278,34 @@ def test_plain_text_comes_back_as_it_is(name: str):
         assert read(FORMATS[name], list(text)) == {"content": text, "reasoning": "", "calls": []}
 
     same()
+
+
+@pytest.mark.parametrize("name", ["kimi", "deepseek", "hermes", "glm", "functionary-v3.2", "llama4"])
+def test_a_model_that_repeats_itself_costs_time_in_proportion(name: str):
+    begin = FORMATS[name].calls.begins[0]  # type: ignore[union-attr]
+
+    def took(count: int) -> float:
+        text = (begin + '{"a": ') * count
+        began = time.process_time()
+        assert read(FORMATS[name], [text[i : i + 40] for i in range(0, len(text), 40)])["content"] == text
+        return time.process_time() - began
+
+    took(100)
+    small, large = min(took(1000) for _ in range(3)), min(took(8000) for _ in range(2))
+    assert large < 8 * 6 * max(small, 2e-3)
+
+
+def test_what_is_undecided_too_long_is_no_call():
+    long = '{"arguments": {"a": "' + "x" * MAX_HELD + '"}, "name": "now"}'
+    text = f"<tool_call>{long}</tool_call>"
+    for pieces in ([text], [text[i : i + 1000] for i in range(0, len(text), 1000)]):
+        assert read(FORMATS["hermes"], pieces) == {"content": text, "reasoning": "", "calls": []}
+    short = text.replace("x" * 1000, "")
+    assert read(FORMATS["hermes"], [short])["calls"][0]["name"] == "now"
+
+
+def test_marks_beyond_measure_are_content():
+    text = "<tool_call>no</tool_call>" * (MAX_FAILED + 1) + f"<tool_call>{CALL}</tool_call>"
+    assert read(FORMATS["hermes"], [text])["content"] == text
+    text = text.removeprefix("<tool_call>no</tool_call>" * 2)
+    assert calls_of(read(FORMATS["hermes"], [text])) == [W]
