@@ -76,8 +76,9 @@ CALLS: tuple[tuple[str, Sees, CallFormat], ...] = (
             drops=_DEEPSEEK_DROPS,
         ),
     ),
+    ("mistral-v11", has("[TOOL_CALLS]", "[ARGS]"), MistralCalls(named=True)),
     ("mistral", has("[TOOL_CALLS]"), MistralCalls()),
-    ("nemotron", has("<TOOLCALL>"), JsonCalls(begins=("<TOOLCALL>",), ends=("</TOOLCALL>",))),
+    ("nemotron", has("<TOOLCALL>"), JsonCalls(begins=("<TOOLCALL>",), ends=("</TOOLCALL>",), listed=True)),
     (
         "apertus",
         has("<|tools_prefix|>"),
@@ -90,19 +91,24 @@ CALLS: tuple[tuple[str, Sees, CallFormat], ...] = (
             begins=("<|START_ACTION|>",),
             ends=("<|END_ACTION|>",),
             drops=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+            listed=True,
+            keys=("tool_name", "parameters"),
         ),
     ),
     (
         "command-r",
         has("Action:", "```json"),
-        JsonCalls(begins=("Action: ```json", "Action:\n```json", "Action:```json"), ends=("```",)),
+        JsonCalls(
+            begins=("Action:\n```json", "Action: ```json", "Action:```json"),
+            ends=("```",),
+            listed=True,
+            keys=("tool_name", "parameters"),
+        ),
     ),
     (
         "granite",
         has("<|tool_call|>"),
-        JsonCalls(
-            begins=("<|tool_call|>",), ends=("<|/tool_call|>",), drops=("<response>", "</response>"), listed=True
-        ),
+        JsonCalls(begins=("<|tool_call|>",), drops=("<|/tool_call|>", "<response>", "</response>"), listed=True),
     ),
     ("hermes", has("<tool_call>"), HERMES),
     ("functionary-v3.2", has(">>>"), ArrowCalls()),
@@ -111,7 +117,7 @@ CALLS: tuple[tuple[str, Sees, CallFormat], ...] = (
         has("<function="),
         NamedCalls(begins=("<function=",), divides=(">",), ends=("</function>",)),
     ),
-    ("firefunction", has("functools["), JsonCalls(begins=("functools",))),
+    ("firefunction", has("functools["), JsonCalls(begins=("functools",), listed=True)),
     ("llama4", has("<|header_start|>"), PythonicCalls()),
     ("llama3", has("<|start_header_id|>", '"parameters": '), BareJson()),
 )

@@ -36,6 +36,7 @@ class JsonCalls(msgspec.Struct, frozen=True, kw_only=True):
     drops: tuple[str, ...] = ()
     named: bool = False  # the objects are {"NAME": {...}} (Apertus)
     listed: bool = False  # several calls are one list behind one mark
+    keys: tuple[str, str] = ("name", "arguments")
     alone: bool = False
 
     def inner(self) -> tuple[str, ...]:
@@ -52,9 +53,11 @@ class JsonCalls(msgspec.Struct, frozen=True, kw_only=True):
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls, each with ``name`` and ``arguments``, as a model writes them."""
-        values: Sequence[object] = [list(calls)] if self.listed else calls
-        end = f"\n{self.ends[0]}" if self.ends and not self.listed else ""
+        name, arguments = self.keys
+        named = [{name: call["name"], arguments: call["arguments"]} for call in calls]
+        values: Sequence[object] = [named] if self.listed else named
         line = "" if self.listed else "\n"
+        end = f"{line}{self.ends[0]}" if self.ends else ""
         return "\n".join(f"{self.begins[0]}{line}{json.dumps(value, ensure_ascii=False)}{end}" for value in values)
 
 
@@ -131,6 +134,7 @@ class MistralCalls(msgspec.Struct, frozen=True, kw_only=True):
 
     begins: tuple[str, ...] = ("[TOOL_CALLS]",)
     drops: tuple[str, ...] = ()
+    named: bool = False  # as since v11; both are read
     alone: bool = False
 
     def inner(self) -> tuple[str, ...]:
