@@ -16,8 +16,10 @@ from fnmatch import translate
 
 from penstock.errors import ModelError
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
+from penstock.weights.decoder import Decoder
 from penstock.weights.fields import Fields
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.moe import Moe
 from penstock.weights.spec import ModelSpec
 
 BF16_BITS = 16.0
@@ -216,13 +218,10 @@ def cache_sizes(spec: ModelSpec) -> list[CacheSize]:
 
 def windows(spec: ModelSpec) -> list[int | None]:
     """Of each layer, after how many tokens its cache grows no more."""
-    layers: Iterable[object] = getattr(spec.details, "layers", ())
-    found: list[int | None] = []
-    for layer in layers:
-        attention = getattr(layer, "attention", None)
-        spans = [getattr(attention, name, None) for name in ("window", "chunk")]
-        found.append(min((span for span in spans if span is not None), default=None))
-    return found or [None] * spec.layers
+    if not isinstance(spec.details, Decoder):
+        return [None] * spec.layers
+    spans = [(layer.attention.window, layer.attention.chunk) for layer in spec.details.layers]
+    return [min((span for span in both if span is not None), default=None) for both in spans]
 
 
 def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
@@ -253,12 +252,9 @@ def _rows(weight: Matrix | Vector) -> int:
 
 
 def _experts_chosen(spec: ModelSpec) -> int:
-    """Experts that a token passes in a layer."""
-    for layer in getattr(spec.details, "layers", ()):
-        routing = getattr(getattr(layer, "mlp", None), "routing", None)
-        if routing is not None:
-            return int(routing.top_k)
-    return 1
+    """Experts that a token passes in a layer, at most."""
+    layers = spec.details.layers if isinstance(spec.details, Decoder) else ()
+    return max((layer.mlp.routing.top_k for layer in layers if isinstance(layer.mlp, Moe)), default=1)
 
 
 def _bytes(bits: float) -> int:

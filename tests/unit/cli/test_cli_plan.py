@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,24 @@ def test_bad_words_are_refused(
     (other / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
     assert main(["plan", *(word.format(model=model, folder=other) for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+CONFIGS = Path(os.environ.get("PENSTOCK_SHARED", Path(__file__).parents[4] / "shared")) / "data/configs"
+
+
+def test_gpt_oss_has_the_bytes_of_its_index(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stored as MXFP4; the published index says what all of its files hold."""
+    index = json.loads((CONFIGS / "gpt_oss_20b_safetensors_index.json").read_text())
+    _, found = answer(capsys, str(CONFIGS / "gpt_oss_20b_full.json"), "--devices", "L40S")
+    assert found["weights"] == "mxfp4"
+    assert found["weight_bytes"] == pytest.approx(index["metadata"]["total_size"], rel=2e-3)
+
+
+def test_llama_4_scout_on_two_h200(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a quarter of the layers read everything; the others keep one chunk of 8,192 tokens."""
+    _, found = answer(capsys, str(CONFIGS / "ome/llama4_scout_17b_16e.json"), "--devices", "2xH200")
+    assert found["fits"]
+    assert found["kv_bytes"] > 56 << 30
+    assert found["kv_tokens"] > 1_200_000
+    a_layer = 2 * 8 * 128 * 2
+    assert found["kv_bytes"] == pytest.approx(a_layer * (12 * found["kv_tokens"] + 36 * 8192), rel=1e-4)
