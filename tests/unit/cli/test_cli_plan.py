@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +95,33 @@ def test_bad_words_are_refused(
     assert said in capsys.readouterr().err
 
 
-CONFIGS = Path(os.environ.get("PENSTOCK_SHARED", Path(__file__).parents[4] / "shared")) / "data/configs"
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
+GPT_OSS_BYTES = 13_761_264_768
+"""``total_size`` in the published index of openai/gpt-oss-20b."""
+
+GPT_OSS_STORED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 
 
-def test_gpt_oss_has_the_bytes_of_its_index(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stored as MXFP4; the published index says what all of its files hold."""
-    index = json.loads((CONFIGS / "gpt_oss_20b_safetensors_index.json").read_text())
-    _, found = answer(capsys, str(CONFIGS / "gpt_oss_20b_full.json"), "--devices", "L40S")
+def test_gpt_oss_has_the_bytes_of_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    config = json.loads((CONFIGS / "gpt_oss_20b_bf16.json").read_text())
+    path.write_text(json.dumps({**config, "quantization_config": GPT_OSS_STORED}))
+    _, found = answer(capsys, str(path), "--devices", "L40S")
     assert found["weights"] == "mxfp4"
-    assert found["weight_bytes"] == pytest.approx(index["metadata"]["total_size"], rel=2e-3)
+    assert found["weight_bytes"] == pytest.approx(GPT_OSS_BYTES, rel=2e-3)
 
 
 def test_llama_4_scout_on_two_h200(capsys: pytest.CaptureFixture[str]) -> None:
     """Only a quarter of the layers read everything; the others keep one chunk of 8,192 tokens."""
-    _, found = answer(capsys, str(CONFIGS / "ome/llama4_scout_17b_16e.json"), "--devices", "2xH200")
+    _, found = answer(capsys, str(CONFIGS / "llama_4_scout.json"), "--devices", "2xH200")
     assert found["fits"]
     assert found["kv_bytes"] > 56 << 30
     assert found["kv_tokens"] > 1_200_000
