@@ -4,8 +4,10 @@ Prints the table and draws the plot of docs/benchmarks.md::
 
     python bench/stutter.py --rounds 3 --plot docs/stutter.svg --save stutter.json
 
-Each round measures all set-ups one after the other, so that a machine whose speed changes with the hour is unfair to
-none.  Figures are over the gaps of all rounds together.
+Each round measures all set-ups one after the other, every other round backwards, so that a machine whose speed changes
+with the hour is unfair to none.  Figures are over the gaps of all rounds together.  What lending cores costs::
+
+    python bench/stutter.py --setups split kept --rounds 6 --duration 10
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ from typing import Any
 
 import numpy as np
 
-SETUPS = {"split": ["--transfer", "shm"], "aggregated": ["--aggregated"]}
+SETUPS = {
+    "split": ["--transfer", "shm"],
+    "aggregated": ["--aggregated"],
+    "kept": ["--transfer", "shm", "--no-lend-cores"],  # split, and no core is lent
+}
 LOAD = ["--random-input-len", "64", "--random-output-len", "512", "--ignore-eos", "--num-prompts", "256"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; default: the bundled model")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=["split", "aggregated"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--long-prompt-len", type=int, default=2000)
@@ -37,10 +44,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="SVG")
     parser.add_argument("--save", type=Path, metavar="JSON")
     args = parser.parse_args()
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in SETUPS}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.setups}
     for number in range(args.rounds):
-        for name, flags in SETUPS.items():
-            results[name].append(measure(args, flags, seed=number))
+        for name in args.setups[:: -1 if number % 2 else 1]:
+            results[name].append(measure(args, SETUPS[name], seed=number))
             print(f"round {number + 1}, {name}: {json.dumps(results[name][-1]['running']['itl_s'])}", file=sys.stderr)
     if args.save:
         args.save.write_text(json.dumps(results))

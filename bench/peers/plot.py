@@ -38,28 +38,38 @@ COLOURS = {
     OPENVINO: "#8c564b",
 }
 MARKS = {PLAIN: "o", COMPRESSED: "D", TRANSFORMERS: "v", LLAMA: "s", VLLM: "^", OPENVINO: "P"}
-PANELS: tuple[tuple[str, tuple[str, ...], float], ...] = (
+Panel = tuple[str, tuple[str, ...], float]
+"""Title, the figure's way in a record, and by what it is multiplied."""
+
+PANELS: tuple[Panel, ...] = (
     ("8 clients: output tokens/s (more is better)", ("http8", "output_tokens_per_s"), 1),
     ("long prompts amid answers: p99 ITL, ms", ("stutter", "itl_s", "p99"), 1e3),
     ("start to first token, s", ("start", "first_token_s"), 1),
 )
 COMPRESSED_PART = 0.70
 DECODE, PREFILL = (1, 4, 16), (128, 512, 2048)
+ROWS = (*(("decode", n) for n in DECODE), *(("prefill", n) for n in PREFILL))
 
 
 def draw(records: Sequence[Record], path: Path, model: str = "1b") -> None:
-    """Writes a PNG.  Falls back to the other shape when there is nothing of this one."""
+    """Writes a PNG, without the panels of what was not measured.  Falls back to the other shape when there is nothing
+    of this one.  Raises ValueError when there is nothing at all."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib import pyplot
 
     if not any(record.model == model and record.error is None and record.round >= 0 for record in records):
         model = next(other for other in SHAPES if other != model)
     series = Series(records, model)
-    figure = pyplot.figure(figsize=(12, 8.2), layout="constrained")
-    grid = figure.add_gridspec(2, 3, height_ratios=(1.35, 1))
-    _roofline(figure.add_subplot(grid[0, :]), series, model)
-    for column, panel in enumerate(PANELS):
-        axes = figure.add_subplot(grid[1, column])
+    roofline, panels = measured(series)
+    figure = pyplot.figure(figsize=(12, 4.7 * roofline + 3.5 * bool(panels)), layout="constrained")
+    heights = [1.35] * roofline + [1.0] * bool(panels)
+    if not heights:
+        raise ValueError(f"nothing to draw of {model}")
+    grid = figure.add_gridspec(len(heights), max(1, len(panels)), height_ratios=heights)
+    if roofline:
+        _roofline(figure.add_subplot(grid[0, :]), series, model)
+    for column, panel in enumerate(panels):
+        axes = figure.add_subplot(grid[-1, column])
         _bars(axes, series, panel)
         if column:
             axes.set_yticklabels([])
@@ -68,14 +78,21 @@ def draw(records: Sequence[Record], path: Path, model: str = "1b") -> None:
     pyplot.close(figure)
 
 
+def measured(series: Series) -> tuple[bool, tuple[Panel, ...]]:
+    """Is there anything for the roofline, and the panels for which there is anything."""
+    offline = any(series.spread(system, (m, str(n))) for system in OFFLINE_SYSTEMS for m, n in ROWS)
+    return offline, tuple(
+        panel for panel in PANELS if any(series.spread(system, panel[1]) is not None for system in SERVERS)
+    )
+
+
 def _roofline(axes: Any, series: Series, model: str) -> None:
     _limits(axes, series, model)
     shift = np.geomspace(0.9, 1.11, len(OFFLINE_SYSTEMS))
     for place, system in enumerate(OFFLINE_SYSTEMS):
         found = [
             (rows, spread)
-            for measure, sizes in (("decode", DECODE), ("prefill", PREFILL))
-            for rows in sizes
+            for measure, rows in ROWS
             if (spread := series.spread(system, (measure, str(rows)))) is not None
         ]
         if not found:
@@ -109,7 +126,7 @@ def _limits(axes: Any, series: Series, model: str) -> None:
     axes.plot(many, [prefill_limit(shape, int(n), **ends) for n in many], color="black", linewidth=1)
 
 
-def _bars(axes: Any, series: Series, panel: tuple[str, tuple[str, ...], float]) -> None:
+def _bars(axes: Any, series: Series, panel: Panel) -> None:
     title, way, by = panel
     spreads = [(system, series.spread(system, way)) for system in reversed(SERVERS)]
     for place, (system, spread) in enumerate(spreads):

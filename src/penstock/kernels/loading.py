@@ -76,15 +76,18 @@ class NativeLoading:
         ends = segments or (matrices[0].k,)
         if not self._backend.keeps_compressed(matrices, ends):
             return False
-        weight = _Compressed(self._backend.arena, matrices, ends)
+        weight = CompressedPlaces(self._backend.arena, matrices, ends)
+        counted = np.zeros(sum(panels_of(matrix.n) for matrix in matrices), np.uint32)
+        panel = 0
         for (stored, matrix), place in zip(parts, weight.places, strict=True):
             index, offset = self._tensor(stored.name), stored.offset
             self._native.add_bytes(index, stored.file, offset, place.counts.view(np.uint8))
             offset += place.counts.nbytes
             blocks_a_panel = -(-matrix.k // BLOCK_COLUMNS)
-            self._native.add_panels(index, stored.file, offset, place.blocks, blocks_a_panel, place.counted)
+            panels = counted[panel : (panel := panel + panels_of(matrix.n))]
+            self._native.add_panels(index, stored.file, offset, place.blocks, blocks_a_panel, panels)
             self._native.add_bytes(index, stored.file, offset + place.blocks.nbytes, place.escapes)
-        self._finish[name] = weight.finish
+        self._finish[name] = lambda: weight.finish(counted)
         return True
 
     def run(self, threads: int, watch: Watch) -> dict[str, Any]:
@@ -114,39 +117,36 @@ class NativeLoading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the sections of one part go, and the escapes that its planes turn out to have."""
+class Place:
+    """Where the sections of one part go."""
 
     counts: NDArray[np.uint32]
     blocks: NDArray[np.uint8]
     escapes: NDArray[np.uint8]
-    counted: NDArray[np.uint32]
 
 
-class _Compressed:
-    """One weight that stays compressed: memory for its parts, one below the other."""
+class CompressedPlaces:
+    """One weight that stays compressed: memory for its parts, one below the other, to be filled and finished."""
 
     def __init__(self, arena: WeightArena, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> None:
         self._parts = parts
         self._ends = ends
         self._blocks = arena.bytes(sum(part.blocks.nbytes for part in parts))
         self._escapes = arena.bytes(sum(part.escapes.nbytes for part in parts) + ESCAPE_PADDING)
-        self._counted = np.zeros(sum(panels_of(part.n) for part in parts), np.uint32)
-        self.places: list[_Place] = []
-        block = escape = panel = 0
+        self.places: list[Place] = []
+        block = escape = 0
         for part in parts:
             blocks = self._blocks[block : (block := block + part.blocks.nbytes)]
             escapes = self._escapes[escape : (escape := escape + part.escapes.nbytes)]
-            counted = self._counted[panel : (panel := panel + panels_of(part.n))]
-            self.places.append(_Place(np.zeros_like(part.counts), blocks, escapes, counted))
+            self.places.append(Place(np.zeros_like(part.counts), blocks, escapes))
 
-    def finish(self) -> PackedLinear:
-        """Raises KernelError if what was read contradicts itself."""
+    def finish(self, counted: NDArray[np.uint32] | None = None) -> PackedLinear:
+        """``counted``: escapes of each panel by its planes, if known.  Raises KernelError if sections contradict."""
         read = [
             CompressedMatrix(part.n, part.k, part.base, part.step, place.counts, place.blocks, place.escapes)
             for part, place in zip(self._parts, self.places, strict=True)
         ]
-        weights = native_weights(read, self._ends, self._blocks, self._escapes, self._counted)
+        weights = native_weights(read, self._ends, self._blocks, self._escapes, counted)
         nbytes = self._blocks.nbytes + self._escapes.nbytes
         return PackedLinear(n=sum(p.n for p in read), k=read[0].k, segments=self._ends, data=weights, nbytes=nbytes)
 

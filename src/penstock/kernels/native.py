@@ -8,6 +8,7 @@ Results that are alive are never overwritten (see ``memory.StepBuffers``).  Oper
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,9 @@ from numpy.typing import NDArray
 from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
-from penstock.kernels.compression import ESCAPE_PADDING, native_weights
 from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.loading import Backend, NativeLoading
+from penstock.kernels.loading import Backend, CompressedPlaces, NativeLoading
 from penstock.kernels.memory import StepBuffers, WeightArena
 from penstock.kernels.native_arguments import (
     ACTIVATIONS,
@@ -45,6 +45,9 @@ KV_LAYOUT = "cells16-1"
 fp32 the same with single columns and tokens."""
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
+
+
+log = logging.getLogger(__name__)
 
 
 def families() -> tuple[str, ...]:
@@ -96,16 +99,13 @@ class NativeOps:
         self, parts: list[CompressedMatrix], *, segments: tuple[int, ...] | None = None
     ) -> PackedLinear | None:
         """See ``Ops.pack_compressed``: where the family decodes in registers, else plain weights are faster."""
-        n, k = sum(part.n for part in parts), parts[0].k
-        ends = segments or (k,)
+        ends = segments or (parts[0].k,)
         if not self._keeps_compressed(parts, ends):
             return None
-        blocks = self._arena.bytes(sum(part.blocks.nbytes for part in parts))
-        escapes = self._arena.bytes(sum(part.escapes.nbytes for part in parts) + ESCAPE_PADDING)
-        np.concatenate([part.blocks for part in parts], out=blocks)
-        np.concatenate([part.escapes for part in parts], out=escapes[:-ESCAPE_PADDING])
-        weights = native_weights(parts, ends, blocks, escapes)
-        return PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=blocks.nbytes + escapes.nbytes)
+        weight = CompressedPlaces(self._arena, parts, ends)
+        for part, place in zip(parts, weight.places, strict=True):
+            place.counts[:], place.blocks[:], place.escapes[:] = part.counts, part.blocks, part.escapes
+        return weight.finish()
 
     def _keeps_compressed(self, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> bool:
         fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
@@ -188,7 +188,8 @@ class NativeOps:
         """See ``Ops.record``.  Steps that look into arrays run as they are."""
         try:
             return recorded(steps, self.family, self.compute_dtype, kv)
-        except RecordingError:
+        except RecordingError as error:
+            log.warning("steps are computed operation by operation, which is slower: %s", error)
             return DirectProgram(self, steps, kv)
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:

@@ -24,6 +24,7 @@ from penstock.weights.checksum import checksum
 from penstock.weights.compressed import TENSORS_KEY, VERSION_KEY, Original, metadata_of
 from penstock.weights.header import LENGTH_BYTES, TensorInfo
 from penstock.weights.reader import INDEX, SINGLE, Checkpoint, SafetensorsFile
+from penstock.weights.whole_file import replacing
 
 PARTIAL = ".partial"
 JOURNAL = ".journal"
@@ -158,7 +159,7 @@ def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Re
     for one in done:
         report(one)
     end = done[-1].begin + done[-1].nbytes if done else 0
-    with partial.open("r+b" if done else "wb") as out, journal.open("ab" if done else "wb") as log:
+    with replacing(target, partial, go_on=bool(done)) as out, journal.open("ab" if done else "wb") as log:
         out.truncate(started.data_start + end)
         out.seek(started.data_start + end)
         if not done:
@@ -174,9 +175,6 @@ def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Re
             report(done[-1])
         out.seek(0)
         out.write(_header(file.metadata, done, started.data_start - LENGTH_BYTES))
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(target)
     journal.unlink()
     return done
 
@@ -215,11 +213,10 @@ def _with_checksum(name: str, original: Original, sections: list[memoryview]) ->
 
 
 def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> list[Done]:
-    partial = _beside(target, PARTIAL)
     metadata = {key: text for key, text in file.metadata.items() if key not in (VERSION_KEY, TENSORS_KEY)}
     done: list[Done] = []
     end = 0
-    with partial.open("wb") as out:
+    with replacing(target, _beside(target, PARTIAL)) as out:
         infos = list(file.tensors.values())
         table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
         for info in infos:
@@ -236,9 +233,6 @@ def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> lis
             begin += raw.nbytes
             file.drop(info)
             report(done[-1])
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(target)
     return done
 
 

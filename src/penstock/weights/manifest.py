@@ -25,6 +25,7 @@ from penstock.errors import ModelError
 from penstock.weights.compressed import Original
 from penstock.weights.mapped import Stamp
 from penstock.weights.reader import Checkpoint
+from penstock.weights.whole_file import replacing
 
 VERSION = 1
 FOLDER = "manifests"
@@ -194,11 +195,8 @@ def _write(path: Path, manifest: Manifest) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as file:
+            with replacing(path, partial) as file:
                 file.write(body + b"\n" + blake3(body).hexdigest().encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
         _forget_oldest(path.parent)

@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from bench.peers import matrix
+from bench.peers import matrix, plot
 from bench.peers.bars import bars
 from bench.peers.checkpoint import DEVIATION, write_checkpoint
 from bench.peers.places import COMPRESSED, LLAMA, PLAIN, SHAPES, SPLIT, VLLM, Shape
@@ -161,6 +161,16 @@ def test_the_report_has_a_row_a_system_and_spread_beside_medians():
     assert "**Decode, tokens/s** (3 rounds)" in text
     assert "| llama.cpp | 21.0 (20.0-22.0) | 50.0 (50.0-50.0) | 90.0 (90.0-90.0) |" in text
     assert "vllm" not in text
+
+
+def test_only_panels_with_figures_are_drawn():
+    decode = record(LLAMA, "decode", 0, **{"1": [20.0]})
+    start = record(SPLIT, "start", 0, first_token_s=0.5)
+    assert plot.measured(Series([decode], "1b")) == (True, ())
+    roofline, panels = plot.measured(Series([decode, start], "1b"))
+    assert (roofline, [panel[1] for panel in panels]) == (True, [("start", "first_token_s")])
+    assert plot.measured(Series([start], "1b"))[0] is False
+    assert plot.measured(Series([], "1b")) == (False, ())
 
 
 def test_figures_are_put_between_the_marks_of_a_page():

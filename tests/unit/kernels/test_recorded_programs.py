@@ -210,12 +210,15 @@ class Unused(Lookup):
 
 @pytest.mark.parametrize(("kind", "program"), [(Curious, DirectProgram), (Unused, RecordedProgram)])
 @pytest.mark.parametrize(("family", "compute"), NATIVE[:2])
-def test_unusual_steps_draw_the_same(family: str, compute: str, kind: Any, program: Any) -> None:
+def test_unusual_steps_draw_the_same(
+    family: str, compute: str, kind: Any, program: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     ops = make(family, compute)
     plain, kv = lookup(ops, normal(8, 301, WIDTH))
     steps = kind(ops, plain.table, plain.head)
     recorded, direct = ops.record(steps, kv), DirectProgram(ops, steps, kv)
     assert isinstance(recorded, program)
+    assert ("operation by operation, which is slower: a step that looks into" in caplog.text) == (kind is Curious)
     rows = [SampleRow(seed=1, position=3, choice=0, temperature=1.0, top_k=4, logprobs=2)]
     got, want = picks_of([(5, 1.0), (6, 0.0)]), picks_of([(5, 1.0), (6, 0.0)])
     batch = batch_of([1, 2, 3, 4], [3, 0, 2, 1])

@@ -34,7 +34,7 @@ class Pace:
             return
         rows = work.tokens + awaiting
         together = Work(tokens=rows, pairs=work.pairs * rows // work.tokens, draws=work.draws + awaiting)
-        ratio = min(self._cost.predict(together) / max(self._cost.predict(work), 1e-9), MOST_RATIO)
-        rest = min(seconds * (ratio - 1), self._budget_s - seconds)
+        pace = min(self._cost.predict(together), MOST_RATIO * self._cost.predict(work), self._budget_s)
+        rest = pace - seconds  # none after a step that somebody else has held up
         if rest >= LEAST_REST_S:
             self.until = now + rest

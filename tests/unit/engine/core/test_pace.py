@@ -23,14 +23,18 @@ def rows(count: int) -> Work:
     return work
 
 
-@pytest.fixture(scope="module")
-def cost() -> StepCost:
-    """Has seen steps of 30 ms and 5 ms a row."""
-    learned = StepCost()
+def learned(step_s: float, row_s: float) -> StepCost:
+    """Has seen steps of so long, and so much longer with each row."""
+    cost = StepCost()
     for step in range(200):
         count = 1 + step % 8
-        learned.learn(rows(count), STEP_S + ROW_S * count)
-    return learned
+        cost.learn(rows(count), step_s + row_s * count)
+    return cost
+
+
+@pytest.fixture(scope="module")
+def cost() -> StepCost:
+    return learned(STEP_S, ROW_S)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +56,16 @@ def test_a_rest_is_what_company_would_have_cost(cost: StepCost, running: int, aw
     assert pace.until == 0.0 or pace.until - 5.0 + seconds <= min(2 * seconds, BUDGET_S) + 1e-9
 
 
-def test_what_is_too_short_to_lend_is_not_rested(cost: StepCost) -> None:
+def test_a_small_model_never_rests() -> None:
+    pace = Pace(learned(0.0004, 0.00005), BUDGET_S)
+    pace.took(rows(1), 7, 0.00045, 5.0)
+    assert pace.until == 0.0
+    assert LEAST_REST_S > 2 * 0.00045
+
+
+def test_a_step_that_somebody_has_held_up_is_not_held_up_once_more(cost: StepCost) -> None:
     pace = Pace(cost, BUDGET_S)
-    pace.took(rows(8), 1, LEAST_REST_S, 5.0)  # a small model's step
+    pace.took(rows(1), 7, 0.069, 5.0)  # twice what was foreseen
     assert pace.until == 0.0
 
 
