@@ -185,8 +185,18 @@ CASES = (
         models="Phi-3, Phi-3.5, Phi-4",
         config="phi_3_mini_128k",
         parameters=3_821_079_552,
-        features="three quarters of a head rotated, a window",
-        small={"head_dim": None, "partial_rotary_factor": 0.75, "rope_scaling": None, "sliding_window": 50},
+        features="three quarters of a head rotated, tied embeddings, a window",
+        small={
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 6,
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 9.0],
+            },
+            "sliding_window": 50,
+            "tie_word_embeddings": True,
+        },
     ),
     Case(
         models="Gemma 1",

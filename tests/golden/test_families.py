@@ -19,6 +19,7 @@ from parity_oracle import Oracle, write_random_model
 from test_parity import check_rows, whole_rows
 
 from penstock.engine.core.request import Request
+from penstock.kernels.recording import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams, TokenLogprob
 from penstock.weights.checkpoint import CONFIG, inspect_model
 from penstock.weights.compressing import compress_folder
@@ -59,6 +60,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(case.config)
     oracle = write_random_model(folder, case.shrunk())
     bench = RunnerBench(folder)
+    if bench.ops.numerics.startswith("cpp"):
+        assert isinstance(bench.runner.program, RecordedProgram)  # what is not recorded is slow, and says nothing
     tokens = np.random.default_rng(1).integers(0, bench.spec.vocab, LENGTH).tolist()
     return Place(case, folder, bench, oracle, tokens)
 

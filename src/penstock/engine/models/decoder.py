@@ -33,6 +33,13 @@ class Parts:
         self._max_positions = max_positions
         self._tables: dict[Rope, Array] = {}
 
+    def embed_scale(self) -> float:
+        """Rounded to the compute type, as makers who scale embeddings do it."""
+        if self.decoder.embed_scale == 1.0:
+            return 1.0
+        scale = self._ops.compute(np.array([self.decoder.embed_scale]))
+        return float(self._ops.to_numpy(scale)[0])
+
     def rope(self, rope: Rope | None) -> Array | None:
         """The table of rotary positions, one a recipe, whatever the number of layers that share it."""
         if rope is None:
@@ -175,7 +182,7 @@ class DecoderModel:
     def __init__(self, parts: Parts, *, tied: bool) -> None:
         decoder, weights = parts.decoder, parts.weights
         self.embed = weights["embed"]
-        self.embed_scale = decoder.embed_scale
+        self.embed_scale = parts.embed_scale()
         self.positions = weights.get("positions")
         self.layers = [
             DecoderLayer(parts.attention(index, layer.attention), parts.mlp(index, layer.mlp))

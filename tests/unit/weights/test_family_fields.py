@@ -1,0 +1,100 @@
+"""What a family's ``config.json`` may not say is refused with the field and the reason; what it leaves out is what its
+makers' own code takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ModelError
+from penstock.kernels.kinds import Activation
+from penstock.weights.decoder import Decoder, Mlp
+from penstock.weights.family import checkpoint_format
+from penstock.weights.fields import Fields
+from penstock.weights.rope import Linear
+from penstock.weights.spec import ModelSpec
+
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
+
+
+def parsed(name: str, **changes: Any) -> ModelSpec:
+    """The real configuration with changes; None removes a field."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+    config = {field: value for field, value in config.items() if value is not None}
+    (architecture,) = config["architectures"]
+    return checkpoint_format(architecture, "").parse(Fields(config, "config.json"))
+
+
+def windows(spec: ModelSpec) -> list[int | None]:
+    return [layer.attention.window for layer in spec.own(Decoder).layers]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another type": ("qwen_3_4b", {"model_type": "qwen2"}, "model_type is 'qwen2', not 'qwen3'"),
+    "positions of images": ("qwen_2_7b", {"use_mrope": True}, "use_mrope is true"),
+    "code of its own": ("qwen_2_7b", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "which is never run"),
+    "too few kinds of layers": ("gemma_2_2b", {"layer_types": ["full_attention"]}, "layer_types must name 26 layers"),
+    "a kind not known": ("gemma_2_2b", {"layer_types": ["linear_attention"] * 26}, "layer_types must name 26 layers"),
+    "no window": ("gemma_2_2b", {"sliding_window": 0}, "sliding_window must be a positive integer"),
+    "no cap": ("gemma_2_2b", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive number"),
+    "biases": ("gemma_2_2b", {"attention_bias": True}, "attention_bias is true"),
+    "an encoder": ("gemma_3_1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    "no text": ("gemma_3_27b", {"text_config": None}, "has no text_config"),
+    "another text": ("gemma_3_27b", {"text_config": {"model_type": "llama"}}, "text_config: model_type is 'llama'"),
+    "quantized": ("gemma_3_27b", {"quantization_config": {"quant_method": "x"}}, "quantiz"),
+    "too few flags": ("smollm_3_3b", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 36 entries"),
+    "flags of another kind": ("smollm_3_3b", {"no_rope_layers": [2] * 36}, "each 0 or 1"),
+    "scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+    "not scaled": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
+    "activation": ("gpt2", {"activation_function": "tanh"}, "activation_function is 'tanh'; these can be served"),
+    "divisors of another width": ("phi_3_mini_128k", {"head_dim": 192}, "short_factor must have 96 numbers"),
+    "an odd part of a head": ("glm_4_9b_0414", {"partial_rotary_factor": 0.09}, "0.09 of heads of 128 is no even"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_computed_otherwise_is_refused(case: str) -> None:
+    name, changes, reason = REFUSED[case]
+    with pytest.raises(ModelError, match=reason) as caught:
+        parsed(name, **changes)
+    assert str(caught.value).startswith("config.json")
+
+
+def test_which_layers_have_the_window() -> None:
+    assert windows(parsed("mistral_7b")) == [4096] * 32
+    assert windows(parsed("gemma_2_2b")) == [4096, None] * 13
+    assert windows(parsed("gemma_3_1b")) == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert windows(parsed("qwen_2_7b")) == [None] * 28
+    assert windows(parsed("qwen_2_7b", use_sliding_window=True, sliding_window=99, max_window_layers=20)) == [
+        *[None] * 20,
+        *[99] * 8,
+    ]
+    kinds = ["full_attention", "sliding_attention"] * 13
+    assert windows(parsed("gemma_2_2b", layer_types=kinds)) == [None, 4096] * 13
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    assert windows(parsed("phi_3_mini_128k")) == [None] * 32
+    assert windows(parsed("mistral_7b", sliding_window=32767)) == [32767] * 32
+    assert windows(parsed("mistral_7b", sliding_window=32768)) == [None] * 32
+
+
+def test_gemma_3_rotates_near_and_far_layers_by_recipes_of_their_own() -> None:
+    near, far = (parsed("gemma_3_27b").own(Decoder).layers[index].attention.rope for index in (0, 5))
+    assert near is not None
+    assert far is not None
+    assert (near.theta, near.scaling, far.theta, far.scaling) == (10_000.0, None, 1_000_000.0, Linear(factor=8.0))
+
+
+def test_gelu_of_gemma_1_is_the_approximation() -> None:
+    mlp = parsed("gemma_7b").own(Decoder).layers[0].mlp
+    assert isinstance(mlp, Mlp)
+    assert mlp.activation is Activation.GELU_TANH
+
+
+def test_every_fourth_layer_of_smollm_knows_no_position() -> None:
+    ropes = [layer.attention.rope for layer in parsed("smollm_3_3b").own(Decoder).layers]
+    assert [rope is None for rope in ropes] == [False, False, False, True] * 9
