@@ -190,6 +190,29 @@ class AttentionKernels:
         q: NDArray[Any],
         /,
     ) -> None: ...
+    def latent_write(
+        self,
+        latent: NDArray[np.float32],
+        weight: NDArray[np.float32],
+        eps: float,
+        rope: Rope,
+        kv: KvMemory,
+        layer: int,
+        batch: Batch,
+        /,
+    ) -> None: ...
+    def latent_query(
+        self,
+        q: NDArray[np.float32],
+        absorb: Weights,
+        rope: Rope,
+        kv: KvMemory,
+        batch: Batch,
+        heads: int,
+        out: NDArray[Any],
+        /,
+    ) -> None: ...
+    def heads_linear(self, x: NDArray[Any], weight: Weights, heads: int, out: NDArray[Any], /) -> None: ...
     def attention(
         self,
         q: NDArray[Any],
@@ -274,6 +297,9 @@ class RecordedStep:
     def rope_and_write(
         self, qkv: int, rope: Rope | None, q_scale: NDArray[np.float32] | None, layer: int, heads: int, /
     ) -> int: ...
+    def latent_write(self, latent: int, weight: NDArray[np.float32], eps: float, rope: Rope, layer: int, /) -> None: ...
+    def latent_query(self, q: int, absorb: Weights, rope: Rope, heads: int, /) -> int: ...
+    def heads_linear(self, x: int, weight: Weights, heads: int, /) -> int: ...
     def attention(self, q: int, layer: int, rule: AttentionRule, /) -> int: ...
     def wanted_rows(self, x: int, /) -> int: ...
     def drawn_rows(self, hidden: int, /) -> int: ...

@@ -262,6 +262,34 @@ class NativeOps:
         self._attention.rope_and_write(qkv_TN, rope, q_scale, kv.handle, layer, self._checked(batch), heads, q_THC)
         return q_THC
 
+    def latent_write(
+        self,
+        latent_TC: Array,
+        rope: _native.Rope,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        norm: Array,
+        eps: float,
+    ) -> None:
+        """See ``Ops.latent_write``."""
+        self._attention.latent_write(latent_TC, norm, eps, rope, kv.handle, layer, self._checked(batch))
+
+    def latent_query(
+        self, q_TN: Array, absorb: PackedLinear, rope: _native.Rope, kv: NativeKv, batch: StepBatch, *, heads: int
+    ) -> Array:
+        """See ``Ops.latent_query``."""
+        q_THC = self._buffers.empty((q_TN.shape[0], heads, kv.shape.key_dim), self._dtype)
+        self._attention.latent_query(q_TN, absorb.data, rope, kv.handle, self._checked(batch), heads, q_THC)
+        return q_THC
+
+    def heads_linear(self, x_THK: Array, weight: PackedLinear, *, heads: int) -> Array:
+        """See ``Ops.heads_linear``."""
+        out = self._buffers.empty((x_THK.shape[0], weight.n), self._dtype)
+        self._attention.heads_linear(x_THK, weight.data, heads, out)
+        return out
+
     def paged_attention(
         self,
         q_THC: Array,

@@ -282,6 +282,37 @@ class Ops(Protocol):
         """
         ...
 
+    def latent_write(
+        self,
+        latent_TC: Array,
+        rope: Array,
+        kv: Array,
+        layer: int,
+        batch: StepBatch,
+        *,
+        norm: Array,
+        eps: float,
+    ) -> None:
+        """Write fp32 latent vectors (MLA, arXiv:2405.04434) to the pages of shared KV memory, in the compute type: the
+        first value_dim columns normed as by ``rms_norm``, the others rotated."""
+        ...
+
+    def latent_query(
+        self, q_TN: Array, absorb: PackedLinear, rope: Array, kv: Array, batch: StepBatch, *, heads: int
+    ) -> Array:
+        """Queries of latent attention: compute [T, H, C] of hidden [T, H (K + rotated)].
+
+        The first K columns of head h, in the compute type, are multiplied by rows [h value_dim, (h + 1) value_dim) of
+        ``absorb`` [H value_dim, K] (plain, one segment) and become its first value_dim columns; the others are rotated
+        and follow them.  One form for reading prompts and writing answers.
+        """
+        ...
+
+    def heads_linear(self, x_THK: Array, weight: PackedLinear, *, heads: int) -> Array:
+        """compute [T, H N]: head h of x times rows [h N, (h + 1) N) of a weight [H N, K] (plain, one segment), each sum
+        in fp32 over K from low to high, rounded once."""
+        ...
+
     def paged_attention(
         self,
         q_THC: Array,

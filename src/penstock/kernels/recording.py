@@ -124,6 +124,32 @@ class RecordingOps:
             raise RecordingError(f"the KV memory has {kv.shape.kv_heads} heads, not {kv_heads}")
         return Value(self.step.rope_and_write(qkv_TN.slot, rope, q_scale, layer, heads))
 
+    def latent_write(
+        self,
+        latent_TC: Value,
+        rope: _native.Rope,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        norm: Array,
+        eps: float,
+    ) -> None:
+        """See ``Ops.latent_write``."""
+        self._check(batch, kv)
+        self.step.latent_write(latent_TC.slot, norm, eps, rope, layer)
+
+    def latent_query(
+        self, q_TN: Value, absorb: PackedLinear, rope: _native.Rope, kv: NativeKv, batch: StepBatch, *, heads: int
+    ) -> Value:
+        """See ``Ops.latent_query``."""
+        self._check(batch, kv)
+        return Value(self.step.latent_query(q_TN.slot, absorb.data, rope, heads))
+
+    def heads_linear(self, x_THK: Value, weight: PackedLinear, *, heads: int) -> Value:
+        """See ``Ops.heads_linear``."""
+        return Value(self.step.heads_linear(x_THK.slot, weight.data, heads))
+
     def paged_attention(
         self,
         q_THC: Value,

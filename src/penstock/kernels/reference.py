@@ -225,6 +225,42 @@ class ReferenceOps:
             q_THC = q_THC * q_scale[positions_T, None, None]
         return q_THC.to(self._dtype)
 
+    def latent_write(
+        self,
+        latent_TC: Tensor,
+        rope: ReferenceRope,
+        kv: ReferenceKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """See ``Ops.latent_write``."""
+        plain = kv.shape.value_dim
+        pages_T, slots_T = self._places(batch)
+        turned_T1R = rotated(latent_TC[:, None, plain:], rope, self._indices(batch.positions_T))
+        normed_T1C = self.rms_norm(latent_TC[:, :plain], norm, eps).unsqueeze(1)
+        kv.keys[pages_T, layer, :, slots_T] = torch.cat([normed_T1C, turned_T1R.to(self._dtype)], dim=-1)
+
+    def latent_query(
+        self, q_TN: Tensor, absorb: PackedLinear, rope: ReferenceRope, kv: ReferenceKv, batch: StepBatch, *, heads: int
+    ) -> Tensor:
+        """See ``Ops.latent_query``."""
+        q_THN = q_TN.view(len(q_TN), heads, -1)
+        absorbed_TN = self.heads_linear(q_THN[..., : absorb.k].to(self._dtype), absorb, heads=heads)
+        turned_THR = rotated(q_THN[..., absorb.k :], rope, self._indices(batch.positions_T))
+        return torch.cat([absorbed_TN.view(len(q_TN), heads, -1), turned_THR.to(self._dtype)], dim=-1)
+
+    def heads_linear(self, x_THK: Tensor, weight: PackedLinear, *, heads: int) -> Tensor:
+        """See ``Ops.heads_linear``."""
+        x_THK = x_THK.view(len(x_THK), heads, weight.k)
+        (whole,) = weight.data
+        products = [
+            self._product(x_THK[:, head].float(), rows.contiguous()) for head, rows in enumerate(whole.chunk(heads))
+        ]
+        return torch.cat(products, dim=1).to(self._dtype)
+
     def paged_attention(
         self,
         q_THC: Tensor,

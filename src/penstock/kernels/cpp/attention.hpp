@@ -8,6 +8,7 @@
 #pragma once
 
 #include "softmax_rows.hpp"
+#include "turned_values.hpp"
 
 namespace {
 
@@ -35,14 +36,19 @@ struct Attend {
   Value* q;        // [rows][C]
   float* scores;   // [kAttentionRows][64]
   Value* weights;  // [kAttentionRows][64]
-  uint32_t* narrow_values;  // [64 / per_cell][16]: used when C < 16
+  uint32_t* own_values;  // [64 / per_cell][max(16, value_dim)]: of heads narrower than a register, and shared ones
   SoftmaxRows now, joined;
+
+  static bool keeps_values(const KvView& kv) { return kv.shared || kv.value_dim < 16; }
+  static size_t own_bytes(const KvView& kv) {
+    return keeps_values(kv) ? kBlockKeys / D::kPerCell * (static_cast<size_t>(kv.value_dim) + 16) * 4 : 0;
+  }
 
   static size_t bytes(const AttentionArgs& a) {
     const auto rows = static_cast<size_t>(a.max_rows), lines = static_cast<size_t>(16);
     const size_t softmax = rows * 8 + rows * 64 + rows * (static_cast<size_t>(a.kv.value_dim) + 15) * 4;
     const size_t queries = rows * static_cast<size_t>(a.kv.key_dim) * sizeof(Value);
-    return kAttentionRows * kBlockKeys * (4 + sizeof(Value)) + kBlockKeys * 64 + 2 * softmax + queries + lines * 64;
+    return kAttentionRows * kBlockKeys * (4 + sizeof(Value)) + own_bytes(a.kv) + 2 * softmax + queries + lines * 64;
   }
 
   Attend(const AttentionArgs& a, const Chunk& c, int g, int worker) : args(a), chunk(c), kv_head(g) {
@@ -62,7 +68,7 @@ struct Attend {
     };
     scores = reinterpret_cast<float*>(take(kAttentionRows * kBlockKeys * 4));
     weights = reinterpret_cast<Value*>(take(kAttentionRows * kBlockKeys * sizeof(Value)));
-    narrow_values = reinterpret_cast<uint32_t*>(take(kBlockKeys * 64));
+    own_values = reinterpret_cast<uint32_t*>(take(own_bytes(a.kv)));
     SoftmaxRows* const both[2] = {&now, &joined};
     for (SoftmaxRows* own : both) {
       own->top = reinterpret_cast<float*>(take(rows * 4));
@@ -117,21 +123,27 @@ struct Attend {
     return found;
   }
 
-  // Values of a head narrower than a register, so that no load reaches behind a page.
-  void widen_values(Block& own) const {
-    for (long j = 0; j < own.pages; ++j)
-      for (long step = 0; step < kCellsAPage; ++step)
-        store(narrow_values + (j * kCellsAPage + step) * 16,
-              load_part<U16>(own.values[j] + step * value_dim, static_cast<int>(value_dim)));
-    for (long j = 0; j < 4; ++j) own.values[j] = narrow_values + j * kCellsAPage * 16;
-    own.value_stride = 16;
+  // Values of heads that are no panels as they lie: shared ones lie as keys do, and of those narrower than a register
+  // no load may reach behind the page.
+  void make_values(Block& own) const {
+    own.value_stride = static_cast<size_t>(value_dim < 16 ? 16 : value_dim);
+    for (long j = 0; j < own.pages; ++j) {
+      uint32_t* to = own_values + static_cast<size_t>(j) * kCellsAPage * own.value_stride;
+      if (args.kv.shared)
+        turn_keys<D>(own.keys[j], value_dim, to, own.value_stride);
+      else
+        for (long step = 0; step < kCellsAPage; ++step)
+          store(to + step * 16, load_part<U16>(own.values[j] + step * value_dim, static_cast<int>(value_dim)));
+    }
+    for (long j = 0; j < 4; ++j) own.values[j] = own_values + static_cast<size_t>(j) * kCellsAPage * own.value_stride;
   }
 
   void block(long key) {
     Block own = locate(key);
     // The first tile of a block fetches the next one.
     const Block next = key + kBlockKeys <= last_position() ? locate(key + kBlockKeys) : own;
-    if (value_dim < 16) widen_values(own);
+    const bool made = keeps_values(args.kv);
+    if (made) make_values(own);
     const long skipped = key > first_position ? (key - first_position) * group : 0;
     const long last = args.rule.last_seer(key + kBlockKeys - 1, last_position());
     const long active = (last - first_position + 1) * group - skipped;
@@ -143,7 +155,7 @@ struct Attend {
       for (int m = 0; m < count; ++m)
         now.soften<D>(row + m, seen(row + m, key), args.softmax, scores + m * kBlockKeys,
                       weights + m * kBlockKeys);
-      gather(row, count, own, t == 0 ? &next : nullptr);
+      gather(row, count, own, t == 0 && !made ? &next : nullptr);
     }
   }
 

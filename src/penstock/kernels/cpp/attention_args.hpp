@@ -101,6 +101,30 @@ struct KeyRule {
   }
 };
 
+// Latent vectors to their pages: the first value_dim columns normed, the others turned.
+struct LatentWriteArgs {
+  const float* latent;  // [tokens, key_dim]
+  const float* weight;  // [value_dim]
+  float eps;
+  RopeView rope;
+  const int32_t* sequence_of;  // [tokens]
+  BatchView batch;
+  KvView kv;  // shared
+  int layer;
+};
+
+// Queries split for latent attention: what the absorbed matrices read, and the turned rest.
+struct LatentSplitArgs {
+  const float* q;  // [tokens, heads, plain + 2 * rope.pairs]
+  RopeView rope;
+  BatchView batch;
+  long heads;
+  long plain;
+  void* x;       // [tokens, heads, plain]
+  void* turned;  // [tokens, heads, key_dim], of which the last 2 * rope.pairs columns are written
+  long key_dim;
+};
+
 // Some tokens of one sequence: the unit of attention's work for one key-value head.
 struct Chunk {
   long sequence;

@@ -4,6 +4,7 @@
 // with its twin would crash processors without it.
 #include "attention.hpp"
 #include "experts.hpp"
+#include "latent.hpp"
 #include "measure.hpp"
 #include "rope.hpp"
 #include "rows.hpp"
@@ -54,6 +55,9 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     norm_heads_all,
     by_type<RopeArgs, rope_and_write_typed<Bf16>, rope_and_write_typed<Fp32>>,
     by_type<AttentionArgs, attention_typed<Bf16>, attention_typed<Fp32>>,
+    by_type<LatentWriteArgs, latent_write_typed<Bf16>, latent_write_typed<Fp32>>,
+    by_type<LatentSplitArgs, latent_split_typed<Bf16>, latent_split_typed<Fp32>>,
+    by_type<HeadsArgs, heads_linear_typed<Bf16>, heads_linear_typed<Fp32>>,
     convert,
     argmax,
     sum_exp,

@@ -167,6 +167,16 @@ struct FormArgs {
   Form form;
 };
 
+// A product of its own for every head: head h of x with rows [h * n, (h + 1) * n) of the weight.
+struct HeadsArgs {
+  const void* x;  // [rows, heads, k]
+  long rows;
+  long heads;
+  PackedView weight;  // [heads * n, k], one segment, cells without gaps
+  void* out;          // [rows, heads, out_stride], of which the first n columns are written
+  long out_stride;
+};
+
 struct Best {
   float value;
   int32_t id;
@@ -195,6 +205,9 @@ struct Family {
   void (*norm_heads)(const NormHeadsArgs&);
   void (*rope_and_write)(const RopeArgs&, Compute);
   void (*attention)(const AttentionArgs&, Compute);
+  void (*latent_write)(const LatentWriteArgs&, Compute);
+  void (*latent_split)(const LatentSplitArgs&, Compute);
+  void (*heads_linear)(const HeadsArgs&, Compute);
   void (*to_compute)(const float* from, long count, void* to, Compute);
   // Sampling, on one row.
   Best (*argmax)(const float* x, long n);

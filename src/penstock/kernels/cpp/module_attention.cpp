@@ -5,6 +5,7 @@
 #include "attention_cut.hpp"
 #include "binding.hpp"
 #include "dispatch.hpp"
+#include "pool.hpp"
 
 namespace penstock {
 namespace {
@@ -51,6 +52,42 @@ class AttentionKernels {
     without_gil([&] { family_->rope_and_write(args, compute_); });
   }
 
+  void latent_write(const In<float, 2>& latent, const In<float, 1>& weight, float eps, const Rope& rope,
+                    const KvMemory& kv, int layer, const Batch& batch) const {
+    check_kv(kv, layer, batch, 1);
+    check_latent(kv.view, rope, batch);
+    require(dim(latent, 0) == batch.view.tokens && dim(latent, 1) == kv.view.key_dim, "latent must be [T, C]");
+    require(dim(weight, 0) == kv.view.value_dim, "weight must be [value_dim]");
+    const LatentWriteArgs args{latent.data(), weight.data(), eps,     rope.view, batch.sequence_of.data(),
+                               batch.view,    kv.view,       layer};
+    without_gil([&] { family_->latent_write(args, compute_); });
+  }
+
+  void latent_query(const In<float, 2>& q, const Weights& absorb, const Rope& rope, const KvMemory& kv,
+                    const Batch& batch, long heads, const AnyOut& out) const {
+    check_latent(kv.view, rope, batch);
+    check_heads(absorb.view, heads, kv.view.value_dim);
+    require(dim(q, 0) == batch.view.tokens && dim(q, 1) == heads * (absorb.view.k + 2 * rope.view.pairs),
+            "q must be [T, H (K + rotated)]");
+    check_out(out, static_cast<size_t>(batch.view.tokens * heads * kv.view.key_dim));
+    without_gil([&] {
+      void* x = shared_workspace(static_cast<size_t>(batch.view.tokens * heads * absorb.view.k) * size());
+      family_->latent_split({q.data(), rope.view, batch.view, heads, absorb.view.k, x, out.data(), kv.view.key_dim}, compute_);
+      family_->heads_linear({x, batch.view.tokens, heads, absorb.view, out.data(), kv.view.key_dim}, compute_);
+    });
+  }
+
+  void heads_linear(const AnyIn& x, const Weights& weight, long heads, const AnyOut& out) const {
+    const PackedView& view = weight.view;
+    require(heads > 0 && view.n % heads == 0, "the weight's rows must be a multiple of heads");
+    check_heads(view, heads, view.n / heads);
+    const long rows = dim(x, 0);
+    require(x.size() == static_cast<size_t>(rows * heads * view.k) && x.itemsize() == size(),
+            "x must be compute [T, H, K]");
+    check_out(out, static_cast<size_t>(rows * view.n));
+    without_gil([&] { family_->heads_linear({x.data(), rows, heads, view, out.data(), view.n / heads}, compute_); });
+  }
+
   void attention(const AnyIn& q, const KvMemory& kv, int layer, const Batch& batch, int heads,
                  const AttentionRule& rule, const AnyOut& out) const {
     check_kv(kv, layer, batch, heads);
@@ -76,6 +113,18 @@ class AttentionKernels {
     require(out.size() == count && out.itemsize() == size(), "out has another shape or type");
   }
 
+  void check_heads(const PackedView& weight, long heads, long n) const {
+    require(heads > 0 && weight.n == heads * n, "the weight must be [H N, K]");
+    require(weight.per_cell == (compute_ == Compute::kBf16 ? 2 : 1), "the weight was packed for the other compute type");
+    require(weight.segments == 1 && weight.direct(), "a product of heads is one segment of whole cells");
+  }
+
+  static void check_latent(const KvView& kv, const Rope& rope, const Batch& batch) {
+    require(kv.shared && kv.kv_heads == 1, "the KV memory holds no latent vectors");
+    require(kv.key_dim - kv.value_dim == 2 * rope.view.pairs, "the columns behind the values are rotated");
+    require(rope.positions > batch.last_position, "the rope table must reach the last position");
+  }
+
   void check_kv(const KvMemory& kv, int layer, const Batch& batch, int heads) const {
     require(kv.view.per_cell == (compute_ == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
     require(layer >= 0 && layer < kv.view.layers, "no such layer");
@@ -99,6 +148,9 @@ void bind_attention(nb::module_& m) {
       .def("norm_heads", &AttentionKernels::norm_heads)
       .def("rope_and_write", &AttentionKernels::rope_and_write, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def("latent_write", &AttentionKernels::latent_write)
+      .def("latent_query", &AttentionKernels::latent_query)
+      .def("heads_linear", &AttentionKernels::heads_linear)
       .def("attention", &AttentionKernels::attention);
 }
 

@@ -103,6 +103,15 @@ class RecordedStep {
     if (q_scale) limit_positions(dim(*q_scale, 0));
     return program_->rope_and_write(qkv, rope_of(rope), q_scale ? held(*q_scale) : nullptr, layer, heads);
   }
+  void latent_write(int latent, const In<float, 1>& weight, float eps, const nb::object& rope, int layer) {
+    program_->latent_write(latent, held(weight), eps, rope_of(rope), layer);
+  }
+  int latent_query(int q, const nb::object& absorb, const nb::object& rope, int heads) {
+    return program_->latent_query(q, matrix_of(absorb), rope_of(rope), heads);
+  }
+  int heads_linear(int x, const nb::object& weight, int heads) {
+    return program_->heads_linear(x, matrix_of(weight), heads);
+  }
   int attention(int q, int layer, const nb::object& rule) {
     held_.push_back(rule);
     const auto& own = nb::cast<const AttentionRule&>(rule);
@@ -250,6 +259,9 @@ void bind_program(nb::module_& m) {
       .def("norm_heads", &RecordedStep::norm_heads)
       .def("rope_and_write", &RecordedStep::rope_and_write, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
            nb::arg())
+      .def("latent_write", &RecordedStep::latent_write)
+      .def("latent_query", &RecordedStep::latent_query)
+      .def("heads_linear", &RecordedStep::heads_linear)
       .def("attention", &RecordedStep::attention)
       .def("positions", &RecordedStep::positions)
       .def("layer_norm", &RecordedStep::layer_norm, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())

@@ -48,6 +48,9 @@ class Program {
   void norm_heads(int x, const float* weight, long group, float eps, long first, long count);
   int rope_and_write(int qkv, const RopeView& rope, const float* q_scale, int layer, int heads);
   int attention(int q, int layer, const KeyRule& rule, const Softmax& softmax);
+  void latent_write(int latent, const float* weight, float eps, const RopeView& rope, int layer);
+  int latent_query(int q, const Matrix& absorb, const RopeView& rope, int heads);
+  int heads_linear(int x, const Matrix& weight, int heads);
   int heads_of(int q) const;  // query heads
   int positions(const Matrix& table);  // rows of the table by absolute position
   int layer_norm(int hidden, const float* weight, const float* bias, long width, float eps);
@@ -142,6 +145,8 @@ class Program {
   void run_lookup(const Node& node, const int32_t* ids);
   void run_linear(const Node& node, const StepView& step);
   void gather(const Node& node, const StepView& step);
+  void check_latent(const RopeView& rope) const;
+  void check_heads_weight(const Matrix& weight, long heads) const;
   Cut& cut_of(int heads, const KeyRule& rule);
 
   const Family& family_;

@@ -59,6 +59,57 @@ int Program::attention(int q, int layer, const KeyRule& rule, const Softmax& sof
              RowsOf::kTokens, true);
 }
 
+void Program::check_latent(const RopeView& rope) const {
+  expect(kv_.shared && kv_.kv_heads == 1, "the KV memory holds no latent vectors");
+  expect(kv_.key_dim - kv_.value_dim == 2 * rope.pairs, "the columns behind the values are rotated");
+}
+
+void Program::check_heads_weight(const Matrix& weight, long heads) const {
+  expect(!weight.is_compressed, "products of heads read plain weights");
+  expect(heads > 0 && weight.plain.n % heads == 0, "the weight must be [H N, K]");
+  expect(weight.plain.segments == 1 && weight.plain.direct(), "a product of heads is one segment of whole cells");
+}
+
+void Program::latent_write(int latent, const float* weight, float eps, const RopeView& rope, int layer) {
+  const Slot& in = given(latent, false, "latent vectors are hidden values");
+  check_heads(layer, 1);
+  check_latent(rope);
+  expect(in.width == kv_.key_dim && in.rows == RowsOf::kTokens, "latent must be [T, C]");
+  nodes_.push_back({.op = Op::kOther, .in = latent, .out = latent, .writes = true, .other = [=, this](const StepView& step) {
+    const auto* from = reinterpret_cast<const float*>(data(latent));
+    family_.latent_write({from, weight, eps, rope, step.sequence_of, step.batch, kv_, layer}, compute_);
+  }});
+}
+
+int Program::latent_query(int q, const Matrix& absorb, const RopeView& rope, int heads) {
+  const Slot& in = given(q, false, "rotation takes hidden values");
+  check_latent(rope);
+  check_heads_weight(absorb, heads);
+  const PackedView& weight = absorb.plain;
+  expect(weight.n == static_cast<long>(heads) * kv_.value_dim, "the absorbed matrices must be [H value_dim, K]");
+  expect(in.width == heads * (weight.k + 2 * rope.pairs) && in.rows == RowsOf::kTokens, "q must be [T, H (K + rotated)]");
+  const auto run = [=, this, out = next_slot()](const StepView& step) {
+    const long tokens = step.batch.tokens, bytes = compute_ == Compute::kBf16 ? 2 : 4;
+    void* x = shared_workspace(static_cast<size_t>(tokens * heads * weight.k * bytes));
+    const auto* from = reinterpret_cast<const float*>(data(q));
+    family_.latent_split({from, rope, step.batch, heads, weight.k, x, data(out), kv_.key_dim}, compute_);
+    family_.heads_linear({x, tokens, heads, weight, data(out), kv_.key_dim}, compute_);
+  };
+  return add({.op = Op::kOther, .in = q, .out = -1, .other = run}, static_cast<long>(heads) * kv_.key_dim,
+             RowsOf::kTokens, true);
+}
+
+int Program::heads_linear(int x, const Matrix& matrix, int heads) {
+  const Slot& in = given(x, true, "a linear takes values of the compute type");
+  check_heads_weight(matrix, heads);
+  const PackedView& weight = matrix.plain;
+  expect(in.width == heads * weight.k, "x must be compute [T, H, K]");
+  const auto run = [=, this, rows = in.rows, out = next_slot()](const StepView&) {
+    family_.heads_linear({data(x), count(rows), heads, weight, data(out), weight.n / heads}, compute_);
+  };
+  return add({.op = Op::kOther, .in = x, .out = -1, .other = run}, weight.n, in.rows, true);
+}
+
 Program::Cut& Program::cut_of(int heads, const KeyRule& rule) {
   for (Cut& cut : cuts_)
     if (cut.heads == heads && cut.rule.window == rule.window && cut.rule.chunk == rule.chunk) return cut;
