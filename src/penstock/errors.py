@@ -25,6 +25,7 @@
       ProtocolError     a frame that is not one of ours
       ModelError        a model that cannot be served, said before a process starts
       ConfigError       a setting that cannot be
+      GrammarRefused    a grammar that cannot be compiled, or not within the limits; intake says of which field
       KernelError       a kernel family that this machine or build does not have
 
 HTTP words (status, type, code) stand here beside the error so that the rim maps each without a table of its own.
@@ -190,6 +191,10 @@ class ModelError(PenstockError):
 
 class ConfigError(PenstockError):
     """A setting that cannot be; the message names it and says what would work."""
+
+
+class GrammarRefused(PenstockError):
+    """A grammar that cannot be compiled, or not within the limits; the message is the reason."""
 
 
 class KernelError(PenstockError):

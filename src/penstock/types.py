@@ -6,7 +6,7 @@ Knows nothing about processes, arrays or HTTP.  Everything here is immutable and
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 
@@ -24,6 +24,9 @@ BlockHash = NewType("BlockHash", bytes)
 
 PAGE_TOKENS = 16
 """Tokens in one KV page (and in one hashed block)."""
+
+MAX_GRAMMAR_CHARS = 1 << 20
+"""The longest grammar that may travel; what a client may ask for is limited further (``Limits.max_grammar_chars``)."""
 
 GREEDY = 0.0
 """The temperature that means: always take the most likely token."""
@@ -63,6 +66,23 @@ class WorkerState(StrEnum):
     DEAD = "dead"
 
 
+class GrammarKind(StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICE = "choice"  # a JSON array of strings, one of which is the whole answer
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an answer must look like, checked at the door.  Whoever draws tokens compiles it again (``grammar``)."""
+
+    kind: GrammarKind
+    text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
+    compact: bool = False  # JSON without white space between its parts
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of one choice are drawn.  Checked at the door; nothing below checks again.
 
@@ -85,6 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are among them unless ignore_eos was asked for
     logprobs: int | None = None  # how many alternatives to report; 0 reports the chosen token only
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    grammar: Grammar | None = None  # no token is drawn that it does not allow; the end only where it is complete
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -91,6 +91,11 @@ class Limits(Config, frozen=True, kw_only=True):
     max_tokenize_chars: int = 4 << 20  # text for /tokenize, which need not fit into a context
     max_template_output_bytes: int = 16 << 20
     max_template_s: float = 5.0
+    max_grammar_chars: int = 131_072  # of a schema, regular expression or grammar
+    max_grammar_choices: int = 4096  # strings in structured_outputs.choice
+    max_grammar_s: float = 1.0  # CPU time to compile one
+    max_grammar_memory_bytes: int = 512 << 20  # to compile one
+    max_queued_grammars: int = 64  # that wait to be checked
     default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
     max_queued_requests: int = 512  # accepted and without a first token
     max_queued_tokens: int = 262_144  # prompt tokens of those

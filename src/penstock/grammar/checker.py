@@ -1,0 +1,115 @@
+"""The process in which grammars are tried before anybody depends on them: ``python -m penstock.grammar.checker``.
+
+Reads limits, a vocabulary and then grammars from standard input, and writes a verdict for each.  What a grammar costs
+cannot be foreseen, so the kernel holds the limits: CPU time by an interval timer whose signal ends the process, memory
+by an address space limit.  It ends with its standard input.  Imports no NumPy, so that it is there in 0.1 s.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from pathlib import Path
+from random import Random
+
+import msgspec
+from llguidance import LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from penstock.grammar.frames import Limits, Verdict, framed, read_frame
+from penstock.grammar.matcher import CompiledGrammar, Matcher, shortened
+from penstock.grammar.sources import OPTIONS_MARK
+from penstock.grammar.vocabulary import Vocabulary, token_trie
+from penstock.types import Grammar, GrammarKind
+
+TRIED_TOKENS = 64
+"""How far a grammar is walked along: what chokes on its first tokens is refused, not begun."""
+
+
+def main() -> None:
+    """Until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which closes our input
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, answers = sys.stdin.buffer, sys.stdout.buffer
+    first, second = read_frame(source.read), read_frame(source.read)
+    if first is None or second is None:
+        return
+    limits = msgspec.msgpack.decode(first, type=Limits)
+    vocabulary = msgspec.msgpack.decode(second, type=Vocabulary)
+    trie = token_trie(vocabulary)
+    _bound_memory(limits.memory_bytes)
+    decoder = msgspec.msgpack.Decoder(Grammar)
+    while (frame := read_frame(source.read)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+        verdict = verdict_on(decoder.decode(frame), trie, vocabulary.end_tokens)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(framed(msgspec.msgpack.encode(verdict)))
+        answers.flush()
+
+
+def verdict_on(grammar: Grammar, trie: LLTokenizer, end_tokens: tuple[int, ...]) -> Verdict:
+    """Compiles it and walks along it for a while."""
+    try:
+        if grammar.kind is GrammarKind.LARK and "::=" in grammar.text:
+            grammar = msgspec.structs.replace(grammar, text=from_ebnf(grammar.text))
+        compiled = CompiledGrammar(grammar, trie)
+    except RecursionError:
+        return Verdict(refused="nested too deeply")
+    except GbnfToLarkError as error:
+        return Verdict(refused=shortened(str(error)))
+    matcher = compiled.matcher()
+    if matcher is None:
+        return Verdict(refused=compiled.failure or "it cannot be compiled")
+    failure = walk(matcher, end_tokens)
+    return Verdict(refused=failure) if failure else Verdict(grammar=grammar)
+
+
+def from_ebnf(text: str) -> str:
+    """Lark rules of an EBNF in the dialect of llama.cpp (GBNF), whose first rule is ``root``.
+
+    Raises GbnfToLarkError.  The library marks what it made with options, which ``sources`` sets itself.
+    """
+    return gbnf_to_lark(text).removeprefix(f"{OPTIONS_MARK} {{}}")
+
+
+def walk(matcher: Matcher, end_tokens: tuple[int, ...]) -> str | None:
+    """Take tokens at random, always the same ones, until the answer may only end; the reason if that cannot be."""
+    chance = Random(0)  # noqa: S311 - any walk will do
+    for _ in range(TRIED_TOKENS):
+        mask = bytearray(matcher.mask())
+        if matcher.failure:
+            return matcher.failure
+        ends = False
+        for end in end_tokens:
+            ends = ends or bool(mask[end // 8] & 1 << end % 8)
+            mask[end // 8] &= ~(1 << end % 8)
+        token = _any_bit(mask, chance)
+        if token is None and ends:
+            return None
+        if token is None:
+            return "it leads to a place from which no token of this model can go on"
+        if not matcher.take([token]):
+            return matcher.failure
+    return None
+
+
+def _any_bit(mask: bytearray, chance: Random) -> int | None:
+    start = chance.randrange(len(mask))
+    for begin, part in ((start, mask[start:]), (0, mask[:start])):
+        rest = part.lstrip(b"\0")
+        if rest:
+            at = begin + len(part) - len(rest)
+            return at * 8 + chance.choice([bit for bit in range(8) if mask[at] & 1 << bit])
+    return None
+
+
+def _bound_memory(more: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    bound = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A grammar in its own language to a Lark grammar with JSON schemas in it, which is what llguidance reads.
+
+Knows nothing about tokens.  Options that would weaken a grammar are decided here and cannot be set from within it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher
+
+from penstock.grammar.json_schema import OPTIONS, refuse_what_cannot_be_kept
+from penstock.types import Grammar, GrammarKind
+
+WHITE_SPACE = r"[ \n\r\t]{0,64}"
+"""Between the parts of JSON.  Bounded: some models would write blanks for ever."""
+
+OPTIONS_MARK = "%llguidance"
+
+_OPTIONS = OPTIONS_MARK + ' {"no_forcing": true}'
+"""Where only one text can follow, any spelling of it in tokens may be drawn: the model's own is the likeliest."""
+
+_REGEX_SIGNS = frozenset("\\.+*?()|[]{}^$#&-~/")
+
+
+def source_of(grammar: Grammar) -> str:
+    """As a Lark grammar.  Raises ValueError with the reason for what can be seen without compiling."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            rules = f"start: {json_rule(json.loads(grammar.text), compact=grammar.compact)}"
+        case GrammarKind.REGEX:
+            rules = _regex_rules(grammar.text)
+        case GrammarKind.LARK:
+            rules = grammar.text
+        case GrammarKind.CHOICE:
+            rules = _regex_rules("|".join(map(regex_literal, json.loads(grammar.text))))
+    if grammar.kind is GrammarKind.LARK and OPTIONS_MARK in rules:
+        raise ValueError(f"'{OPTIONS_MARK}' is not accepted: options of the grammar library are this server's")
+    return LLMatcher.grammar_from_lark(f"{rules}\n{_OPTIONS}\n")
+
+
+def json_rule(schema: object, *, compact: bool = False) -> str:
+    """What stands for JSON of this schema in a Lark rule.  Raises ValueError for what it cannot hold."""
+    refuse_what_cannot_be_kept(schema)
+    options: Any = {
+        "whitespace_flexible": not compact,
+        "whitespace_pattern": None if compact else WHITE_SPACE,
+        "item_separator": ",",
+        "key_separator": ":",
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    whole = {**schema, OPTIONS: options} if isinstance(schema, dict) else {"allOf": [schema], OPTIONS: options}
+    return f"%json {json.dumps(whole)}"
+
+
+def text_rule(text: str) -> str:
+    """What stands for this very text in a Lark rule."""
+    return json.dumps(text)
+
+
+def token_rule(token: int) -> str:
+    """What stands for this token in a Lark rule, be it a control token."""
+    return f"<[{token}]>"
+
+
+def regex_literal(text: str) -> str:
+    """A regular expression that matches ``text`` and nothing else."""
+    return "".join(f"\\{char}" if char in _REGEX_SIGNS else char for char in text)
+
+
+def _regex_rules(regex: str) -> str:
+    """Lark writes regular expressions between slashes; the library knows how to escape them."""
+    rules: str = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
+    return rules
