@@ -59,10 +59,9 @@ def verdict_on(grammar: Grammar, trie: LLTokenizer, end_tokens: tuple[int, ...])
         return Verdict(refused="nested too deeply")
     except GbnfToLarkError as error:
         return Verdict(refused=shortened(str(error)))
-    matcher = compiled.matcher()
-    if matcher is None:
-        return Verdict(refused=compiled.failure or "it cannot be compiled")
-    failure = walk(matcher, end_tokens)
+    if compiled.failure:
+        return Verdict(refused=compiled.failure)
+    failure = walk(compiled.matcher(), end_tokens)
     return Verdict(refused=failure) if failure else Verdict(grammar=grammar)
 
 

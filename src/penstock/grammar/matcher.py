@@ -6,13 +6,15 @@ never by time: where a grammar turns out too expensive in mid-answer, it does so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from penstock.errors import GrammarRefused
 from penstock.grammar.sources import source_of
-from penstock.types import Grammar
+from penstock.types import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,10 +49,11 @@ def mask_words(vocabulary: int) -> int:
 class Matcher:
     """One answer's state: the tokens taken so far, and what may follow them."""
 
-    __slots__ = ("_bytes", "_matcher", "vocabulary")
+    __slots__ = ("_bytes", "_matcher", "end_tokens", "vocabulary")
 
     def __init__(self, trie: LLTokenizer, matcher: LLMatcher) -> None:
         self.vocabulary: int = trie.vocab_size
+        self.end_tokens: tuple[int, ...] = tuple(trie.eos_tokens)
         self._bytes = mask_words(self.vocabulary) * 4
         self._matcher = matcher
 
@@ -63,10 +66,6 @@ class Matcher:
     def take(self, tokens: Sequence[int]) -> bool:
         """These tokens were drawn.  False when there is no going on (see ``failure``)."""
         return self._matcher.consume_tokens(list(tokens))
-
-    def allows(self, token: int) -> bool:
-        """May this one come next?"""
-        return self._matcher.validate_tokens([token]) == 1
 
     def give_back(self, count: int) -> None:
         """The last ``count`` tokens were not drawn after all."""
@@ -97,30 +96,36 @@ class CompiledGrammar:
             source = source_of(grammar)
         except ValueError as error:
             self._first = None
-            self.failure: str | None = shortened(str(error))
+            self.failure: str | None = shortened(str(error), grammar.kind)
             return
         self._first = LLMatcher(trie, source, log_level=0, limits=_limits())
         reason = self._first.get_error()
-        self.failure = shortened(reason) if reason else None
+        self.failure = shortened(reason, grammar.kind) if reason else None
 
-    def matcher(self) -> Matcher | None:
-        """At the beginning of an answer; some 5 us.  None for a grammar with a ``failure``."""
+    def matcher(self) -> Matcher:
+        """At the beginning of an answer; some 5 us.  Raises GrammarRefused for a grammar with a ``failure``."""
         if self._first is None or self.failure is not None:
-            return None
+            raise GrammarRefused(self.failure or "it cannot be compiled")
         return Matcher(self._trie, self._first.deep_copy())
 
 
 _LONGEST_REASON = 300
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
-def shortened(error: str) -> str:
-    """An error of the library in one line: its own words, without the picture of the grammar."""
+def shortened(error: str, kind: GrammarKind | None = None) -> str:
+    """An error of the library in one line: its own words, without the picture of the grammar.
+
+    Places in a text are kept only where the text is the client's own: ``kind`` is Lark.
+    """
     if error.startswith("NoExtension"):
         return "no text satisfies it"
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     head = lines[0].removesuffix("regex parse error:").removesuffix("(in regex): ").strip() if lines else ""
     cause = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
     line = f"{head}: {cause}" if cause else head
+    if kind is not GrammarKind.LARK:
+        line = _PLACE.sub("", line, count=1)
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
 
 

@@ -13,8 +13,8 @@ from llguidance import LLMatcher
 from penstock.grammar.json_schema import OPTIONS, refuse_what_cannot_be_kept
 from penstock.types import Grammar, GrammarKind
 
-WHITE_SPACE = r"[ \n\r\t]{0,64}"
-"""Between the parts of JSON.  Bounded: some models would write blanks for ever."""
+WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
+"""Between the parts of JSON: a blank, or a line end and an indent.  Bounded: some models would write it for ever."""
 
 OPTIONS_MARK = "%llguidance"
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLTokenizer
 
+from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import CompiledGrammar, Matcher
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.types import Grammar
@@ -33,21 +34,23 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
 
     def ready(self, grammar: Grammar) -> bool:
-        """Can ``matcher`` answer at once?  Otherwise it is being compiled now, or will be."""
-        return self._future(grammar).done()
-
-    def matcher(self, grammar: Grammar) -> Matcher | None:
-        """At the beginning of an answer.  Waits until the grammar is compiled.  None when it cannot be followed."""
+        """Can ``matcher`` answer at once?  Otherwise it is being compiled.  Raises GrammarRefused if it cannot be."""
+        future = self._future(grammar)
+        if not future.done():
+            return False
         try:
-            compiled = self._future(grammar).result()
-        except Exception:
+            failure = future.result().failure
+        except Exception as error:
             log.exception("a grammar could not be compiled")
             del self._compiled[grammar]
-            return None
-        matcher = compiled.matcher()
-        if matcher is None:
-            log.warning("a grammar that had been checked is refused here: %s", compiled.failure)
-        return matcher
+            raise GrammarRefused(f"it could not be compiled: {error}") from error
+        if failure is not None:
+            raise GrammarRefused(failure)
+        return True
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """At the beginning of an answer.  Waits until the grammar is compiled; raises GrammarRefused."""
+        return self._future(grammar).result().matcher()
 
     def close(self) -> None:
         """Ends the thread."""

@@ -64,8 +64,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.seed & _UINT64_MASK
 
 
-def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> Sampling:
-    """All fields in ``NAMES`` (and ``max_completion_tokens``)."""
+def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts, *, ends: bool) -> Sampling:
+    """All fields in ``NAMES`` (and ``max_completion_tokens``).  ``ends``: end tokens end the answer in any case."""
     max_tokens = parse_max_tokens(fields, facts.max_model_len)
     return Sampling(
         seed=parse_seed(fields),
@@ -79,7 +79,7 @@ def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> Samplin
         repetition_penalty=parse_repetition_penalty(fields),
         logit_bias=parse_logit_bias(fields, limits, facts),
         stops=parse_stop(fields, limits),
-        stop_token_ids=parse_stop_token_ids(fields, limits, facts),
+        stop_token_ids=parse_stop_token_ids(fields, limits, facts, ends=ends),
         min_tokens=parse_min_tokens(fields, max_tokens, facts.max_model_len),
         max_tokens=max_tokens,
     )
@@ -153,10 +153,10 @@ def parse_stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def parse_stop_token_ids(fields: Fields, limits: Limits, facts: ModelFacts) -> tuple[int, ...]:
-    """The client's, and the model's end tokens unless ``ignore_eos``."""
+def parse_stop_token_ids(fields: Fields, limits: Limits, facts: ModelFacts, *, ends: bool) -> tuple[int, ...]:
+    """The client's, and the model's end tokens unless ``ignore_eos``; those also where ``ends``."""
     value: Any = fields.raw("stop_token_ids")
-    own = () if fields.boolean("ignore_eos") else facts.end_tokens
+    own = () if fields.boolean("ignore_eos") and not ends else facts.end_tokens
     if value is None:
         return own
     items = array("stop_token_ids", value, max_items=limits.max_stop_token_ids, what="token ids")

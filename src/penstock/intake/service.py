@@ -15,10 +15,14 @@ from typing import Any
 import msgspec
 
 from penstock.config.schema import Limits
-from penstock.errors import ModelError, PromptTooLong, RequestError
+from penstock.errors import GrammarRefused, ModelError, PromptTooLong, RequestError
+from penstock.grammar.checking import GrammarChecks
+from penstock.grammar.frames import Limits as GrammarLimits
+from penstock.grammar.vocabulary import Vocabulary
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
 from penstock.intake.chat import Chats, Written, text_size
+from penstock.intake.fields import unsupported
 from penstock.intake.prompt_fields import Prompt
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.template import Conversation, TemplateLimits
@@ -32,7 +36,7 @@ from penstock.intake.validate import (
     parse_detokenize,
     parse_tokenize,
 )
-from penstock.types import BlockHash, RequestId, SamplingParams, ValidRequest
+from penstock.types import BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
 from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
@@ -64,10 +68,22 @@ class ModelIntake:
             end_tokens=_end_tokens(files, config, self._tokenizer.token_id(special.get("eos_token", ""))),
         )
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len)
+        bounds = GrammarLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
+        self._grammars = GrammarChecks(self.vocabulary, bounds, max_waiting=limits.max_queued_grammars)
 
     def close(self) -> None:
-        """Lets the tokenizer's threads end."""
+        """Ends the checks of grammars, and lets the tokenizer's threads end."""
+        self._grammars.close()
         self._tokenizer.close()
+
+    def vocabulary(self) -> Vocabulary:
+        """The model's tokens as grammars see them."""
+        table, size = self._tokenizer.table, self._facts.vocabulary
+        return Vocabulary(
+            tokens=[table.raw(token) for token in range(size)],
+            special=tuple(sorted(token for token in table.special if token < size)),
+            end_tokens=tuple(token for token in self._facts.end_tokens if token < size),
+        )
 
     def card(self) -> ModelCard:
         return self._card
@@ -192,14 +208,30 @@ class ModelIntake:
             token_ids=call.token_ids,
         )
 
+    async def _checked_grammar(self, call: Call) -> Grammar | None:
+        """The grammar as workers are to have it.  Raises RequestError for one that cannot be followed."""
+        asked = call.grammar
+        if asked is None:
+            return None
+        if not self._facts.end_tokens:
+            raise unsupported(asked.field, "this model has no end token, so no answer could be complete.")
+        try:
+            return await self._grammars.check(asked.grammar)
+        except GrammarRefused as error:
+            raise RequestError(
+                f"Invalid '{asked.field}': {error}.", param=asked.field, code="invalid_grammar"
+            ) from None
+
     async def _prepare(
         self, call: Call, prompts: Sequence[tuple[tuple[int, ...], Wanted]], max_tokens: int, envelope: Envelope
     ) -> Prepared:
+        grammar = await self._checked_grammar(call)
         root = chain_root(envelope.identity, tenant_salt=call.cache_salt)
         requests: list[ValidRequest] = []
         answers: list[ChoiceText] = []
         for prompt, wanted in prompts:
             hashes = await _hash_blocks(root, prompt)
+            sampling = _sampling_params(call, max_tokens, grammar, echo=wanted.echo is not None)
             for _ in range(call.sampling.n):
                 choice = len(requests)
                 requests.append(
@@ -207,7 +239,7 @@ class ModelIntake:
                         id=RequestId(f"{envelope.id}/{choice}"),
                         prompt=prompt,
                         block_hashes=hashes,
-                        sampling=_sampling_params(call, choice, max_tokens, echo=wanted.echo is not None),
+                        sampling=msgspec.structs.replace(sampling, choice=choice),
                         arrival=envelope.arrival,
                         cache_salt=call.cache_salt,
                     )
@@ -225,11 +257,10 @@ class ModelIntake:
         return Prepared(requests=tuple(requests), answers=tuple(answers), reply=reply)
 
 
-def _sampling_params(call: Call, choice: int, max_tokens: int, *, echo: bool) -> SamplingParams:
+def _sampling_params(call: Call, max_tokens: int, grammar: Grammar | None, *, echo: bool) -> SamplingParams:
     sampling = call.sampling
     return SamplingParams(
         seed=sampling.key,
-        choice=choice,
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -243,6 +274,7 @@ def _sampling_params(call: Call, choice: int, max_tokens: int, *, echo: bool) ->
         stop_token_ids=sampling.stop_token_ids,
         logprobs=call.logprobs,
         prompt_logprobs=call.logprobs if echo else None,
+        grammar=grammar,
     )
 
 

@@ -15,6 +15,8 @@ import msgspec
 from penstock.config.schema import Limits
 from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, mapping, refuse_unknown, string, unsupported
+from penstock.intake.grammar_fields import NAMES as GRAMMAR
+from penstock.intake.grammar_fields import Asked, parse_grammar
 from penstock.intake.message_fields import Message, parse_documents, parse_messages, parse_template_arguments
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
 from penstock.intake.sampling_fields import NAMES as SAMPLING
@@ -31,12 +33,12 @@ IGNORED = frozenset(
 )
 """Fields that change nothing about an answer of this server."""
 
-_COMMON = SAMPLING | IGNORED | {"model", "stream", "stream_options", "logprobs", "cache_salt", "return_token_ids"}
+_OWN = frozenset({"model", "stream", "stream_options", "logprobs", "cache_salt", "return_token_ids"})
+_COMMON = SAMPLING | GRAMMAR | IGNORED | _OWN
 _TEMPLATE = TOOLS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
 _CHAT_LATER = frozenset(
     {
-        *("functions", "function_call", "response_format", "audio", "modalities", "web_search_options"),
-        "moderation",
+        *("functions", "function_call", "audio", "modalities", "web_search_options", "moderation"),
     }
 )
 CHAT = _COMMON | _TEMPLATE | _CHAT_LATER | {"messages", "max_completion_tokens", "top_logprobs"}
@@ -69,6 +71,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None  # alternatives to report for each token
     cache_salt: str
     token_ids: bool
+    grammar: Asked | None  # what the answer must look like
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,9 +218,6 @@ def refuse_later_chat_fields(fields: Fields) -> None:
         raise unsupported("function_call", "this server calls 'tools', not 'functions'.")
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", "this server answers in text only.")
-    form = fields.raw("response_format")
-    if form is not None and mapping("response_format", form).get("type") != "text":
-        raise unsupported("response_format", "this server answers in plain text only yet.")
     for name in ("audio", "web_search_options", "moderation"):
         if fields.raw(name) is not None:
             raise unsupported(name, "this server does not have it.")
@@ -238,13 +238,15 @@ def refuse_no_tokens(call: Call) -> None:
 
 def _parse_call(fields: Fields, limits: Limits, facts: ModelFacts, *, logprobs: int | None) -> Call:
     stream = fields.boolean("stream")
+    grammar = parse_grammar(fields, limits)
     return Call(
-        sampling=parse_sampling(fields, limits, facts),
+        sampling=parse_sampling(fields, limits, facts, ends=grammar is not None),
         stream=stream,
         include_usage=parse_stream_options(fields, stream=stream),
         logprobs=logprobs,
         cache_salt=parse_cache_salt(fields),
         token_ids=fields.boolean("return_token_ids"),
+        grammar=grammar,
     )
 
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from msgspec import structs
 
 from penstock.config.resolve import ServePlan, WorkerPlan
-from penstock.config.schema import EngineSettings, GatewayConfig, WorkerConfig
+from penstock.config.schema import EngineSettings, GatewayConfig, Limits, WorkerConfig
 from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
+from penstock.grammar.vocabulary import Vocabulary
+from penstock.intake.service import ModelIntake
 from penstock.kernels.cores import Cores, KeptCores
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
@@ -143,6 +145,7 @@ class Workers:
             keys=self._mailboxes.keys,
             slot=self._slots[config.worker],
             cores=self._share(config, place),
+            vocabulary=partial(model_vocabulary, self._path),
             pages_on_device=self._config.device != "cpu",
         )
         return run_worker(config, inherited)
@@ -218,6 +221,15 @@ class HostJobs:
         if self.workers is None:
             raise LookupError("there are no workers here")
         return self.workers.job(worker, incarnation)
+
+
+def model_vocabulary(path: Path) -> Vocabulary:
+    """The model's tokens for grammars, as the gateway has them.  Raises ModelError."""
+    intake = ModelIntake(path, name="", max_model_len=1, limits=Limits(), created=0)
+    try:
+        return intake.vocabulary()
+    finally:
+        intake.close()
 
 
 def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:

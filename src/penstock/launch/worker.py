@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic_ns
 
@@ -23,6 +23,8 @@ from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.engine.spec.speculator import LookupSpeculator
+from penstock.grammar.vocabulary import Vocabulary
+from penstock.grammar.worker import Grammars
 from penstock.kernels.cores import Cores
 from penstock.kernels.ops import Ops
 from penstock.kv.memory import KvFile, KvMemory
@@ -35,9 +37,6 @@ from penstock.launch.board import Slot
 from penstock.types import ModelIdentity, WorkerId, WorkerState
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import ZmqTransport
-
-BEATS_PER_S = 4
-"""How often an idle worker turns its loop at least."""
 
 LAST_WORDS_S = 0.25
 """How long what a worker says in going may take to leave it.  Who stopped listening is not waited for any longer."""
@@ -56,6 +55,7 @@ class Inheritance:
     keys: Keys
     slot: Slot
     cores: Cores
+    vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
     pages_on_device: bool = False  # the backend keeps KV pages where it computes; they cannot be handed over
 
 
@@ -79,8 +79,10 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         HandOverSender(config.hand_over, carrier, config.incarnation),
         HandOverReceiver(config.hand_over, carrier),
     )
-    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock)
-    runner = ModelRunner(inherited.model, inherited.ops, _kv_array(inherited.ops, own, inherited.pages_on_device))
+    grammars = Grammars(inherited.vocabulary)
+    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, grammars=grammars)
+    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
+    runner = ModelRunner(inherited.model, inherited.ops, kv, matcher_of=grammars.matcher)
     loop = EngineLoop(mailbox, scheduler, runner, clock)
     pulse = _Pulse(inherited.slot, mailbox)
     loop.on_plan = pulse.on_plan
@@ -90,11 +92,12 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     while not stop.asked:
         if not loop.step() and not mailbox.busy:
             cores.lend()
-            transport.wait(_idle_s(scheduler, clock), mailbox.sources)
+            transport.wait(min(_idle_s(scheduler, clock), mailbox.patience_s), mailbox.sources)
             cores.take()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
     transport.close(linger_s=LAST_WORDS_S)
+    grammars.close()
     return 0
 
 

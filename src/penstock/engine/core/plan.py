@@ -136,6 +136,7 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
+    cut: bool = False  # the answer cannot go on: it ends with these tokens, as if it had been too long
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):

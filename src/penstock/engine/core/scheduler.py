@@ -234,6 +234,8 @@ class Scheduler:
             finish = request.append(token)
             if finish is not None:
                 break
+        if new.cut:
+            finish = FinishReason.LENGTH
         if taken == 0:
             raise ValueError(f"no token was drawn for {request.id}")
         if taken < len(tokens):

@@ -6,14 +6,19 @@ has fewer output tokens than were counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.runner.constraint import Constraint
+from penstock.errors import GrammarRefused
+from penstock.grammar.matcher import Matcher
 from penstock.kernels.draws import SampleRow
+from penstock.types import Grammar
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
@@ -61,11 +66,12 @@ class Counts:
 class Answer:
     """One request's state."""
 
-    __slots__ = ("_counts", "_pages", "_pages_P", "_plain", "_row", "_stop_ids", "request")
+    __slots__ = ("_counts", "_pages", "_pages_P", "_plain", "_row", "_stop_ids", "constraint", "request")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, constraint: Constraint | None = None) -> None:
         sampling = request.sampling
         self.request = request
+        self.constraint = constraint  # bans stop tokens itself, as far as they can be spared
         self._row = SampleRow(
             seed=sampling.seed,
             position=0,
@@ -85,9 +91,12 @@ class Answer:
             self._row.prompt_ids = np.unique(np.array(request.prompt, np.int32))
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
         self._counts = Counts() if penalised else None
-        self._stop_ids = np.array(sampling.stop_token_ids if sampling.min_tokens else (), np.int32)
+        bans = sampling.min_tokens and constraint is None
+        self._stop_ids = np.array(sampling.stop_token_ids if bans else (), np.int32)
         cut = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        self._plain = not (cut or penalised or sampling.logit_bias or sampling.logprobs is not None)
+        self._plain = constraint is None and not (
+            cut or penalised or sampling.logit_bias or sampling.logprobs is not None
+        )
         self._pages: list[int] = []
         self._pages_P = np.empty(0, np.int32)
 
@@ -102,6 +111,8 @@ class Answer:
             row.banned_ids = self._stop_ids if self._is_short(position) else self._stop_ids[:0]
         if self._counts is not None:
             row.output_ids, row.output_counts = self._count(self._counts, drawn)
+        if self.constraint is not None:
+            row.allowed = self.constraint.mask()
         return row
 
     def rows(self, position: int, draft: Sequence[int]) -> list[SampleRow]:
@@ -125,6 +136,7 @@ class Answer:
                     banned_ids=banned,
                     output_ids=ids,
                     output_counts=counts,
+                    allowed=None if self.constraint is None else self.constraint.mask(index),
                 )
             )
         return found
@@ -153,11 +165,18 @@ class Answer:
         return counts.ids, counts.counts
 
 
+def no_grammars(grammar: Grammar) -> Matcher:
+    """For engines that follow none."""
+    raise GrammarRefused("this engine follows no grammar")
+
+
 class Answers:
     """All answers by request."""
 
-    def __init__(self) -> None:
+    def __init__(self, matcher_of: Callable[[Grammar], Matcher] = no_grammars) -> None:
+        """``matcher_of``: a grammar's matcher at the beginning of an answer."""
         self._by_id: dict[str, Answer] = {}
+        self._matcher_of = matcher_of
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -166,7 +185,9 @@ class Answers:
         """The state of this very request object, made anew if it belonged to an earlier one of the same id."""
         answer = self._by_id.get(request.id)
         if answer is None or answer.request is not request:
-            answer = self._by_id[request.id] = Answer(request)
+            grammar = request.sampling.grammar
+            constraint = None if grammar is None else Constraint(request, partial(self._matcher_of, grammar))
+            answer = self._by_id[request.id] = Answer(request, constraint)
         return answer
 
     def forget(self, request: str) -> None:

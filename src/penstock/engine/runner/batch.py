@@ -73,9 +73,13 @@ class Span:
         self.tokens = self.drawn[-1:]
 
     def result(self) -> Drawn:
-        """What the span has brought: of the tokens after a draft, those that stand."""
+        """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
         count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
-        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs))
+        cut_at = None if self.answer.constraint is None else self.answer.constraint.cut_at
+        cut = cut_at is not None and (not self.draft or cut_at < count)
+        if cut_at is not None and self.draft:
+            count = min(count, cut_at + 1)
+        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
 
 
 class StepArrays:

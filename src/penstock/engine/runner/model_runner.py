@@ -6,16 +6,19 @@ and no request of its own: pages are the scheduler's, and what it keeps between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.models.port import Model
-from penstock.engine.runner.answer import Answers
+from penstock.engine.runner.answer import Answers, no_grammars
 from penstock.engine.runner.batch import Span, StepArrays, token_logprob
+from penstock.engine.runner.constraint import look_ahead
+from penstock.grammar.matcher import Matcher
 from penstock.kernels.ops import Array, Ops, StepProgram
-from penstock.types import RequestId
+from penstock.types import Grammar, RequestId
 
 SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
@@ -24,16 +27,25 @@ SCORED_ROWS = 64
 class ModelRunner:
     """See ``engine.runner.port.Runner``."""
 
-    def __init__(self, model: Model, ops: Ops, kv: Array, program: StepProgram | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        kv: Array,
+        program: StepProgram | None = None,
+        matcher_of: Callable[[Grammar], Matcher] = no_grammars,
+    ) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of.
 
-        ``program``: the model's step over this memory; by default as the backend records it.
+        ``program``: the model's step over this memory; by default as the backend records it.  ``matcher_of``: a
+        grammar's matcher at the beginning of an answer, compiled before a request with that grammar is planned.
         """
         self._model = model
         self._ops = ops
         self.program = ops.record(model, kv) if program is None else program
-        self._answers = Answers()
+        self._answers = Answers(matcher_of)
         self._arrays = StepArrays()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")  # has a thread once a grammar was followed
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
         if not plan.rows:
@@ -56,10 +68,19 @@ class ModelRunner:
     def _step(self) -> None:
         """Compute every span; draw and score what was asked for."""
         arrays = self._arrays
-        answers = self.program.run(arrays.batch, arrays.scored, arrays.draws(), arrays.picks)
-        arrays.take(answers)
+        rows, ready = arrays.draws(), self._look_ahead(arrays.listed)
+        arrays.take(self.program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:
             self._score(arrays.spans, self.program.hidden())
+
+    def _look_ahead(self, spans: list[Span]) -> Callable[[], None] | None:
+        """Work out masks beside the step that they are for; what is returned waits for them."""
+        work = [
+            (span.answer.constraint, tuple(span.drawn), span.draft)
+            for span in spans
+            if span.answer.constraint is not None
+        ]
+        return self._beside.submit(look_ahead, work).result if work else None
 
     def _score(self, spans: list[Span], hidden_RD: Array) -> None:
         """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""

@@ -27,6 +27,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of
 from penstock.engine.service.asks import Asks, Gateway
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
+from penstock.engine.service.held import AlwaysReady, Held, Readiness
 from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
 from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
@@ -48,6 +49,12 @@ from penstock.wire.transport import Listener, Received, Source, Transport
 MESSAGES_PER_TURN = 1024
 """Messages taken from the mailbox between two steps; the rest waits for the next turn."""
 
+TURNS_PER_S = 4
+"""How often an idle worker turns its loop at least."""
+
+GRAMMAR_LOOK_S = 0.001
+"""Between two looks whether a grammar is compiled."""
+
 TICK_S = 0.1
 """Between two looks at leases and silent gateways."""
 
@@ -62,6 +69,8 @@ class WorkerMailbox:
         hand_over: HandOver,
         transport: Transport,
         clock: Clock,
+        *,
+        grammars: Readiness | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -71,6 +80,7 @@ class WorkerMailbox:
         )
         self._asks = Asks(config.gateway_silence_s)
         self._events: list[Event] = []
+        self._held = Held(grammars or AlwaysReady(), self._refuse)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
         self._next_tick = 0.0
@@ -93,7 +103,7 @@ class WorkerMailbox:
         if now >= self._next_tick:
             self._tick(now)
         events, self._events = self._events, []
-        return events
+        return self._held.sift(events)
 
     def planned(self, plan: Plan) -> None:
         """A plan was made: credits and returns go out before the step is computed."""
@@ -162,6 +172,11 @@ class WorkerMailbox:
         return [self._listener, *self._hand_overs.links()]
 
     @property
+    def patience_s(self) -> float:
+        """How long to sleep at most when there is nothing to do: a grammar may be ready any moment."""
+        return GRAMMAR_LOOK_S if self._held else 1 / TURNS_PER_S
+
+    @property
     def busy(self) -> bool:
         """Are there pages to copy, or words that the scheduler has not heard?  Then there is no time to sleep."""
         return self._hand_overs.busy or bool(self._events)
@@ -224,7 +239,12 @@ class WorkerMailbox:
             ask, here = self._asks.get(awaited.request), self._scheduler.find(awaited.request)
             if ask is None or ask.epoch < awaited.epoch:
                 self._give_back(gateway, Returned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
-            elif ask.epoch == awaited.epoch and (here is None or here.epoch != ask.epoch) and not self._events:
+            elif (
+                ask.epoch == awaited.epoch
+                and (here is None or here.epoch != ask.epoch)
+                and not self._events
+                and not self._held.holds(awaited.request)
+            ):
                 self._return(awaited.request, awaited.epoch, UNKNOWN)
         self._awaited.clear()
 
@@ -338,6 +358,10 @@ class WorkerMailbox:
             return
         self.reporter.count("requests_returned")
         self._give_back(ask.gateway, Returned(request=request, epoch=epoch, reason=reason))
+
+    def _refuse(self, event: Arrive, reason: str) -> None:
+        """Its grammar cannot be followed here.  Another worker may be of another mind."""
+        self._return(event.id, event.epoch, f"grammar: {reason}")
 
     def _give_back(self, gateway: Gateway, message: Returned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):

@@ -1,0 +1,162 @@
+"""The fields that say what an answer must look like: ``response_format``, vLLM's ``structured_outputs``, ``guided_*``.
+
+One constraint a request.  Here types and sizes are checked; what a grammar means is found out by compiling it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.config.schema import Limits
+from penstock.errors import BadField, RequestError
+from penstock.intake.fields import WRONG_TYPE, Fields, array, boolean, mapping, string, unsupported
+from penstock.types import Grammar, GrammarKind
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older fields and the names that they have in ``structured_outputs`` now."""
+
+NAMES = frozenset({"response_format", "structured_outputs", *GUIDED})
+
+_STRUCTURED = frozenset({"json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace"})
+_SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A grammar, and the field that it came in."""
+
+    grammar: Grammar
+    field: str
+
+
+def parse_grammar(fields: Fields, limits: Limits) -> Asked | None:
+    """What the answer must look like; None for plain text.  Raises RequestError."""
+    found = [*_response_format(fields, limits), *_structured_outputs(fields, limits), *_guided(fields, limits)]
+    if len(found) > 1:
+        names = " and ".join(f"'{asked.field}'" for asked in found[:3])
+        raise RequestError(
+            f"Only one of {names} can be followed.", param=found[1].field, code="invalid_parameter_combination"
+        )
+    return found[0] if found else None
+
+
+def _response_format(fields: Fields, limits: Limits) -> Iterator[Asked]:
+    value = fields.raw("response_format")
+    if value is None:
+        return
+    form = Fields(mapping("response_format", value))
+    kind = form.required("type") if isinstance(value.get("type"), str) else None
+    match kind:
+        case "text":
+            return
+        case "json_object":
+            yield Asked(_json_grammar(_ANY_OBJECT, "response_format", limits), "response_format")
+        case "json_schema":
+            yield _json_schema(form, limits)
+        case _:
+            want = "'text', 'json_object' or 'json_schema'"
+            raise BadField("response_format.type", got=value.get("type"), want=want)
+
+
+def _json_schema(form: Fields, limits: Limits) -> Asked:
+    """``strict`` or not makes no difference: a schema is followed to the letter or refused."""
+    where = "response_format.json_schema"
+    value = form.raw("json_schema")
+    if value is None:
+        raise RequestError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
+    named = mapping(where, value)
+    name = named.get("name")
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        raise BadField(f"{where}.name", got=name, want="1 to 64 letters, digits, '_' or '-'")
+    for key in named:
+        if key not in ("name", "schema", "strict", "description"):
+            raise RequestError(f"Unknown parameter: '{where}.{key[:64]}'.", param=where, code="unknown_parameter")
+    if named.get("strict") is not None:
+        boolean(f"{where}.strict", named["strict"])
+    schema = named.get("schema")
+    return Asked(_json_grammar({} if schema is None else schema, f"{where}.schema", limits), f"{where}.schema")
+
+
+def _structured_outputs(fields: Fields, limits: Limits) -> Iterator[Asked]:
+    value = fields.raw("structured_outputs")
+    if value is None:
+        return
+    given = {key: item for key, item in mapping("structured_outputs", value).items() if item not in (None, False)}
+    for key in given:
+        if key not in _STRUCTURED:
+            raise unsupported(f"structured_outputs.{key[:64]}", f"this server knows {', '.join(sorted(_STRUCTURED))}.")
+    compact = boolean("structured_outputs.disable_any_whitespace", given.pop("disable_any_whitespace", False))
+    for key, item in given.items():
+        yield _constraint(key, item, f"structured_outputs.{key}", limits, compact=compact)
+
+
+def _guided(fields: Fields, limits: Limits) -> Iterator[Asked]:
+    for name, key in GUIDED.items():
+        if fields.raw(name) is not None:
+            yield _constraint(key, fields.raw(name), name, limits, compact=False)
+
+
+def _constraint(key: str, value: Any, where: str, limits: Limits, *, compact: bool) -> Asked:
+    match key:
+        case "json":
+            schema = _parsed(where, value, limits) if isinstance(value, str) else value
+            return Asked(_json_grammar(schema, where, limits, compact=compact), where)
+        case "json_object":
+            boolean(where, value)
+            return Asked(_json_grammar(_ANY_OBJECT, where, limits, compact=compact), where)
+        case "regex":
+            return Asked(_grammar(GrammarKind.REGEX, _text(where, value, limits), where, limits), where)
+        case "grammar":
+            return Asked(_grammar(GrammarKind.LARK, _text(where, value, limits), where, limits), where)
+        case _:
+            return Asked(_choice_grammar(value, where, limits), where)
+
+
+def _json_grammar(schema: object, where: str, limits: Limits, *, compact: bool = False) -> Grammar:
+    if not isinstance(schema, dict | bool):
+        raise BadField(where, got=schema, want="a JSON schema: an object or a boolean", code=WRONG_TYPE)
+    return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), where, limits, compact=compact)
+
+
+def _choice_grammar(value: object, where: str, limits: Limits) -> Grammar:
+    items = array(where, value, max_items=limits.max_grammar_choices, what="strings")
+    if not items:
+        raise BadField(where, got="an empty array", want="at least one string", code="empty_array")
+    for index, item in enumerate(items):
+        if string(f"{where}[{index}]", item, max_chars=limits.max_grammar_chars) == "":
+            raise BadField(f"{where}[{index}]", got=item, want="a string that is not empty", code="empty_string")
+    return _grammar(GrammarKind.CHOICE, json.dumps(list(dict.fromkeys(items))), where, limits)
+
+
+def _grammar(kind: GrammarKind, text: str, where: str, limits: Limits, *, compact: bool = False) -> Grammar:
+    """Sizes are those of the JSON that travels, in characters."""
+    if len(text) > limits.max_grammar_chars:
+        got = f"{len(text)} characters"
+        raise BadField(
+            where, got=got, want=f"at most {limits.max_grammar_chars} characters", code="string_above_max_length"
+        )
+    return Grammar(kind=kind, text=text, compact=compact)
+
+
+def _text(where: str, value: object, limits: Limits) -> str:
+    return string(where, value, max_chars=limits.max_grammar_chars)
+
+
+def _parsed(where: str, text: str, limits: Limits) -> object:
+    """A schema that came as a string of JSON, as vLLM allows."""
+    _text(where, text, limits)
+    try:
+        parsed: object = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadField(where, got=text, want="a JSON schema", code="invalid_json") from None
+    return parsed
