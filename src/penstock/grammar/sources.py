@@ -10,7 +10,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from penstock.grammar.json_schema import OPTIONS, refuse_what_cannot_be_kept
+from penstock.grammar.json_schema import OPTIONS, followable
 from penstock.types import Grammar, GrammarKind
 
 WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
@@ -20,6 +20,10 @@ OPTIONS_MARK = "%llguidance"
 
 _OPTIONS = OPTIONS_MARK + ' {"no_forcing": true}'
 """Where only one text can follow, any spelling of it in tokens may be drawn: the model's own is the likeliest."""
+
+_ESCAPES = 'bfnrt"\\'
+"""After a backslash in a JSON string.  A character must have one spelling only: else a key that a schema names could
+be written in another way, and its value would be free."""
 
 _REGEX_SIGNS = frozenset("\\.+*?()|[]{}^$#&-~/")
 
@@ -42,7 +46,7 @@ def source_of(grammar: Grammar) -> str:
 
 def json_rule(schema: object, *, compact: bool = False) -> str:
     """What stands for JSON of this schema in a Lark rule.  Raises ValueError for what it cannot hold."""
-    refuse_what_cannot_be_kept(schema)
+    rewritten = followable(schema)
     options: Any = {
         "whitespace_flexible": not compact,
         "whitespace_pattern": None if compact else WHITE_SPACE,
@@ -50,9 +54,10 @@ def json_rule(schema: object, *, compact: bool = False) -> str:
         "key_separator": ":",
         "coerce_one_of": False,
         "lenient": False,
+        "json_allowed_escapes": _ESCAPES,
     }
-    whole = {**schema, OPTIONS: options} if isinstance(schema, dict) else {"allOf": [schema], OPTIONS: options}
-    return f"%json {json.dumps(whole)}"
+    whole = rewritten if isinstance(rewritten, dict) else {"allOf": [rewritten]}
+    return f"%json {json.dumps({**whole, OPTIONS: options})}"
 
 
 def text_rule(text: str) -> str:
