@@ -87,7 +87,7 @@ def walks() -> list[tuple[Any, int]]:
     """More than 500 schemas with a seed each."""
     chance = Random(20261122)
     made = [random_schema(chance) for _ in range(320)]
-    suite = [case["schema"] for case in SUITE]
+    suite = [case["schema"] for case in SUITE if "\\\\p" not in json.dumps(case["schema"])]  # unknown to Python's re
     return [(schema, seed) for seed, schema in enumerate((*NASTY, *made, *suite))]
 
 
