@@ -72,6 +72,7 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
+    EBNF = "ebnf"  # as llama.cpp has it (GBNF); workers are given the same as Lark
     CHOICE = "choice"  # a JSON array of strings, one of which is the whole answer
 
 

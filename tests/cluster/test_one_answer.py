@@ -169,7 +169,8 @@ def test_the_bodies_cross_every_threshold():
     assert len(bodies) == 20
     assert (min(lengths), max(lengths)) == (3, 1500)
     assert any(body.get("n") == 2 for body in bodies)
-    assert {"logprobs", "stop", "repetition_penalty", "min_p", "logit_bias"} <= {key for body in bodies for key in body}
+    fields = {key for body in bodies for key in body}
+    assert {"logprobs", "stop", "repetition_penalty", "min_p", "logit_bias", "structured_outputs"} <= fields
 
 
 @pytest.mark.timeout(120)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from .server import PenstockServer
@@ -212,3 +214,57 @@ async def test_the_async_client_streams_many_at_once(server: PenstockServer):
         first = await asyncio.gather(*(one(seed) for seed in range(12)))
         again = [await one(seed) for seed in range(12)]
     assert first == again
+
+
+class Pet(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = pydantic.Field(max_length=24)
+    kind: Literal["fox", "dog", "owl"]
+    age: int | None
+    friends: list[Literal["Anna", "Ben"]] = pydantic.Field(max_length=2)
+
+
+def test_parse_gives_the_type_that_was_asked_for(client: openai.OpenAI):
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=STORY, response_format=Pet, max_tokens=300, seed=3, n=3, temperature=0.8
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Pet)
+
+
+def test_a_stream_is_parsed_too_and_is_the_same_answer(client: openai.OpenAI):
+    ask = {"model": MODEL, "messages": STORY, "response_format": Pet, "max_tokens": 300, "seed": 4}
+    whole = client.chat.completions.parse(**ask).choices[0].message.parsed
+    with client.chat.completions.stream(**ask) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert len(pieces) > 5
+    assert final.choices[0].message.parsed == whole
+
+
+def test_an_answer_that_is_too_long_is_cut_and_says_so(client: openai.OpenAI):
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model=MODEL, messages=STORY, response_format=Pet, max_tokens=5)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=STORY, response_format={"type": "json_object"}, max_tokens=6
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.content.startswith("{")
+
+
+def test_one_of_several_choices(client: openai.OpenAI):
+    answer = client.completions.create(
+        model=MODEL, prompt="Is it? ", n=8, temperature=2, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert {choice.text for choice in answer.choices} <= {"yes", "no"}
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+
+
+def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI):
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+        client.chat.completions.create(model=MODEL, messages=STORY, response_format=form)
+    assert refused.value.param == "response_format.json_schema.schema"
+    assert refused.value.code == "invalid_grammar"

@@ -12,6 +12,17 @@ from typing import Any
 
 PROMPT_LENGTHS = (3, 15, 16, 17, 31, 63, 64, 65, 100, 129, 255, 256, 257, 300, 511, 513, 700, 1023, 1025, 1500)
 
+PETS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    },
+    "minItems": 4,
+}
+"""A schema whose answers are long enough to be killed in the middle."""
+
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.7, "top_p": 0.9, "seed": 1},
@@ -27,6 +38,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "ignore_eos": True},
     {"temperature": 0.6, "seed": 9, "logit_bias": {"262": 3.0, "46": -100}},
     {"temperature": 1.0, "seed": 10, "n": 2},
+    {"temperature": 0.9, "seed": 11, "structured_outputs": {"json": PETS}},
+    {"temperature": 0, "logprobs": 1, "min_tokens": 8, "guided_regex": "([A-Z][a-z]{1,9}( [a-z]+){2,8}[.!] ?)+"},
 )
 
 

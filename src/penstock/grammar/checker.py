@@ -15,11 +15,10 @@ from random import Random
 
 import msgspec
 from llguidance import LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from penstock.grammar.frames import Limits, Verdict, framed, read_frame
 from penstock.grammar.matcher import CompiledGrammar, Matcher, shortened
-from penstock.grammar.sources import OPTIONS_MARK
+from penstock.grammar.sources import from_ebnf
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.types import Grammar, GrammarKind
 
@@ -52,25 +51,17 @@ def main() -> None:
 def verdict_on(grammar: Grammar, trie: LLTokenizer, end_tokens: tuple[int, ...]) -> Verdict:
     """Compiles it and walks along it for a while."""
     try:
-        if grammar.kind is GrammarKind.LARK and "::=" in grammar.text:
-            grammar = msgspec.structs.replace(grammar, text=from_ebnf(grammar.text))
+        if grammar.kind is GrammarKind.EBNF:
+            grammar = msgspec.structs.replace(grammar, kind=GrammarKind.LARK, text=from_ebnf(grammar.text))
         compiled = CompiledGrammar(grammar, trie)
     except RecursionError:
         return Verdict(refused="nested too deeply")
-    except GbnfToLarkError as error:
+    except ValueError as error:
         return Verdict(refused=shortened(str(error)))
     if compiled.failure:
         return Verdict(refused=compiled.failure)
     failure = walk(compiled.matcher(), end_tokens)
     return Verdict(refused=failure) if failure else Verdict(grammar=grammar)
-
-
-def from_ebnf(text: str) -> str:
-    """Lark rules of an EBNF in the dialect of llama.cpp (GBNF), whose first rule is ``root``.
-
-    Raises GbnfToLarkError.  The library marks what it made with options, which ``sources`` sets itself.
-    """
-    return gbnf_to_lark(text).removeprefix(f"{OPTIONS_MARK} {{}}")
 
 
 def walk(matcher: Matcher, end_tokens: tuple[int, ...]) -> str | None:

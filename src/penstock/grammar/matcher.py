@@ -124,7 +124,7 @@ def shortened(error: str, kind: GrammarKind | None = None) -> str:
     head = lines[0].removesuffix("regex parse error:").removesuffix("(in regex): ").strip() if lines else ""
     cause = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
     line = f"{head}: {cause}" if cause else head
-    if kind is not GrammarKind.LARK:
+    if kind not in (GrammarKind.LARK, GrammarKind.EBNF):
         line = _PLACE.sub("", line, count=1)
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
 

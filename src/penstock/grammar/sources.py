@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from penstock.grammar.json_schema import OPTIONS, followable
 from penstock.types import Grammar, GrammarKind
@@ -36,12 +37,27 @@ def source_of(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             rules = _regex_rules(grammar.text)
         case GrammarKind.LARK:
-            rules = grammar.text
+            rules = _checked(grammar.text)
+        case GrammarKind.EBNF:
+            rules = _checked(from_ebnf(grammar.text))
         case GrammarKind.CHOICE:
             rules = _regex_rules("|".join(map(regex_literal, json.loads(grammar.text))))
-    if grammar.kind is GrammarKind.LARK and OPTIONS_MARK in rules:
-        raise ValueError(f"'{OPTIONS_MARK}' is not accepted: options of the grammar library are this server's")
     return LLMatcher.grammar_from_lark(f"{rules}\n{_OPTIONS}\n")
+
+
+def _checked(rules: str) -> str:
+    if OPTIONS_MARK in rules:
+        raise ValueError(f"'{OPTIONS_MARK}' is not accepted: options of the grammar library are this server's")
+    return rules
+
+
+def from_ebnf(text: str) -> str:
+    """Lark rules of an EBNF in the dialect of llama.cpp (GBNF), whose first rule is ``root``.  Raises ValueError."""
+    try:
+        # The library marks what it has made with options, which are set by ``source_of``.
+        return gbnf_to_lark(text).removeprefix(f"{OPTIONS_MARK} {{}}")
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from None
 
 
 def json_rule(schema: object, *, compact: bool = False) -> str:

@@ -117,7 +117,9 @@ def _constraint(key: str, value: Any, where: str, limits: Limits, *, compact: bo
         case "regex":
             return Asked(_grammar(GrammarKind.REGEX, _text(where, value, limits), where, limits), where)
         case "grammar":
-            return Asked(_grammar(GrammarKind.LARK, _text(where, value, limits), where, limits), where)
+            text = _text(where, value, limits)
+            kind = GrammarKind.EBNF if "::=" in text else GrammarKind.LARK
+            return Asked(_grammar(kind, text, where, limits), where)
         case _:
             return Asked(_choice_grammar(value, where, limits), where)
 

@@ -1,0 +1,205 @@
+"""Law 1 for constrained answers: alone, in a batch, several steps at once, guessed ahead, taken over, preempted."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
+from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.request import Request
+from penstock.engine.runner.constraint import Constraint
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.grammar.matcher import Matcher
+from penstock.grammar.worker import Grammars
+from penstock.types import Grammar, SamplingParams
+from runner_bench import RunnerBench
+from tiny_models import llama_config, write_model
+
+CONFIG = llama_config(vocab_size=len(BYTES.tokens), max_position_embeddings=512, eos_token_id=END)
+SCHEMA = schema_grammar(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "maximum": 99999},
+                       "tags": {"type": "array", "items": {"enum": ["a", "bc", "def"]}, "maxItems": 3}},
+        "required": ["name", "n", "tags"],
+        "additionalProperties": False,
+    },
+    compact=True,
+)  # fmt: skip
+SAMPLINGS = {
+    "greedy": SamplingParams(seed=1, max_tokens=90, temperature=0.0, grammar=SCHEMA, stop_token_ids=(END,)),
+    "sampled": SamplingParams(seed=2, max_tokens=90, grammar=SCHEMA, stop_token_ids=(END,), logprobs=2),
+    "everything": SamplingParams(
+        seed=3, max_tokens=90, choice=1, temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, presence_penalty=0.5,
+        frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={ord("a"): 2.0, ord("{"): -100.0}, min_tokens=30,
+        stop_token_ids=(END,), logprobs=0, grammar=SCHEMA,
+    ),
+}  # fmt: skip
+PROMPT = [3, 70, 9, 200, 31, 5]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> RunnerBench:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder, CONFIG)
+    grammars = Grammars(lambda: BYTES)
+    made = RunnerBench(folder, "fp32", pages=600)
+    made.runner = ModelRunner(made.model, made.ops, made.kv, made.runner.program, grammars.matcher)
+    return made
+
+
+def finished(request: Request) -> bool:
+    return bool(request.output) and (request.output[-1] in request.stops or request.known >= request.last)
+
+
+def finish(bench: RunnerBench, request: Request, *, steps: int = 1, company: Sequence[Request] = ()) -> list[int]:
+    """The whole answer; ``company`` goes on beside it."""
+    while request.missing > 1:
+        bench.step([(request, request.missing)])
+    while not finished(request):
+        others = [(other, 1) for other in company if not finished(other)]
+        bench.step([*others, (request, 1)], steps=min(steps, request.last - request.known))
+    return list(request.output)
+
+
+def text_of(tokens: Sequence[int]) -> bytes:
+    return b"".join(BYTES.tokens[token] for token in tokens if token != END)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_an_answer_is_the_same_however_it_is_served(bench: RunnerBench, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    alone = finish(bench, bench.request(PROMPT, sampling))
+    if alone[-1] == END:
+        assert set(json.loads(text_of(alone))) == {"name", "n", "tags"}
+    others = [
+        bench.request(PROMPT[:3], SamplingParams(seed=7, max_tokens=300)),
+        bench.request([8, 9], SAMPLINGS["sampled"]),
+    ]
+    for other in others:
+        bench.read(other, 64)
+    assert finish(bench, bench.request(PROMPT, sampling), company=others) == alone
+    for cut in (1, 7, len(alone) // 2):  # another worker takes over, or goes on after a hand-over
+        assert finish(bench, bench.request(PROMPT, sampling, emitted=alone[:cut])) == alone
+    again = bench.request(PROMPT, sampling)
+    bench.read(again, 4)
+    for _ in range(5):
+        bench.step([(again, 1)])
+    bench.release(again)  # preempted: what was drawn stays known
+    bench.give_pages(again)
+    assert finish(bench, again) == alone
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_grants_of_several_steps(bench: RunnerBench, name: str) -> None:
+    alone = finish(bench, bench.request(PROMPT, SAMPLINGS[name]))
+    request = bench.request(PROMPT, SAMPLINGS[name])
+    while not finished(request):
+        granted = 1 if request.missing > 1 else min(3, request.last - request.known)
+        bench.step([(request, request.missing)], steps=granted)
+        ended = [index for index, token in enumerate(request.output) if token == END]
+        if ended:  # as the scheduler does with what was drawn after the end
+            del request.output[ended[0] + 1 :]
+            break
+    assert request.output == alone
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_guessed_tokens_change_nothing(bench: RunnerBench, name: str, wrong: int | None) -> None:
+    """Right guesses, and one that the grammar forbids or the model does not draw at every place."""
+    alone = finish(bench, bench.request(PROMPT, SAMPLINGS[name]))
+    request = bench.request(PROMPT, SAMPLINGS[name])
+    bench.read(request, 64)
+    while not finished(request):
+        known = len(request.output)
+        draft = list(alone[known : known + 4])
+        if wrong is not None and wrong < len(draft):
+            draft[wrong] = ord("~") if draft[wrong] != ord("~") else ord("!")
+        row = Row(request, request.computed, 1, True, tuple(draft))
+        (drawn,) = bench.runner.run(Plan(rows=(row,)))
+        request.computed = row.start + len(drawn.tokens)
+        for token in drawn.tokens:
+            if not finished(request):
+                request.append(token)
+    assert request.output == alone
+
+
+def test_min_tokens_gives_way_where_nothing_but_the_end_is_left(bench: RunnerBench) -> None:
+    sampling = SamplingParams(
+        seed=5, max_tokens=20, min_tokens=10, stop_token_ids=(END,), grammar=grammar_of("choice", '["yes", "no"]')
+    )
+    assert text_of(finish(bench, bench.request(PROMPT, sampling))) in (b"yes", b"no")
+    longer = SamplingParams(
+        seed=5, max_tokens=30, min_tokens=10, stop_token_ids=(END,), grammar=grammar_of("regex", "a*")
+    )
+    assert len(finish(bench, bench.request(PROMPT, longer))) > 10
+
+
+class Broken:
+    """A matcher that gives up after some tokens, as one does whose bounds are reached."""
+
+    def __init__(self, matcher: Matcher, after: int) -> None:
+        self._matcher, self._left = matcher, after
+        self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        self._left -= len(tokens)
+        return self._matcher.take(tokens) and self._left >= 0
+
+    def give_back(self, count: int) -> None:
+        self._left += count
+        self._matcher.give_back(count)
+
+    def write_mask(self, words: np.ndarray) -> bool:
+        return self._matcher.write_mask(words)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench, drafts: bool) -> None:
+    def broken(grammar: Grammar) -> Broken:
+        return Broken(compiled(grammar).matcher(), 6)
+
+    alone = finish(bench, bench.request(PROMPT, SAMPLINGS["greedy"]))
+    runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, broken)  # type: ignore[arg-type]
+    request = bench.request(PROMPT, SAMPLINGS["greedy"])
+    drawn: Drawn = Drawn()
+    while not drawn.cut:
+        draft = tuple(alone[len(request.output) :][:4]) if drafts and request.output else ()
+        row = Row(request, request.computed, request.missing, True, draft)
+        (drawn,) = runner.run(Plan(rows=(row,)))
+        request.computed = row.start + row.count + len(drawn.tokens) - 1
+        for token in drawn.tokens:
+            request.append(token)
+    assert request.output == [*alone[:7], END]
+
+
+def test_masks_are_worked_out_on_another_thread_while_the_step_runs(
+    bench: RunnerBench, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[str] = []
+    original = Constraint.look_ahead
+
+    def look_ahead(self: Constraint, drawn: Sequence[int], draft: Sequence[int] = ()) -> None:
+        seen.append(threading.current_thread().name)
+        original(self, drawn, draft)
+
+    monkeypatch.setattr(Constraint, "look_ahead", look_ahead)
+    finish(bench, bench.request(PROMPT, SAMPLINGS["greedy"]))
+    assert seen
+    assert all(name.startswith("masks") for name in seen)
+
+
+def test_what_goes_wrong_beside_the_step_comes_out(bench: RunnerBench, monkeypatch: pytest.MonkeyPatch):
+    def fails(self: Constraint, drawn: Sequence[int], draft: Sequence[int] = ()) -> None:
+        raise LookupError("no mask")
+
+    request = bench.request(PROMPT, SAMPLINGS["greedy"])
+    monkeypatch.setattr(Constraint, "look_ahead", fails)
+    with pytest.raises(LookupError, match="no mask"):
+        bench.read(request, 64)

@@ -1,0 +1,82 @@
+"""Requests whose grammar is being compiled: nothing overtakes them, nothing of theirs is lost, nobody else waits."""
+
+from __future__ import annotations
+
+from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
+from penstock.engine.service.held import Held
+from penstock.errors import GrammarRefused
+from penstock.types import BlockHash, Grammar, GrammarKind, Leg, RequestId, SamplingParams
+
+SLOW = Grammar(kind=GrammarKind.REGEX, text="slow")
+NEVER = Grammar(kind=GrammarKind.REGEX, text="never")
+
+
+class Compiler:
+    """Ready when told so."""
+
+    def __init__(self) -> None:
+        self.done: set[Grammar] = set()
+
+    def ready(self, grammar: Grammar) -> bool:
+        if grammar is NEVER:
+            raise GrammarRefused("no")
+        return grammar in self.done
+
+
+def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0) -> Arrive:
+    sampling = SamplingParams(seed=1, max_tokens=4, grammar=grammar)
+    return Arrive(
+        id=RequestId(name), epoch=epoch, leg=Leg.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
+        root=BlockHash(bytes(32)),
+    )  # fmt: skip
+
+
+def granted(name: str, epoch: int = 0) -> Event:
+    return Granted(id=RequestId(name), epoch=epoch)
+
+
+def test_who_follows_no_grammar_passes():
+    held = Held(Compiler(), lambda event, reason: None)
+    events = [arrive("a"), granted("a"), PagesArrived(id=RequestId("x"), epoch=0, computed=3)]
+    assert held.sift(events) == events
+    assert not held
+
+
+def test_what_is_said_of_a_request_waits_with_it_in_order():
+    """A credit that came before its request would be lost, and the request would wait for it for ever."""
+    compiler = Compiler()
+    held = Held(compiler, lambda event, reason: None)
+    slow, credit, other = arrive("a", SLOW), granted("a"), arrive("b")
+    assert held.sift([slow, other]) == [other]
+    assert held.sift([credit, granted("b")]) == [granted("b")]
+    assert held.holds(RequestId("a"))
+    assert not held.holds(RequestId("b"))
+    compiler.done.add(SLOW)
+    assert held.sift([]) == [slow, credit]
+    assert not held
+
+
+def test_who_leaves_while_waiting_never_arrives():
+    held = Held(Compiler(), lambda event, reason: None)
+    cancelled = Cancelled(id=RequestId("a"), epoch=0)
+    assert held.sift([arrive("a", SLOW), granted("a")]) == []
+    assert held.sift([cancelled]) == [cancelled]
+    assert not held
+
+
+def test_a_later_epoch_stays_when_an_earlier_one_is_cancelled():
+    compiler = Compiler()
+    held = Held(compiler, lambda event, reason: None)
+    later = arrive("a", SLOW, epoch=2)
+    held.sift([arrive("a", SLOW, epoch=1), later])
+    held.sift([Cancelled(id=RequestId("a"), epoch=1)])
+    compiler.done.add(SLOW)
+    assert held.sift([]) == [later]
+
+
+def test_a_refused_grammar_is_told_and_its_request_never_arrives():
+    told: list[tuple[str, str]] = []
+    held = Held(Compiler(), lambda event, reason: told.append((event.id, reason)))
+    assert held.sift([arrive("a", NEVER), arrive("b")]) == [arrive("b")]
+    assert told == [("a", "no")]
+    assert not held

@@ -1,0 +1,180 @@
+"""The checker: a process of its own, in which the kernel holds the limits, whatever a grammar does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from grammar_world import BYTES, grammar_of, schema_grammar
+from penstock.errors import GrammarRefused, QueueFull
+from penstock.grammar.checking import GrammarChecks
+from penstock.grammar.child import Checker
+from penstock.grammar.frames import Limits
+from penstock.types import Grammar, GrammarKind
+
+LIMITS = Limits(cpu_s=0.4, memory_bytes=512 << 20)
+QUICK = Limits(cpu_s=0.05, memory_bytes=512 << 20)
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
+AMBIGUOUS = 'start: s\ns: s s | s s s s s s s s | "a" | "b" | ""\n'
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def doubling(depth: int) -> Any:
+    """2^depth schemas, if anybody writes them all out."""
+    defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(depth)}
+    return {"$defs": {**defs, f"d{depth}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+HOSTILE: dict[str, Grammar] = {
+    "deep object": schema_grammar(nested(60)),
+    "references that double": schema_grammar(doubling(40)),
+    "a reference to itself": schema_grammar({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}),
+    "huge enumeration": schema_grammar({"enum": [f"{i} {i * 7919 % 10007}" for i in range(5000)]}),
+    "a billion items": schema_grammar({"type": "array", "minItems": 1_000_000_000}),
+    "a long string": schema_grammar({"type": "string", "minLength": 100_000_000}),
+    "many alternatives": schema_grammar({"anyOf": [nested(i % 20) for i in range(400)]}),
+    "nested repetition": grammar_of("regex", "((((a{1,100}){1,100}){1,100}){1,100})"),
+    "exponential automaton": grammar_of("regex", "(a|b)*a(a|b){30}"),
+    "large repetition": grammar_of("regex", "(ab?c?){1000,1000000}"),
+    "nested quantifiers": grammar_of("regex", "((a+)+)+b"),
+    "brackets": grammar_of("regex", "(" * 4000 + ")" * 4000),
+    "ambiguous rules": grammar_of("lark", AMBIGUOUS),
+    "left recursion": grammar_of("lark", 'start: a\na: a a | a "x" | "x"\n'),
+    "brackets in rules": grammar_of("lark", "start: " + "(" * 4000 + '"a"' + ")" * 4000),
+    "brackets in EBNF": grammar_of("ebnf", "root ::= " + "(" * 4000 + '"a"' + ")" * 4000),
+}
+
+
+@pytest.fixture
+async def checks() -> AsyncIterator[GrammarChecks]:
+    made = GrammarChecks(lambda: BYTES, LIMITS, max_waiting=2)
+    yield made
+    made.close()
+
+
+async def test_a_grammar_is_checked_once(checks: GrammarChecks):
+    grammar = schema_grammar({"type": "object"})
+    assert await checks.check(grammar) == grammar
+    begin = time.perf_counter()
+    for _ in range(100):
+        assert await checks.check(schema_grammar({"type": "object"})) == grammar
+    assert time.perf_counter() - begin < 0.2  # nobody was asked
+    with pytest.raises(GrammarRefused, match="Invalid type: objekt"):
+        await checks.check(schema_grammar({"type": "objekt"}))
+
+
+async def test_ebnf_travels_as_lark(checks: GrammarChecks):
+    travels = await checks.check(grammar_of("ebnf", 'root ::= "a" [0-9]+'))
+    assert travels.kind is GrammarKind.LARK
+    assert "::=" not in travels.text
+    assert await checks.check(travels) == travels
+
+
+async def test_hostile_grammars_are_bounded_and_the_next_one_is_served(checks: GrammarChecks):
+    """Each is refused with a reason, or followed within the limits; none takes the loop or the checker with it."""
+    verdicts: dict[str, str] = {}
+    for name, grammar in HOSTILE.items():
+        begin = time.perf_counter()
+        try:
+            await checks.check(grammar)
+            verdicts[name] = ""
+        except GrammarRefused as refused:
+            verdicts[name] = str(refused)
+        assert time.perf_counter() - begin < 8 * LIMITS.cpu_s, name
+    assert all(len(reason) <= 300 for reason in verdicts.values())
+    for name in ("a reference to itself", "nested repetition", "brackets", "brackets in rules", "brackets in EBNF"):
+        assert verdicts[name], name
+    assert await checks.check(schema_grammar({"type": "null"}))
+
+
+async def test_cpu_time_is_a_limit_that_holds():
+    checks = GrammarChecks(lambda: BYTES, QUICK, max_waiting=2)
+    for _ in range(2):  # and the process that comes after it does its work
+        with pytest.raises(GrammarRefused, match=r"more than 0\.05 s"):
+            await checks.check(schema_grammar(WIDE))
+        assert await checks.check(schema_grammar({"type": "null"}))
+    checks.close()
+
+
+async def test_memory_is_a_limit_that_holds():
+    checks = GrammarChecks(lambda: BYTES, Limits(cpu_s=5.0, memory_bytes=4 << 20), max_waiting=2)
+    with pytest.raises(GrammarRefused, match="more than 4 MiB"):
+        await checks.check(schema_grammar(WIDE))
+    checks.close()
+
+
+async def test_the_loop_goes_on_meanwhile_and_the_queue_is_bounded():
+    checks = GrammarChecks(lambda: BYTES, Limits(cpu_s=0.2, memory_bytes=512 << 20), max_waiting=2)
+    slow = [asyncio.create_task(checks.check(schema_grammar({**WIDE, "title": str(i)}))) for i in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="2 grammars wait"):
+        await checks.check(schema_grammar({"type": "null"}))
+    turns = 0
+    while not all(task.done() for task in slow):
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 50
+    assert all(isinstance(one, GrammarRefused) for one in await asyncio.gather(*slow, return_exceptions=True))
+    checks.close()
+
+
+def test_a_checker_ends_with_its_parents_pipe():
+    before = set(psutil.Process().children())
+    checker = Checker(BYTES, LIMITS)
+    (process,) = set(psutil.Process().children()) - before
+    assert checker.ask(schema_grammar({})).refused is None
+    checker._in.close()
+    assert process.wait(timeout=5) == 0
+    checker.close()
+
+
+def test_one_that_was_killed_from_outside_is_replaced():
+    checks = GrammarChecks(lambda: BYTES, LIMITS, max_waiting=2)
+    before = set(psutil.Process().children())
+    asyncio.run(checks.check(schema_grammar({"title": "a"})))
+    (process,) = set(psutil.Process().children()) - before
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=5)
+    assert asyncio.run(checks.check(schema_grammar({"title": "b"})))
+    checks.close()
+    assert set(psutil.Process().children()) - before == set()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_closing_does_not_wait_for_a_check():
+    checks = GrammarChecks(lambda: BYTES, Limits(cpu_s=60.0, memory_bytes=512 << 20), max_waiting=2)
+    asyncio.run(checks.check(schema_grammar({})))
+    refused: list[BaseException] = []
+
+    def check() -> None:
+        try:
+            asyncio.run(checks.check(schema_grammar({**WIDE, "title": json.dumps(WIDE)})))
+        except (GrammarRefused, QueueFull) as error:
+            refused.append(error)
+
+    thread = in_thread(check)
+    while checks._waiting == 0:
+        time.sleep(0.001)
+    checks.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
