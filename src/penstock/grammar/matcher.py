@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MAX_ITEMS_IN_ROW = 1000
 """Ambiguity: ways in which what was written so far can be understood.  What bounds an ambiguous grammar's steps."""
 
-STEP_MAX_ITEMS = 20_000
-"""Parser items made for one mask: about 20 ms at the very most."""
+STEP_MAX_ITEMS = 50_000
+"""Parser items made for one mask: some 50 ms at the very most."""
 
 STEP_LEXER_FUEL = 100_000
 """Lexer work for one mask: about 7 ms."""
