@@ -38,6 +38,9 @@ from penstock.types import ModelIdentity, WorkerId, WorkerState
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import ZmqTransport
 
+BEATS_PER_S = 4
+"""How often an idle worker turns its loop at least."""
+
 LAST_WORDS_S = 0.25
 """How long what a worker says in going may take to leave it.  Who stopped listening is not waited for any longer."""
 

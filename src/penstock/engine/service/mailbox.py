@@ -14,6 +14,7 @@ peer sends raises.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
@@ -48,9 +49,6 @@ from penstock.wire.transport import Listener, Received, Source, Transport
 
 MESSAGES_PER_TURN = 1024
 """Messages taken from the mailbox between two steps; the rest waits for the next turn."""
-
-TURNS_PER_S = 4
-"""How often an idle worker turns its loop at least."""
 
 GRAMMAR_LOOK_S = 0.001
 """Between two looks whether a grammar is compiled."""
@@ -174,7 +172,7 @@ class WorkerMailbox:
     @property
     def patience_s(self) -> float:
         """How long to sleep at most when there is nothing to do: a grammar may be ready any moment."""
-        return GRAMMAR_LOOK_S if self._held else 1 / TURNS_PER_S
+        return GRAMMAR_LOOK_S if self._held else inf
 
     @property
     def busy(self) -> bool:
