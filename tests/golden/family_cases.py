@@ -241,6 +241,31 @@ CASES = (
         small={"rope_theta": 10000.0},
     ),
     Case(
+        models="OLMo 3",
+        config="olmo_3_7b",
+        parameters=7_298_011_136,
+        features="windows and two rotary recipes (YaRN without a window) beside what OLMo 2 has",
+        small={
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        },
+    ),
+    Case(
+        models="StableLM 3B, StableLM 2 1.6B",
+        config="stablelm_3b",
+        parameters=2_795_443_200,
+        features="layer norms, part of a head rotated",
+        small={"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "use_qkv_bias": True},
+    ),
+    Case(
+        models="Command R",
+        config="command_r",
+        parameters=34_980_831_232,
+        features="both blocks of a layer read the same, scaled logits",
+        small={"logit_scale": 0.5},
+    ),
+    Case(
         models="SmolLM3",
         config="smollm_3_3b",
         parameters=3_075_098_624,

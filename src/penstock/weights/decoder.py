@@ -75,6 +75,7 @@ class Norm(Details, frozen=True, kw_only=True):
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0  # is added to the stored weight
+    bias: bool = True  # of the kind "layer"
 
 
 class Decoder(Details, frozen=True, kw_only=True):
@@ -84,9 +85,11 @@ class Decoder(Details, frozen=True, kw_only=True):
     norm: Norm
     norm_before: bool = True  # of what a block reads
     norm_after: bool = False  # of what a block adds
+    parallel: bool = False  # both blocks of a layer read what the layer reads, through one norm
     embed_scale: float = 1.0
     learned_positions: int | None = None  # rows of a table that is added to the embeddings
-    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # after the scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +162,7 @@ class _Place:
     def norm(self, norm: Norm, weight: str, name: str) -> list[Matrix | Vector]:
         """Of the hidden state."""
         vectors = [self.vector(weight, f"{name}.weight", sizes=(self.hidden,), offset=norm.offset)]
-        if norm.kind == "layer":
+        if norm.kind == "layer" and norm.bias:
             vectors.append(self.vector(f"{weight}_bias", f"{name}.bias", sizes=(self.hidden,)))
         return [*vectors]
 
@@ -205,7 +208,8 @@ def _attention(decoder: Decoder, attention: Attention, place: _Place) -> list[Ma
 
 def _mlp(decoder: Decoder, mlp: Mlp | Moe, place: _Place) -> list[Matrix | Vector]:
     names = place.names
-    weights = place.norm(decoder.norm, "mlp_norm", names.mlp_norm) if decoder.norm_before else []
+    own_norm = decoder.norm_before and not decoder.parallel
+    weights = place.norm(decoder.norm, "mlp_norm", names.mlp_norm) if own_norm else []
     if isinstance(mlp, Moe):
         return weights + MoePlace(mlp, names.moe, place.tensors, place.weights, place.hidden).layout()
     inner = mlp.intermediate

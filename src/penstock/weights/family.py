@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from penstock.errors import ModelError
 from penstock.weights import (
+    cohere,
     gemma,
     glm,
     glm_moe,
@@ -28,6 +29,7 @@ from penstock.weights import (
     qwen,
     qwen_moe,
     smollm,
+    stablelm,
 )
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
@@ -60,6 +62,7 @@ def _decoder(parse: Callable[[Fields], ModelSpec], layout: Callable[[ModelSpec],
 
 DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {
+        "CohereForCausalLM": _decoder(cohere.parse, cohere.layout),
         "GPT2LMHeadModel": _decoder(gpt2.parse, gpt2.layout),
         "Gemma2ForCausalLM": _decoder(gemma.parse_gemma2, gemma.layout_around),
         "Gemma3ForCausalLM": _decoder(gemma.parse_gemma3, gemma.layout_around),
@@ -74,12 +77,14 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
         "MistralForCausalLM": _decoder(mistral.parse, mistral.layout),
         "MixtralForCausalLM": _decoder(mixtral.parse, mixtral.layout),
-        "Olmo2ForCausalLM": _decoder(olmo.parse, olmo.layout),
+        "Olmo2ForCausalLM": _decoder(olmo.parse_olmo2, olmo.layout),
+        "Olmo3ForCausalLM": _decoder(olmo.parse_olmo3, olmo.layout),
         "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
         "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
         "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.layout),
         "Qwen3MoeForCausalLM": _decoder(qwen_moe.parse, qwen_moe.layout),
         "SmolLM3ForCausalLM": _decoder(smollm.parse, smollm.layout),
+        "StableLmForCausalLM": _decoder(stablelm.parse, stablelm.layout),
     }
 )
 """Families that ``engine.models.decoder`` computes."""

@@ -23,7 +23,7 @@ from penstock.weights.decoder_fields import (
 )
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
-from penstock.weights.rope import parse_rope
+from penstock.weights.rope import parse_rope, parse_two_ropes
 from penstock.weights.spec import ModelSpec
 
 AROUND = Names(
@@ -120,22 +120,16 @@ def _parse_gemma3(config: Fields, architecture: str) -> ModelSpec:
     refuse_true(config, "use_bidirectional_attention")
     config = config.over(GEMMA3_DEFAULTS)
     sizes = parse_sizes(config)
-    nested = config.section("rope_parameters")
-    old = nested is None or not nested.has("full_attention")
-    local = Fields({"rope_theta": config.real("rope_local_base_freq", 10_000.0)}, config.where)
-    if nested is not None and not old:
-        local = nested.section("sliding_attention") or local
+    bases = {"near": config.real("rope_local_base_freq", 10_000.0), "far": 1_000_000.0}
+    near_rope, far_rope = parse_two_ropes(config, sizes.head_dim, **bases)
     near = sizes.attention(
-        parse_rope(config, sizes.head_dim, section=local),
+        near_rope,
         window=window_of(config),
         scale=config.real("query_pre_attn_scalar") ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping"),
         qk_norm=QkNorm.HEAD,
     )
-    section = None if old or nested is None else nested.section("full_attention")
-    far = structs.replace(
-        near, window=None, rope=parse_rope(config, sizes.head_dim, theta=1_000_000.0, section=section)
-    )
+    far = structs.replace(near, window=None, rope=far_rope)
     pattern = config.size("sliding_window_pattern")
     layers = tuple(
         Layer(attention=near if slides else far, mlp=_mlp(config))

@@ -159,6 +159,20 @@ def parse_rope(
     )
 
 
+def parse_two_ropes(config: Fields, head_dim: int, *, near: float, far: float) -> tuple[Rope, Rope]:
+    """Recipes of layers with a window and of those without, each with a section of its own (transformers 5), or by
+    these bases where the file has none; a scaling that is not in a section is that of the layers without a window.
+
+    Raises ModelError as ``parse_rope``.
+    """
+    sections = config.section("rope_parameters") or Fields({}, config.where)
+    local = (sections.section("sliding_attention") or Fields({}, config.where)).over({"rope_theta": near})
+    return (
+        parse_rope(config, head_dim, section=local),
+        parse_rope(config, head_dim, theta=far, section=sections.section("full_attention")),
+    )
+
+
 def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Llama3 | Yarn | LongFactors | None:
     name = section.get("rope_type", str, section.get("type", str, "default"))
     match name:

@@ -58,11 +58,15 @@ class Parts:
         """The norm with this weight, of the model's kind."""
         if self.decoder.norm.kind == "rms":
             return self.rms_norm(name)
-        return norms.LayerNorm(self.weights[name], self.weights[f"{name}_bias"], self.decoder.norm.eps)
+        return norms.LayerNorm(self.weights[name], self.weights.get(f"{name}_bias"), self.decoder.norm.eps)
 
     def norm_before(self, name: str) -> norms.Norm:
         """What a block reads the hidden state through."""
         return self.norm(name) if self.decoder.norm_before else norms.NoNorm()
+
+    def mlp_norm(self, index: int) -> norms.Norm:
+        """What a layer's second block reads the hidden state through."""
+        return self.norm_before(f"{index}.attention_norm" if self.decoder.parallel else f"{index}.mlp_norm")
 
     def linear(self, name: str) -> Linear:
         """The product with this weight, and its bias if there is one."""
@@ -120,7 +124,7 @@ class Parts:
         names = [f"{index}.experts.{expert}" for expert in range(moe.routing.experts)]
         weights, biased = self.weights, names if moe.bias else []
         return RoutedExperts(
-            norm=self.norm_before(f"{index}.mlp_norm"),
+            norm=self.mlp_norm(index),
             router=self.linear(f"{index}.router"),
             choice_bias=weights.get(f"{index}.choice_bias"),
             routing=moe.routing,
@@ -143,7 +147,7 @@ class Parts:
         """The feed-forward block of a layer."""
         if isinstance(mlp, Moe):
             return self.experts(index, mlp)
-        norm, inward = self.norm_before(f"{index}.mlp_norm"), self.linear(f"{index}.gate_up")
+        norm, inward = self.mlp_norm(index), self.linear(f"{index}.gate_up")
         down = self.output(f"{index}.down", f"{index}.mlp_norm_after")
         if mlp.gated:
             return GatedMlp(norm, inward, down, Gate(activation=mlp.activation))
@@ -151,17 +155,20 @@ class Parts:
 
 
 class DecoderLayer:
-    """One layer: attention, then MLP, each added to the residual stream."""
+    """One layer: attention, then MLP, each added to the residual stream.
 
-    def __init__(self, attention: SelfAttention, mlp: Feed) -> None:
+    ``parallel``: the MLP reads what the layer read, so it is added first.
+    """
+
+    def __init__(self, attention: SelfAttention, mlp: Feed, *, parallel: bool) -> None:
         self.attention = attention
         self.mlp = mlp
+        self.parallel = parallel
 
     def add_to(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> None:
         """hidden = layer(hidden), in place, for all tokens."""
         q_THC = self.attention.write(ops, hidden_TD, batch, kv)
-        self.attention.add_to(ops, self.attention.mix(ops, q_THC, batch, kv), hidden_TD)
-        self.mlp.add_to(ops, hidden_TD)
+        self._add(ops, self.attention.mix(ops, q_THC, batch, kv), hidden_TD)
 
     def wanted(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array | None:
         """The last layer: keys and values of all tokens, the rest for wanted rows only; hidden [R, D] or None."""
@@ -171,9 +178,16 @@ class DecoderLayer:
             return None
         mixed_RK = ops.rows(self.attention.mix(ops, q_THC, batch, kv), rows_R)
         hidden_RD = ops.rows(hidden_TD, rows_R)
-        self.attention.add_to(ops, mixed_RK, hidden_RD)
-        self.mlp.add_to(ops, hidden_RD)
+        self._add(ops, mixed_RK, hidden_RD)
         return hidden_RD
+
+    def _add(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
+        if self.parallel:
+            self.mlp.add_to(ops, hidden_TD)
+            self.attention.add_to(ops, mixed_TK, hidden_TD)
+        else:
+            self.attention.add_to(ops, mixed_TK, hidden_TD)
+            self.mlp.add_to(ops, hidden_TD)
 
 
 class DecoderModel:
@@ -185,11 +199,14 @@ class DecoderModel:
         self.embed_scale = parts.embed_scale()
         self.positions = weights.get("positions")
         self.layers = [
-            DecoderLayer(parts.attention(index, layer.attention), parts.mlp(index, layer.mlp))
+            DecoderLayer(
+                parts.attention(index, layer.attention), parts.mlp(index, layer.mlp), parallel=decoder.parallel
+            )
             for index, layer in enumerate(decoder.layers)
         ]
         self.norm = parts.norm("norm")
         self.head = self.embed if tied else weights["head"]
+        self.logit_scale = decoder.logit_scale
         self.logit_softcap = decoder.logit_softcap
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
@@ -202,6 +219,8 @@ class DecoderModel:
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
         logits_RV = ops.linear(self.norm(ops, hidden_RD), self.head)
+        if self.logit_scale != 1.0:
+            ops.scale(logits_RV, self.logit_scale)
         if self.logit_softcap is not None:
             ops.softcap(logits_RV, self.logit_softcap)
         return logits_RV
