@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from penstock.kernels import _native, compression
 from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import Array, KvShape, Ops, PackedExperts, StepBatch, segment_ends
+from penstock.kernels.ops import Array, KvShape, Ops, PackedExperts, PackedLinear, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.routing import Routing, Score
@@ -223,6 +225,38 @@ def test_compressed_experts_give_the_same_bits(family: str, one_and_two_threads:
     for _ in one_and_two_threads():
         for rows in (1, 3, 20, 90):
             assert_same_bits(added(ops, mixed, x[:rows], how), added(ops, plain, x[:rows], how), f"{rows} rows")
+
+
+PAGE = mmap.PAGESIZE
+
+
+def untouched(n: int, k: int) -> tuple[PackedLinear, mmap.mmap]:
+    """A bf16 weight of zeros in memory that nobody has read or written."""
+    count = _native.Weights.cells_needed(n, k, [k], 2)
+    memory = mmap.mmap(-1, -(-count * 4 // PAGE) * PAGE)
+    cells = np.frombuffer(memory, np.uint32, count=count)
+    return PackedLinear(n=n, k=k, segments=(k,), data=_native.Weights(cells, n, k, [k], 2), nbytes=cells.nbytes), memory
+
+
+def touched(memory: mmap.mmap) -> bool:
+    """Is any of it there by now?"""
+    resident = (ctypes.c_ubyte * (len(memory) // PAGE))()
+    place = ctypes.c_void_p(np.frombuffer(memory, np.uint8).ctypes.data)
+    assert ctypes.CDLL(None).mincore(place, ctypes.c_size_t(len(memory)), resident) == 0
+    return any(page & 1 for page in resident)
+
+
+def test_an_expert_that_nobody_chose_is_not_read() -> None:
+    ops = make(NATIVE[0][0], "bf16")
+    gate_up, down = ([untouched(n, 256) for _ in range(6)] for n in (512, 128))
+    experts = ops.pack_experts([weight for weight, _ in gate_up], [weight for weight, _ in down])
+    assert not any(touched(memory) for _, memory in (*gate_up, *down))
+    logits = np.zeros((3, 6), np.float32)
+    logits[:, [1, 4]] = 5.0
+    routes = ops.route(ops.hidden(logits), Routing(experts=6, top_k=2))
+    ops.experts_add(ops.compute(normal(1, 3, 256)), routes, experts, SILU, ops.hidden(normal(2, 3, 128)))
+    for matrices in (gate_up, down):
+        assert [touched(memory) for _, memory in matrices] == [False, True, False, False, True, False]
 
 
 class Routed:
