@@ -57,12 +57,13 @@ class Case:
         """The same with small sizes."""
         values = self.real()
         if self.inside is None:
-            return _without_nulls(values | self.sizes | self.small)
-        return values | {self.inside: _without_nulls(values[self.inside] | self.sizes | self.small)} | NO_IMAGES
+            return self._changed(values)
+        return values | {self.inside: self._changed(values[self.inside])} | NO_IMAGES
 
-
-def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    def _changed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """With other sizes, and without what they say None of."""
+        changes = self.sizes | self.small
+        return {name: value for name, value in (values | changes).items() if value is not None or name not in changes}
 
 
 NO_IMAGES = {
@@ -111,6 +112,29 @@ LONG = {
     },
 }
 """Divisors for heads of 16 columns."""
+
+
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 18,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "max_position_embeddings": 512,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 128,
+    },
+}
+"""Latent attention, made small."""
 
 
 CASES = (
@@ -333,6 +357,34 @@ CASES = (
                 "truncate": False,
             },
         },
+    ),
+    Case(
+        models="DeepSeek-V2 Lite",
+        config="deepseek_v2_lite",
+        parameters=15_706_484_224,
+        features="latent attention, experts beside shared ones, YaRN with sharper scores",
+        small=MLA,
+    ),
+    Case(
+        models="DeepSeek-V2",
+        config="deepseek_v2_lite",
+        parameters=15_706_484_224,
+        features="queries by way of a shorter vector, experts chosen in groups",
+        small=MLA | {"q_lora_rank": 40, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    Case(
+        models="DeepSeek-V3, R1 (weights in bf16)",
+        config="deepseek_v3",
+        parameters=671_026_419_200,
+        features="experts chosen in groups by sigmoid with a bias",
+        small=MLA | {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    ),
+    Case(
+        models="Kimi K2 (weights in bf16)",
+        config="kimi_k2_bf16",
+        parameters=1_026_408_232_448,
+        features="one group of experts",
+        small=MLA | {"model_type": "deepseek_v3", "q_lora_rank": 24, "v_head_dim": 22},
     ),
     Case(
         models="Llama 4 Scout, Maverick (text only)",

@@ -153,6 +153,8 @@ def is_expert(weight: Matrix | Vector) -> bool:
 def numbers(part: Part) -> int:
     """Numbers that this part takes of its tensor."""
     shape = part.shape if part.index is None else part.shape[1:]
+    if part.groups is not None:
+        return math.prod(part.groups.share(shape))
     if part.rows is None:
         return math.prod(shape)
     return math.prod(shape) // shape[1 if part.transposed and len(shape) > 1 else 0] * part.rows.count
@@ -246,6 +248,7 @@ def _rows(weight: Matrix | Vector) -> int:
     total = 0
     for part in weight.parts:
         shape = part.shape if part.index is None else part.shape[1:]
+        shape = shape if part.groups is None else part.groups.share(shape)
         rows = shape[1] if part.transposed else shape[0]
         total += part.rows.count if part.rows is not None else rows
     return total

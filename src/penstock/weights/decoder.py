@@ -13,6 +13,7 @@ from typing import Literal
 
 from penstock.kernels.kinds import Activation
 from penstock.kernels.ops import COLUMN_UNIT, segment_ends
+from penstock.weights.latent import Latent, LatentPlace
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.moe import Moe, MoeNames, MoePlace
 from penstock.weights.rope import Rope
@@ -65,7 +66,7 @@ class Mlp(Details, frozen=True, kw_only=True):
 class Layer(Details, frozen=True, kw_only=True):
     """One attention block, one feed-forward block."""
 
-    attention: Attention
+    attention: Attention | Latent
     mlp: Mlp | Moe
 
 
@@ -122,7 +123,8 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
     ``i.q_norm``, ``i.k_norm``, ``i.sinks``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``,
-    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Of routed experts: see ``moe.MoePlace``.
+    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Of routed experts see ``moe.MoePlace``,
+    of latent attention ``latent.LatentPlace``.
 
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
@@ -188,10 +190,12 @@ class _Place:
         return made
 
 
-def _attention(decoder: Decoder, attention: Attention, place: _Place) -> list[Matrix | Vector]:
+def _attention(decoder: Decoder, attention: Attention | Latent, place: _Place) -> list[Matrix | Vector]:
     names, norm = place.names, decoder.norm
-    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     weights = place.norm(norm, "attention_norm", names.attention_norm) if decoder.norm_before else []
+    if isinstance(attention, Latent):
+        return weights + LatentPlace(attention, place.tensors, place.weights, place.hidden).layout()
+    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     weights += place.inward("qkv", names.qkv, (queries, keys, keys), attention.qkv_bias)
     if attention.sinks:
         weights.append(place.vector("sinks", names.sinks, sizes=(attention.heads,)))

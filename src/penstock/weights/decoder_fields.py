@@ -98,8 +98,19 @@ def layer_count(config: Fields, name: str) -> int:
     return layers
 
 
-def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decoder, *, tied: bool = False) -> ModelSpec:
-    """The specification; embeddings are ``tied`` or not unless the file says otherwise."""
+def decoder_spec(
+    config: Fields,
+    architecture: str,
+    sizes: Sizes,
+    decoder: Decoder,
+    *,
+    tied: bool = False,
+    kv: KvShape | None = None,
+) -> ModelSpec:
+    """The specification; embeddings are ``tied`` or not unless the file says otherwise.
+
+    ``kv``: where it is not full keys and values in every layer.
+    """
     positions = [
         layer.attention.rope.positions(sizes.max_positions) for layer in decoder.layers if layer.attention.rope
     ]
@@ -108,7 +119,7 @@ def decoder_spec(config: Fields, architecture: str, sizes: Sizes, decoder: Decod
         vocab=config.size("vocab_size"),
         hidden=sizes.hidden,
         layers=len(decoder.layers),
-        kv=sizes.kv(),
+        kv=kv or sizes.kv(),
         max_positions=max(positions, default=sizes.max_positions),
         tied=config.get("tie_word_embeddings", bool, tied),
         details=decoder,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from penstock.errors import ModelError
 from penstock.weights import (
     cohere,
+    deepseek,
     gemma,
     glm,
     glm_moe,
@@ -63,6 +64,8 @@ def _decoder(parse: Callable[[Fields], ModelSpec], layout: Callable[[ModelSpec],
 DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {
         "CohereForCausalLM": _decoder(cohere.parse, cohere.layout),
+        "DeepseekV2ForCausalLM": _decoder(deepseek.parse_v2, deepseek.layout),
+        "DeepseekV3ForCausalLM": _decoder(deepseek.parse_v3, deepseek.layout),
         "GPT2LMHeadModel": _decoder(gpt2.parse, gpt2.layout),
         "Gemma2ForCausalLM": _decoder(gemma.parse_gemma2, gemma.layout_around),
         "Gemma3ForCausalLM": _decoder(gemma.parse_gemma3, gemma.layout_around),

@@ -33,29 +33,55 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows ``first`` to ``stop`` of every one of ``count`` equal groups of rows; ``turned``: inputs and outputs turned
+    round within each."""
+
+    count: int
+    first: int
+    stop: int
+    turned: bool = False
+
+    def share(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """What is left of a matrix of this shape."""
+        picked = self.stop - self.first
+        return (self.count * shape[1], picked) if self.turned else (self.count * picked, shape[1])
+
+    def of(self, matrix: NDArray[Any]) -> NDArray[Any]:
+        """The groups, one below the other."""
+        picked = matrix.reshape(self.count, -1, matrix.shape[1])[:, self.first : self.stop]
+        picked = picked.swapaxes(1, 2) if self.turned else picked
+        return picked.reshape(-1, picked.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A matrix or vector that one tensor of the checkpoint holds: all of it, or what is left after, in this order,
-    taking one of a stack, turning inputs and outputs round, and picking rows."""
+    taking one of a stack, turning inputs and outputs round, and picking rows, or rows of groups."""
 
     tensor: str
     shape: tuple[int, ...]  # that the tensor must have
     index: int | None = None  # of a stack: [E, N, K]
     transposed: bool = False  # stored as [K, N]
     rows: Rows | None = None
+    groups: Groups | None = None
 
     @property
     def is_whole(self) -> bool:
         """Is it the tensor as it is stored?"""
-        return self.index is None and not self.transposed and self.rows is None and len(self.shape) <= 2
+        changed = self.index is not None or self.transposed or self.rows is not None or self.groups is not None
+        return not changed and len(self.shape) <= 2
 
     def of(self, tensor: NDArray[Any]) -> NDArray[Any]:
-        """The part of a tensor: a view."""
+        """The part of a tensor: a view where it can be one."""
         if self.index is not None:
             tensor = tensor[self.index]
         if self.transposed:
             tensor = tensor.T
         if self.rows is not None:
             tensor = tensor[self.rows.first : self.rows.stop : self.rows.step]
+        if self.groups is not None:
+            tensor = self.groups.of(tensor)
         return tensor
 
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm, RmsNorm
 from penstock.kernels.ops import Array, Ops, StepBatch
+
+
+class AttentionBlock(Protocol):
+    """A layer's first block."""
+
+    def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
+        """What later tokens need of these goes to their pages; returns the queries."""
+        ...
+
+    def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
+        """What every token reads from its sequence's pages, before the output projection."""
+        ...
+
+    def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
+        """hidden += output projection, in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.layers import norm as norms
-from penstock.engine.layers.attention import HeadNorms, SelfAttention
+from penstock.engine.layers.attention import AttentionBlock, HeadNorms, SelfAttention
+from penstock.engine.layers.latent import LatentAttention, QueryDown
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.moe import RoutedExperts, SharedExpert
 from penstock.kernels.kinds import Gate
 from penstock.kernels.ops import Array, Ops, StepBatch
 from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
+from penstock.weights.latent import Latent
 from penstock.weights.moe import Moe
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
@@ -76,8 +78,31 @@ class Parts:
         """The product that goes to the residual stream, by way of a norm if the model has those."""
         return Output(self.linear(name), self.rms_norm(norm) if self.decoder.norm_after else None)
 
-    def attention(self, index: int, attention: Attention) -> SelfAttention:
+    def latent(self, index: int, latent: Latent) -> LatentAttention:
+        """The attention block of a layer that keeps latent vectors."""
+
+        def norm(name: str) -> norms.RmsNorm:
+            return norms.RmsNorm(self.weights[f"{index}.{name}"], latent.eps)
+
+        return LatentAttention(
+            layer=index,
+            heads=latent.heads,
+            scale=latent.scale,
+            norm=self.norm_before(f"{index}.attention_norm"),
+            query_down=None if latent.q_rank is None else QueryDown(self.linear(f"{index}.q_down"), norm("q_norm")),
+            query=self.linear(f"{index}.q"),
+            latent=self.linear(f"{index}.latent"),
+            latent_norm=norm("latent_norm"),
+            absorb=self.weights[f"{index}.absorb"],
+            values=self.weights[f"{index}.values"],
+            out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
+            rope=self.rope(latent.rope),
+        )
+
+    def attention(self, index: int, attention: Attention | Latent) -> AttentionBlock:
         """The attention block of a layer."""
+        if isinstance(attention, Latent):
+            return self.latent(index, attention)
         return SelfAttention(
             layer=index,
             heads=attention.heads,
@@ -160,7 +185,7 @@ class DecoderLayer:
     ``parallel``: the MLP reads what the layer read, so it is added first.
     """
 
-    def __init__(self, attention: SelfAttention, mlp: Feed, *, parallel: bool) -> None:
+    def __init__(self, attention: AttentionBlock, mlp: Feed, *, parallel: bool) -> None:
         self.attention = attention
         self.mlp = mlp
         self.parallel = parallel
