@@ -187,7 +187,9 @@ class _Answer:
 
     def __init__(self, out: TextIO, figures: Figures) -> None:
         self.figures = figures
-        self.texts: list[str] = []
+        self.texts: list[str] = []  # without reasoning, which does not go back to the model
+        self._thinks = False
+        self._written = ""
         self.done = False
         self._out = out
 
@@ -202,18 +204,29 @@ class _Answer:
         if chunk.error is not None:
             raise WorkerError(chunk.error.message)
         self.figures.usage = chunk.usage or self.figures.usage
-        if text := "".join(choice.added() for choice in chunk.choices):
-            self.figures.first = self.figures.first or arrived
-            self.figures.last = arrived
-            self.figures.pieces += 1
-            self.texts.append(text)
-            self._out.write(printable(text))
-            self._out.flush()
+        for choice in chunk.choices:
+            if choice.added():
+                self.figures.first = self.figures.first or arrived
+                self.figures.last = arrived
+                self.figures.pieces += 1
+                self._show(choice.thought(), choice.said())
+
+    def _show(self, thought: str, said: str) -> None:
+        """Reasoning, then, set off by a blank line, the answer."""
+        set_off = "\n\n" if said and (self._thinks or thought) else ""
+        self._thinks = not said and (self._thinks or bool(thought))
+        if said:
+            self.texts.append(said)
+        self._write(thought + set_off + said)
 
     def end_line(self) -> None:
-        if self.texts and not self.texts[-1].endswith("\n"):
-            self._out.write("\n")
-            self._out.flush()
+        if self._written and not self._written.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._written = text
+        self._out.write(printable(text))
+        self._out.flush()
 
 
 def printable(text: str) -> str:

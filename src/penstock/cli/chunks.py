@@ -19,11 +19,17 @@ class Choice(msgspec.Struct):
     delta: Delta | None = None
     finish_reason: str | None = None
 
+    def said(self) -> str:
+        """The text that this chunk adds to the answer."""
+        return (self.text if self.delta is None else self.delta.content) or ""
+
+    def thought(self) -> str:
+        """And to the reasoning before it."""
+        return (self.delta.reasoning_content if self.delta is not None else None) or ""
+
     def added(self) -> str:
-        """The text that this chunk adds; empty when it only opens or closes the stream."""
-        if self.delta is None:
-            return self.text or ""
-        return self.delta.content or self.delta.reasoning_content or ""
+        """Both; empty when the chunk only opens or closes the stream."""
+        return self.thought() + self.said()
 
 
 class PromptDetails(msgspec.Struct):

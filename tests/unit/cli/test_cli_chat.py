@@ -51,6 +51,22 @@ async def test_the_conversation_is_kept():
     ]
 
 
+async def test_reasoning_is_shown_and_does_not_go_back():
+    async def thoughtful(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        for part in ({"reasoning_content": "Hm"}, {"reasoning_content": ".", "content": "Yes"}, {"content": "!"}):
+            await exchange.event({"choices": [{"index": 0, "delta": part}]})
+        await exchange.end_stream()
+
+    out = io.StringIO()
+    async with scripted(thoughtful) as server, HttpStreamClient(server.url) as client:
+        talk = Chat(client=client, model="teller", fields={}, messages=[])
+        await talk.ask("well?", out)
+        await talk.ask("again", out)
+    assert out.getvalue() == "Hm.\n\nYes!\n" * 2
+    assert server.asked[1].body["messages"][1] == {"role": "assistant", "content": "Yes!"}
+
+
 def test_control_c_stops_the_answer_and_keeps_what_came():
     class InterruptingOut(io.StringIO):
         def flush(self) -> None:
