@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -268,3 +269,35 @@ def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI):
         client.chat.completions.create(model=MODEL, messages=STORY, response_format=form)
     assert refused.value.param == "response_format.json_schema.schema"
     assert refused.value.code == "invalid_grammar"
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "tell",
+            "description": "Tells a story.",
+            "parameters": {
+                "type": "object",
+                "properties": {"about": {"enum": ["a fox", "a dog"]}, "words": {"type": "integer", "minimum": 10}},
+                "required": ["about"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
+def test_a_demanded_call_is_made_streamed_and_not(client: openai.OpenAI, choice: Any):
+    asked: Any = {"model": MODEL, "messages": STORY, "tools": TOOLS, "tool_choice": choice, "seed": 3}
+    asked |= {"max_tokens": 200, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(**asked).choices[0]
+    (call,) = answer.message.tool_calls or ()
+    arguments = json.loads(call.function.arguments)
+    assert (answer.finish_reason, call.function.name) == ("tool_calls", "tell")
+    assert arguments["about"] in ("a fox", "a dog")
+    parts = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **asked)]
+    functions = [tool.function for part in parts for tool in part.tool_calls or ()]
+    assert "".join(function.arguments or "" for function in functions) == call.function.arguments
+    assert not any(part.content for part in parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ WANTED = [("get_weather", {"city": 'Zürich "x"'}), ("now", {})]
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> ModelIntake:
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelIntake]:
     """The bundled tokenizer under a template of a model that thinks."""
     folder = tmp_path_factory.mktemp("thinker")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -47,7 +47,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> ModelIntake:
         "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>"
         "{% endfor %}<|assistant|>{{ '<think></think>' if enable_thinking is false else '<think>\n' }}"
     )
-    return ModelIntake(folder, name=MODEL, max_model_len=2048, limits=Limits(), created=1)
+    intake = ModelIntake(folder, name=MODEL, max_model_len=2048, limits=Limits(), created=1)
+    yield intake
+    intake.close()
 
 
 @asynccontextmanager
@@ -137,6 +139,18 @@ async def test_calls_and_results_go_back():
         assert prompt.count(1) == 4  # one a message, all of them the template's
 
 
+async def test_no_text_within_tools_becomes_a_control_token():
+    parameters = {"type": "object", "properties": {"<|end|>": {"type": "string", "description": "<|assistant|>"}}}
+    odd = {"type": "function", "function": {"name": "odd", "description": "<|end|>", "parameters": parameters}}
+    async with speaking("Yes.") as (on, _):
+        for tools in ([NOW], [odd]):
+            assert (await on.chat(tools=tools)).status_code == 200
+        plain, guarded = (request.prompt for request in on.streams.opened)
+        assert [(plain.count(token), guarded.count(token)) for token in range(6)] == [
+            (plain.count(token),) * 2 for token in range(6)
+        ]
+
+
 async def test_being_cut_off_beats_having_called():
     async with speaking(CALLS[:-20], FinishReason.LENGTH) as (_, client):
         whole = await client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
@@ -219,3 +233,42 @@ async def test_logprobs_of_calls_are_those_of_all_tokens():
         told = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
         assert told == whole["logprobs"]["content"]
         assert len(told) == len(whole["token_ids"]) - 1  # the end token is not shown
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+async def test_a_call_that_is_demanded_is_a_grammar(choice: Any):
+    async with speaking(CALLS) as (on, _):
+        answer = await on.chat(tools=[WEATHER, NOW], tool_choice=choice, ignore_eos=True)
+        assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+        sampling = on.streams.opened[-1].sampling
+        assert sampling.grammar is not None
+        assert '"now"' in sampling.grammar.text
+        assert ('"get_weather"' in sampling.grammar.text) == (choice == "required")
+        assert 1 in sampling.stop_token_ids
+        await on.chat(tools=[WEATHER, NOW])
+        assert on.streams.opened[-1].sampling.grammar is None
+
+
+async def test_a_schema_that_cannot_be_followed_is_no_reason_to_refuse():
+    schema = {"type": "object", "minProperties": 3}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    async with speaking(CALLS) as (on, _):
+        assert (await on.chat(tools=[tool], tool_choice="required")).status_code == 200
+        grammar = on.streams.opened[-1].sampling.grammar
+        assert grammar is not None
+        assert '"odd"' in grammar.text
+        assert "minProperties" not in grammar.text
+
+
+async def test_an_answer_under_a_grammar_begins_at_once(thinker: ModelIntake):
+    async with speaking('{"name": "now"}', intake=thinker) as (on, client):
+        form: Any = {"type": "json_object"}
+        fields: Any = {"messages": ASK, "tools": [WEATHER], "response_format": form}
+        answer = (await client.chat.completions.create(model=MODEL, **fields)).choices[0]
+        assert message_of(answer) == {"content": '{"name": "now"}', "reasoning": "", "calls": [], "finish": "stop"}
+        prompt = (await on.post("/detokenize", {"tokens": list(on.streams.opened[-1].prompt)})).json()["prompt"]
+        assert prompt.endswith("<|assistant|><think></think>")
+        forced = {**fields, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+        await client.chat.completions.create(model=MODEL, **forced)
+        prompt = (await on.post("/detokenize", {"tokens": list(on.streams.opened[-1].prompt)})).json()["prompt"]
+        assert prompt.endswith("<|assistant|><think>\n</think>\n\n")

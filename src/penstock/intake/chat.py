@@ -6,18 +6,25 @@ Knows nothing about fields or requests.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from penstock.errors import RequestError
+from penstock.grammar.tools import Tool, tool_call_grammar
 from penstock.intake.adapting import Adapter
 from penstock.intake.replies.parser import ReplyFormat, ReplyParser
 from penstock.intake.replies.reply import Tools
+from penstock.intake.replies.shapes import Demand, demand
 from penstock.intake.template import Conversation
 from penstock.intake.template_files import ChatTemplates
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.intake.tool_fields import Tooling
+from penstock.types import Grammar
+
+_FINAL = "<|channel|>final<|message|>"
+"""How harmony begins an answer that is content."""
 
 
 class ReplyPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,14 +33,30 @@ class ReplyPlan(msgspec.Struct, frozen=True, kw_only=True):
     format: ReplyFormat
     tools: Tools | None = None  # None: calls are not looked for
     thinking: bool = False  # the prompt ends within reasoning
+    before: str = ""  # of the answer, what the prompt has already
     parallel: bool = True
     visible: frozenset[int] = frozenset()  # control tokens that the format must see
 
     def parser(self, identity: str) -> ReplyParser:
         """For one answer."""
-        return ReplyParser(
+        parser = ReplyParser(
             self.format, tools=self.tools, thinking=self.thinking, identity=identity, parallel=self.parallel
         )
+        parser.push(self.before)
+        return parser
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for beside the conversation."""
+
+    tooling: Tooling
+    constrained: bool = False  # the answer is content that follows a grammar
+    add_special_tokens: bool = False
+
+    @property
+    def direct(self) -> bool:
+        """Must the answer begin at once, without reasoning?  A grammar knows none."""
+        return self.constrained or self.tooling.required
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -41,6 +64,7 @@ class Written(msgspec.Struct, frozen=True):
 
     tokens: tuple[int, ...]
     reply: ReplyPlan | None  # None: the answer is content and nothing else
+    grammars: tuple[Grammar, ...] = ()  # of an answer that must be calls; the first that can be followed counts
 
 
 class Chats:
@@ -52,22 +76,26 @@ class Chats:
         with_tools = templates.for_chat(tools=True)
         self._with_tools = self._plain if with_tools is self._plain.template else Adapter(with_tools)
 
-    def write(
-        self, tokenizer: TextTokenizer, conversation: Conversation, tooling: Tooling, *, add_special_tokens: bool
-    ) -> Written:
+    def write(self, tokenizer: TextTokenizer, conversation: Conversation, wish: Wish) -> Written:
         """The tokens of a chat.  Only the template can write control tokens.  Raises RequestError."""
-        adapter = self._with_tools if tooling.tools else self._plain
-        adapted = adapter.adapted(msgspec.structs.replace(conversation, tools=tooling.tools or None))
+        adapter = self._with_tools if wish.tooling.tools else self._plain
+        conversation = msgspec.structs.replace(conversation, tools=wish.tooling.tools or None)
+        if wish.direct:
+            arguments = {"enable_thinking": False, "thinking": False, **conversation.arguments}
+            conversation = msgspec.structs.replace(conversation, arguments=arguments)
+        adapted = adapter.adapted(conversation)
         control = tokenizer.control
         guarded = any(map(control.suspicious, _given(adapted)))
         rendered = adapter.template.render(_marked(adapted, tokenizer) if guarded else adapted)
+        if wish.direct and adapted.add_generation_prompt:
+            rendered += _skipped(adapter.format, rendered, wish)
         if guarded:
             tokens = tokenizer.encode_guarded(control.guarded(rendered))
         else:
-            tokens = tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
+            tokens = tokenizer.encode(rendered, add_special_tokens=wish.add_special_tokens)
         if not tokens:
             raise RequestError("The messages are empty: they have no tokens.", param="messages", code="empty_prompt")
-        return Written(tokens, _reply(adapter.format, tokenizer, tooling, rendered))
+        return _written(tokens, adapter.format, tokenizer, wish, rendered)
 
 
 def text_size(value: Any) -> int:
@@ -95,14 +123,52 @@ def _marked(conversation: Conversation, tokenizer: TextTokenizer) -> Conversatio
     )
 
 
-def _reply(form: ReplyFormat, tokenizer: TextTokenizer, tooling: Tooling, rendered: str) -> ReplyPlan | None:
-    if not (form.harmony or form.reasoning or tooling.tools):
-        return None
-    ids = map(tokenizer.token_id, form.marks(calls=bool(tooling.tools)))
-    return ReplyPlan(
+def _skipped(form: ReplyFormat, rendered: str, wish: Wish) -> str:
+    """What the model would write before an answer that must begin at once."""
+    if form.harmony:
+        return "" if wish.tooling.required else _FINAL
+    if form.reasoning is None or not _thinks(form, rendered):
+        return ""
+    line = "" if rendered.endswith("\n") else "\n"
+    return f"{line}{form.reasoning.end}\n\n"
+
+
+def _thinks(form: ReplyFormat, rendered: str) -> bool:
+    """Does the prompt end within reasoning?"""
+    return form.reasoning is not None and rendered.rstrip().endswith(form.reasoning.begin)
+
+
+def _written(
+    tokens: tuple[int, ...], form: ReplyFormat, tokenizer: TextTokenizer, wish: Wish, rendered: str
+) -> Written:
+    tooling = wish.tooling
+    calls = bool(tooling.tools) and (tooling.required or not wish.constrained)
+    if not (form.harmony or form.reasoning or calls):
+        return Written(tokens, None)
+    grammars: tuple[Grammar, ...] = ()
+    if tooling.required:
+        demanded = demand(form, tokenizer.special_id)
+        form, grammars = demanded.format, _grammars(demanded, tooling)
+    ids = map(tokenizer.special_id, form.marks(calls=calls))
+    plan = ReplyPlan(
         format=form,
-        tools=Tools(tooling.parameters()) if tooling.tools else None,
-        thinking=form.reasoning is not None and rendered.rstrip().endswith(form.reasoning.begin),
+        tools=Tools(tooling.parameters()) if calls else None,
+        thinking=_thinks(form, rendered),
+        before=_FINAL if form.harmony and rendered.endswith(_FINAL) else "",
         parallel=tooling.parallel,
-        visible=frozenset(token for token in ids if token is not None) & tokenizer.table.special,
+        visible=frozenset(token for token in ids if token is not None),
     )
+    return Written(tokens, plan, grammars)
+
+
+def _grammars(demanded: Demand, tooling: Tooling) -> tuple[Grammar, ...]:
+    """Calls whose arguments follow their schemas; for schemas that cannot be followed, calls with any objects."""
+    schemas = tooling.parameters()
+    names = [tooling.named] if tooling.named is not None else list(schemas)
+    several = demanded.several and tooling.parallel
+    grammars: list[Grammar] = []
+    for strict in (True, False):
+        tools = [Tool(name=name, parameters=schemas[name] if strict else {}) for name in names]
+        with suppress(ValueError):
+            grammars.append(tool_call_grammar(tools, demanded.shape, several=several))
+    return tuple(grammars)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from penstock.grammar.frames import Limits as GrammarLimits
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
-from penstock.intake.chat import Chats, Written, text_size
+from penstock.intake.chat import Chats, Wish, Written, text_size
 from penstock.intake.fields import unsupported
+from penstock.intake.grammar_fields import Asked
 from penstock.intake.prompt_fields import Prompt
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.template import Conversation, TemplateLimits
@@ -91,15 +93,17 @@ class ModelIntake:
     async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """See ``wire.ports.Intake``."""
         checked = parse_chat(body, self._limits, self._facts)
-        written = await self._write_chat(checked.text, add_special_tokens=False)
+        wish = Wish(tooling=checked.text.tooling, constrained=checked.call.grammar is not None)
+        written = await self._write_chat(checked.text, wish)
+        call = await self._with_calls_demanded(checked.call, written.grammars)
         prompt = written.tokens
-        wanted = msgspec.structs.replace(self._wanted(checked.call), reply=written.reply)
+        wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt)
-        max_tokens = checked.call.sampling.max_tokens
+        max_tokens = call.sampling.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, min(room, self._limits.default_max_tokens), checked.call.sampling.min_tokens)
+            max_tokens = max(1, min(room, self._limits.default_max_tokens), call.sampling.min_tokens)
         self._check_room(len(prompt), max_tokens, param="messages")
-        return await self._prepare(checked.call, [(prompt, wanted)], max_tokens, envelope)
+        return await self._prepare(call, [(prompt, wanted)], max_tokens, envelope)
 
     async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """See ``wire.ports.Intake``."""
@@ -122,7 +126,8 @@ class ModelIntake:
         """See ``wire.ports.Intake``."""
         what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._facts)
         if isinstance(what, ChatText):
-            tokens = (await self._write_chat(what, add_special_tokens=add_special_tokens)).tokens
+            wish = Wish(tooling=what.tooling, add_special_tokens=add_special_tokens)
+            tokens = (await self._write_chat(what, wish)).tokens
         else:
             text = what
             tokens = await self._tokenizer.run(
@@ -143,7 +148,7 @@ class ModelIntake:
         tokens = parse_detokenize(body, self._facts)
         return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
 
-    async def _write_chat(self, text: ChatText, *, add_special_tokens: bool) -> Written:
+    async def _write_chat(self, text: ChatText, wish: Wish) -> Written:
         chats = self._chats
         if chats is None:
             raise RequestError(
@@ -159,7 +164,7 @@ class ModelIntake:
         )
         written = await self._tokenizer.run(
             text_size((text.messages, text.tooling.tools)) + len(text.messages) * _CHARS_OF_A_MESSAGE,
-            lambda: chats.write(self._tokenizer, conversation, text.tooling, add_special_tokens=add_special_tokens),
+            lambda: chats.write(self._tokenizer, conversation, wish),
         )
         self._check_known(written.tokens, param="messages")
         return written
@@ -221,6 +226,16 @@ class ModelIntake:
             raise RequestError(
                 f"Invalid '{asked.field}': {error}.", param=asked.field, code="invalid_grammar"
             ) from None
+
+    async def _with_calls_demanded(self, call: Call, grammars: Sequence[Grammar]) -> Call:
+        """The call under the first of ``grammars`` that can be followed, instead of what it asked for."""
+        for grammar in grammars if self._facts.end_tokens else ():
+            with suppress(GrammarRefused):
+                asked = Asked(await self._grammars.check(grammar), "tools")
+                ends = tuple(dict.fromkeys((*self._facts.end_tokens, *call.sampling.stop_token_ids)))
+                sampling = msgspec.structs.replace(call.sampling, stop_token_ids=ends)
+                return msgspec.structs.replace(call, grammar=asked, sampling=sampling)
+        return call
 
     async def _prepare(
         self, call: Call, prompts: Sequence[tuple[tuple[int, ...], Wanted]], max_tokens: int, envelope: Envelope

@@ -81,6 +81,11 @@ class TextTokenizer:
         """The id of the token that is written so."""
         return self._tokenizer.token_to_id(text)
 
+    def special_id(self, text: str) -> int | None:
+        """The same, if it is a special token, which no text can become."""
+        token = self.token_id(text)
+        return token if token in self.table.special else None
+
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
