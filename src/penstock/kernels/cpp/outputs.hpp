@@ -9,6 +9,8 @@ namespace {
 
 PS_INLINE long min_of(long a, long b) { return a < b ? a : b; }
 
+constexpr int kRowsAhead = 8;  // between asking for an output's memory and writing it
+
 // Sums [rows][panels * 16] to their place in the output, or to the best tokens of their rows.
 void write_tile(const LinearArgs& args, float* sums, long row, int rows, long panel, int panels) {
   for (int m = 0; m < rows; ++m) {
@@ -18,7 +20,9 @@ void write_tile(const LinearArgs& args, float* sums, long row, int rows, long pa
       offer(args.picks[row + m - args.stored], sums + m * panels * 16, panel * 16, min_of(panels * 16, args.weight.n - panel * 16));
       continue;
     }
+    const float* later = args.out + (row + m + kRowsAhead) * args.weight.n + panel * 16;  // rows are far apart
     for (int p = 0; p < panels; ++p) {
+      __builtin_prefetch(later + p * 16, 1, 3);
       const long column = (panel + p) * 16;
       float* to = args.out + (row + m) * args.weight.n + column;
       const int count = static_cast<int>(min_of(16, args.weight.n - column));
