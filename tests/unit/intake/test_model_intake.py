@@ -237,3 +237,34 @@ async def test_a_long_chat_holds_up_nobody():
     assert len(prepared.requests[0].block_hashes) == len(prepared.requests[0].prompt) // 16
     assert await longest_pause_of_the_loop(lambda: long.chat(body, ENVELOPE), allowed_s=0.1) < 0.1
     long.close()
+
+
+async def test_the_form_of_an_answer_travels_with_every_choice():
+    """End tokens end a constrained answer even where the client would have them ignored."""
+    intake = intake_of()
+    schema = {"type": "object", "properties": {"ü": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}
+    prepared = await chat(intake, response_format=form, n=2, ignore_eos=True, stop_token_ids=[9])
+    for request in prepared.requests:
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        assert (grammar.kind, json.loads(grammar.text), grammar.compact) == ("json_schema", schema, False)
+        assert request.sampling.stop_token_ids == (END, 9)
+    told = {"structured_outputs": {"json": json.dumps(schema), "disable_any_whitespace": True, "regex": None}}
+    (request,) = (await complete(intake, **told)).requests
+    assert request.sampling.grammar is not None
+    assert request.sampling.grammar.compact
+    for none in ({"response_format": {"type": "text"}}, {"structured_outputs": {"json_object": False}}):
+        (request,) = (await chat(intake, **none)).requests
+        assert request.sampling.grammar is None
+    intake.close()
+
+
+def test_the_vocabulary_of_grammars_is_what_answers_are_made_of():
+    intake = intake_of()
+    vocabulary = intake.vocabulary()
+    assert len(vocabulary.tokens) == 4096
+    assert vocabulary.end_tokens == (END,)
+    assert set(range(6)) <= set(vocabulary.special)
+    assert {bytes((byte,)) for byte in range(256)} <= set(vocabulary.tokens)
+    intake.close()
