@@ -70,7 +70,8 @@ def test_what_ends_is_valid_and_nothing_hangs(server: PenstockServer, count: int
     server.wait_idle(5.0)
 
 
-LIST = {"type": "array", "minItems": 20, "maxItems": 22, "items": {"enum": ["fox", "owl", "bear", "a little mouse", 1, 22, None]}}
+ITEMS = {"enum": ["fox", "owl", "bear", "a little mouse", 1, 22, None]}
+LIST = {"type": "array", "minItems": 20, "maxItems": 22, "items": ITEMS}
 LONG = {**BODY, "seed": 9, "max_tokens": 700, "structured_outputs": {"json": LIST}}
 
 

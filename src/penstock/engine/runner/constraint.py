@@ -6,7 +6,9 @@ from its first token.  A mask is worked out on another thread while the step tha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,7 +91,30 @@ class Constraint:
         return bool(self.mask(ahead)[token // 32] >> np.uint32(token % 32) & np.uint32(1))
 
 
-def look_ahead(work: Sequence[tuple[Constraint, Sequence[int], Sequence[int]]]) -> None:
-    """The masks of one step; called on a thread beside the one that computes it."""
-    for constraint, drawn, draft in work:
-        constraint.look_ahead(drawn, draft)
+Work = tuple[Constraint, Sequence[int], Sequence[int]]
+"""Whose masks to write, after which tokens and for which draft."""
+
+
+class Lookahead:
+    """The masks of one step: begun on a thread beside the one that computes it, finished by whoever comes first.
+
+    A machine whose cores are all busy may not let that thread run in time.
+    """
+
+    def __init__(self, beside: Executor, work: Sequence[Work]) -> None:
+        self._work = deque(work)
+        self._begun = beside.submit(self._drain)
+
+    def finish(self) -> None:
+        """Returns when all masks are written.  Raises what went wrong."""
+        self._drain()
+        if not self._begun.cancel():
+            self._begun.result()
+
+    def _drain(self) -> None:
+        while self._work:
+            try:
+                constraint, drawn, draft = self._work.popleft()
+            except IndexError:  # the other thread has taken the last
+                return
+            constraint.look_ahead(drawn, draft)

@@ -15,7 +15,7 @@ from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.models.port import Model
 from penstock.engine.runner.answer import Answers, no_grammars
 from penstock.engine.runner.batch import Span, StepArrays, token_logprob
-from penstock.engine.runner.constraint import look_ahead
+from penstock.engine.runner.constraint import Lookahead
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.ops import Array, Ops, StepProgram
 from penstock.types import Grammar, RequestId
@@ -80,7 +80,7 @@ class ModelRunner:
             for span in spans
             if span.answer.constraint is not None
         ]
-        return self._beside.submit(look_ahead, work).result if work else None
+        return Lookahead(self._beside, work).finish if work else None
 
     def _score(self, spans: list[Span], hidden_RD: Array) -> None:
         """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
-from penstock.engine.runner.constraint import Constraint
+from penstock.engine.runner.constraint import Constraint, Lookahead
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.grammar.matcher import Matcher
 from penstock.grammar.worker import Grammars
@@ -179,20 +182,27 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
     assert request.output == [*alone[:7], END]
 
 
-def test_masks_are_worked_out_on_another_thread_while_the_step_runs(
-    bench: RunnerBench, monkeypatch: pytest.MonkeyPatch
-):
-    seen: list[str] = []
-    original = Constraint.look_ahead
+def test_masks_are_worked_out_on_another_thread_or_by_who_waits_for_them() -> None:
+    """Each exactly once, also when the other thread does not come to it."""
+    names: list[str] = []
 
-    def look_ahead(self: Constraint, drawn: Sequence[int], draft: Sequence[int] = ()) -> None:
-        seen.append(threading.current_thread().name)
-        original(self, drawn, draft)
+    class Told:
+        def look_ahead(self, drawn: Sequence[int], draft: Sequence[int]) -> None:
+            names.append(threading.current_thread().name)
 
-    monkeypatch.setattr(Constraint, "look_ahead", look_ahead)
-    finish(bench, bench.request(PROMPT, SAMPLINGS["greedy"]))
-    assert seen
-    assert all(name.startswith("masks") for name in seen)
+    work: list[Any] = [(Told(), (), ()) for _ in range(3)]
+    with ThreadPoolExecutor(1, thread_name_prefix="masks") as beside:
+        free = Lookahead(beside, work)
+        while len(names) < 3:
+            time.sleep(0)
+        free.finish()
+        assert [name.startswith("masks") for name in names] == [True] * 3
+        busy = threading.Event()
+        beside.submit(busy.wait)
+        starved = Lookahead(beside, work)
+        starved.finish()
+        assert [name.startswith("masks") for name in names[3:]] == [False] * 3
+        busy.set()
 
 
 def test_what_goes_wrong_beside_the_step_comes_out(bench: RunnerBench, monkeypatch: pytest.MonkeyPatch):
