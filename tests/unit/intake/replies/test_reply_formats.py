@@ -256,7 +256,7 @@ def soup(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_pieces_make_no_difference(name: str):
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(words=st.lists(st.sampled_from(soup(name)), max_size=14), data=st.data(), thinking=st.booleans())
     def same(words: list[str], data: st.DataObject, thinking: bool) -> None:
         text = "".join(words)
