@@ -223,6 +223,10 @@ class NativeOps:
         self._rows.layer_norm(hidden_TD, weight_D, bias_D, eps, out_TD)
         return out_TD
 
+    def layer_norm_in_place(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> None:
+        """See ``Ops.layer_norm_in_place``."""
+        self._rows.layer_norm_in_place(hidden_TD, weight_D, bias_D, eps)
+
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
         """See ``Ops.linear``."""
         out_TN = self._buffers.empty((x_TK.shape[0], weight.n), np.float32)

@@ -250,6 +250,10 @@ class Ops(Protocol):
         (arXiv:1607.06450); the variance is the mean square distance, in a second pass."""
         ...
 
+    def layer_norm_in_place(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> None:
+        """hidden = layer_norm(hidden), in place and fp32: post-norm encoders, whose residual stream is normed."""
+        ...
+
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
         """hidden [T, N] = x W^T, summed in fp32 over K, segment by segment."""
         ...

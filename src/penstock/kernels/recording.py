@@ -94,6 +94,10 @@ class RecordingOps:
         """See ``Ops.layer_norm``."""
         return Value(self.step.layer_norm(hidden_TD.slot, weight_D, bias_D, eps))
 
+    def layer_norm_in_place(self, hidden_TD: Value, weight_D: Array, bias_D: Array | None, eps: float) -> None:
+        """See ``Ops.layer_norm_in_place``."""
+        self.step.layer_norm_in_place(hidden_TD.slot, weight_D, bias_D, eps)
+
     def linear(self, x_TK: Value, weight: PackedLinear) -> Value:
         """See ``Ops.linear``."""
         return Value(self.step.linear(x_TK.slot, weight.data))

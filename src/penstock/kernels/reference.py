@@ -174,6 +174,10 @@ class ReferenceOps:
         """See ``Ops.layer_norm``."""
         return self._in_tiles(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD).to(self._dtype)
 
+    def layer_norm_in_place(self, hidden_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> None:
+        """See ``Ops.layer_norm_in_place``."""
+        hidden_TD.copy_(self._in_tiles(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD))
+
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
         """See ``Ops.linear``."""
         sums, begin = [], 0

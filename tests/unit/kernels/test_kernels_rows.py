@@ -84,6 +84,9 @@ def test_layer_norm(ops: Any, width: int, biased: bool) -> None:
     wanted = apart / np.sqrt((apart**2).mean(1, keepdims=True) + 1e-5) * weight + bias
     got = ops.layer_norm(ops.hidden(hidden), ops.vector(weight), ops.vector(bias) if biased else None, 1e-5)
     assert_close(ops.to_numpy(got), wanted, TOLERANCE[ops.compute_dtype])
+    array = ops.hidden(hidden)
+    ops.layer_norm_in_place(array, ops.vector(weight), ops.vector(bias) if biased else None, 1e-5)
+    assert_close(ops.to_numpy(array), wanted, TOLERANCE["fp32"])
 
 
 def changed(ops: Any, values: NDArray[np.float32], fn: Callable[[Array], None]) -> NDArray[np.float32]:
@@ -118,6 +121,7 @@ def test_rows_alone_and_in_company(ops: Any) -> None:
     x, weight, other = values_of(90, 322), ops.vector(normal(2, 322)), normal(3, 90, 322)
     cases: dict[str, Callable[[Array, Array], Array]] = {
         "layer_norm": lambda a, _: ops.layer_norm(a, weight, weight, 1e-5),
+        "layer_norm_in_place": lambda a, _: ops.layer_norm_in_place(a, weight, weight, 1e-5) or a,
         "norm_add": lambda a, b: ops.norm_add(a, b, weight, 1e-5) or a,
         "softcap": lambda a, _: ops.softcap(a, 5.0) or a,
         "gated": lambda a, _: ops.gated(a, SWIGLU_OAI),
@@ -142,6 +146,7 @@ class EveryRowOperation:
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         hidden_TD = ops.embed(self.table, batch.tokens_T, 7.5)
         ops.embed_add(self.positions, batch.positions_T, hidden_TD)
+        ops.layer_norm_in_place(hidden_TD, self.weight, self.weight, 1e-12)
         for gate in (SWIGLU_OAI, Gate(activation=Activation.GELU)):
             wide_TN = ops.linear(ops.layer_norm(hidden_TD, self.weight, None, 1e-5), self.wide)
             ops.add_bias(wide_TN, self.bias)

@@ -127,6 +127,10 @@ class RecordedStep {
     require(!bias || dim(*bias, 0) == dim(weight, 0), "bias must be [D]");
     return program_->layer_norm(hidden, held(weight), bias ? held(*bias) : nullptr, dim(weight, 0), eps);
   }
+  void layer_norm_in_place(int hidden, const In<float, 1>& weight, const std::optional<In<float, 1>>& bias, float eps) {
+    require(!bias || dim(*bias, 0) == dim(weight, 0), "bias must be [D]");
+    program_->layer_norm_in_place(hidden, held(weight), bias ? held(*bias) : nullptr, dim(weight, 0), eps);
+  }
   void norm_add(int x, const In<float, 1>& weight, float eps, int hidden) {
     program_->norm_add(x, held(weight), dim(weight, 0), eps, hidden);
   }
@@ -265,6 +269,7 @@ void bind_program(nb::module_& m) {
       .def("attention", &RecordedStep::attention)
       .def("positions", &RecordedStep::positions)
       .def("layer_norm", &RecordedStep::layer_norm, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
+      .def("layer_norm_in_place", &RecordedStep::layer_norm_in_place, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
       .def("norm_add", &RecordedStep::norm_add)
       .def("add_bias", &RecordedStep::add_bias)
       .def("add", &RecordedStep::add)

@@ -43,6 +43,15 @@ class RowKernels {
     without_gil([&] { family_->layer_norm(args, compute_); });
   }
 
+  void layer_norm_in_place(const Values& hidden, const In<float, 1>& weight, const std::optional<In<float, 1>>& bias,
+                           float eps) const {
+    require(dim(weight, 0) == dim(hidden, 1), "weight must be [D]");
+    require(!bias || dim(*bias, 0) == dim(hidden, 1), "bias must be [D]");
+    const LayerNormArgs args{hidden.data(), weight.data(), bias ? bias->data() : nullptr, dim(hidden, 0), dim(hidden, 1),
+                             eps, hidden.data()};
+    without_gil([&] { family_->layer_norm(args, Compute::kFp32); });
+  }
+
   void norm_add(const In<float, 2>& x, const In<float, 1>& weight, float eps, const Values& hidden) const {
     require(dim(weight, 0) == dim(x, 1), "weight must be [D]");
     check_same(x, hidden);
@@ -88,6 +97,7 @@ void bind_rows(nb::module_& m) {
       .def("gated", &RowKernels::gated)
       .def("activate", &RowKernels::activate)
       .def("layer_norm", &RowKernels::layer_norm, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+      .def("layer_norm_in_place", &RowKernels::layer_norm_in_place, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
       .def("norm_add", &RowKernels::norm_add)
       .def("add_bias", &RowKernels::add_bias)
       .def("add", &RowKernels::add)

@@ -54,6 +54,7 @@ class Program {
   int heads_of(int q) const;  // query heads
   int positions(const Matrix& table);  // rows of the table by absolute position
   int layer_norm(int hidden, const float* weight, const float* bias, long width, float eps);
+  void layer_norm_in_place(int hidden, const float* weight, const float* bias, long width, float eps);
   void norm_add(int x, const float* weight, long width, float eps, int hidden);
   void add_bias(int x, const float* bias, long width);
   void add(int x, int hidden);

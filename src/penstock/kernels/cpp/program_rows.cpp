@@ -19,6 +19,11 @@ int Program::layer_norm(int hidden, const float* weight, const float* bias, long
   return add(node, in.width, in.rows, true);
 }
 
+void Program::layer_norm_in_place(int hidden, const float* weight, const float* bias, long width, float eps) {
+  expect(given(hidden, false, "the norm takes hidden values").width == width, "weight must be [D]");
+  nodes_.push_back({.op = Op::kLayerNorm, .in = -1, .out = hidden, .vector = weight, .bias = bias, .number = eps});
+}
+
 void Program::norm_add(int x, const float* weight, long width, float eps, int hidden) {
   const Slot &in = given(x, false, "the norm takes hidden values"), &to = given(hidden, false, "a sum is of hidden values");
   expect(width == in.width && to.width == in.width, "weight must be [D], x and hidden [T, D]");
@@ -78,6 +83,8 @@ void Program::run_rows(const Node& node) {
   auto* hidden = reinterpret_cast<float*>(out);
   switch (node.op) {
     case Op::kLayerNorm:
+      if (in == nullptr)
+        return family_.layer_norm({hidden, node.vector, node.bias, rows, width, node.number, out}, Compute::kFp32);
       return family_.layer_norm({in, node.vector, node.bias, rows, width, node.number, out}, compute_);
     case Op::kNormAdd: return family_.norm_add({in, node.vector, rows, width, node.number, hidden});
     case Op::kBias: return family_.add_bias({hidden, node.vector, nullptr, rows, width});
