@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_cut.hpp"
 #include "codec.hpp"
 #include "dispatch.hpp"
 #include "expert_run.hpp"
@@ -204,6 +205,45 @@ class Run {
     note("pages", memory);
     attend(q, kv, batch, false);
     attend(q, kv, batch, true);
+    attend_with(q, kv, batch, {100, 0}, {0.125f, 0, nullptr}, "window");
+    const auto sinks = numbers(kHeads, 9, 1);
+    attend_with(q, kv, batch, {70, 256}, {0.125f, 20, sinks.data()}, "window, chunk, softcap, sinks");
+    latent(batch, sequence);
+  }
+
+  // By any rule, cut as a step is.
+  void attend_with(const std::vector<char>& q, const KvView& kv, const BatchView& batch, const KeyRule& rule,
+                   const Softmax& softmax, const char* what) {
+    AttentionCut cut;
+    AttentionArgs args;
+    cut.cut(kv, batch, kHeads, rule, args);
+    args.q = q.data();
+    args.layer = 1;
+    args.softmax = softmax;
+    std::vector<char> out(static_cast<size_t>(batch.tokens) * kHeads * kv.value_dim * size_of(compute_));
+    args.out = out.data();
+    family_.attention(args, compute_);
+    note(what, out);
+  }
+
+  // Latent vectors of 40 numbers, of which 32 are values.
+  void latent(const BatchView& batch, const std::vector<int32_t>& sequence) {
+    constexpr int kDim = 40, kValues = 32, kPlain = 24, kTurned = kDim - kValues;
+    KvView kv{nullptr, 42, kLayers, 1, kDim, kValues, true, per_cell(compute_)};
+    std::vector<uint32_t> memory(static_cast<size_t>(kv.pages) * kv.page_cells());
+    kv.cells = memory.data();
+    const auto tokens = static_cast<size_t>(batch.tokens);
+    const auto given = numbers(tokens * kDim, 10, 1), weight = numbers(kValues, 11, 1), angles = numbers(640 * kTurned, 12, 1);
+    const RopeView rope{angles.data(), kTurned / 2, true};
+    family_.latent_write({given.data(), weight.data(), 0x1p-16f, rope, sequence.data(), batch, kv, 1}, compute_);
+    note("latent pages", memory);
+    const auto queries = numbers(tokens * kHeads * (kPlain + kTurned), 13, 1);
+    std::vector<char> x(tokens * kHeads * kPlain * size_of(compute_)), q(tokens * kHeads * kDim * size_of(compute_));
+    family_.latent_split({queries.data(), rope, batch, kHeads, kPlain, x.data(), q.data(), kDim}, compute_);
+    const Weight absorb(numbers(kHeads * kValues * kPlain, 14, 0.25f), kHeads * kValues, kPlain, {kPlain}, compute_);
+    family_.heads_linear({x.data(), batch.tokens, kHeads, absorb.view, q.data(), kDim}, compute_);
+    note("latent queries", q);
+    attend_with(q, kv, batch, {0, 0}, {0.125f, 0, nullptr}, "latent attention");
   }
 
   void attend(const std::vector<char>& q, const KvView& kv, const BatchView& batch, bool apart) {

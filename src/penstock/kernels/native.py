@@ -42,7 +42,7 @@ from penstock.types import PAGE_TOKENS
 
 KV_LAYOUT = "cells16-1"
 """Per page and layer: K as [kv head][pairs of columns][16 tokens], V as [kv head][pairs of tokens][columns] (bf16);
-fp32 the same with single columns and tokens."""
+fp32 the same with single columns and tokens.  Shared memory has K only."""
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
 

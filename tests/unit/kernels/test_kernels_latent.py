@@ -14,6 +14,7 @@ from penstock.kernels import _native
 from penstock.kernels.draws import Picks
 from penstock.kernels.ops import Array, KvShape, Ops, StepBatch
 from penstock.kernels.program import DirectProgram
+from penstock.kv.layout import KvLayout
 
 EPS = 1e-6
 
@@ -106,6 +107,11 @@ SHAPES = [Latent(4, 48, 32, 16), Latent(3, 30, 22, 6), Latent(20, 24, 8, 12), La
 @pytest.fixture(params=EVERY, ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
+
+
+def test_pages_have_the_bytes_of_their_layout(ops: Any) -> None:
+    for shape in (SHAPES[3].shape, replace(SHAPES[3].shape, shared=False)):
+        assert KvLayout.of(shape, ops.compute_dtype).page_bytes == ops.page_bytes(shape)
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)

@@ -4,6 +4,7 @@ makers' own code takes."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.kernels.kinds import Activation
+from penstock.kernels.ops import KvShape
 from penstock.weights.decoder import Decoder, Mlp
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fields import Fields
+from penstock.weights.latent import Latent
 from penstock.weights.rope import Linear
 from penstock.weights.spec import ModelSpec
 
@@ -51,6 +54,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not scaled": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
     "activation": ("gpt2", {"activation_function": "tanh"}, "activation_function is 'tanh'; these can be served"),
     "divisors of another width": ("phi_3_mini_128k", {"head_dim": 192}, "short_factor must have 96 numbers"),
+    "experts every other layer": ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1"),
+    "another score": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+    "groups that do not divide": ("deepseek_v3", {"n_group": 7}, "256 experts in 7 groups"),
+    "a latent vector too long": ("deepseek_v3", {"kv_lora_rank": 1000}, "together must be at most 1024"),
+    "an odd latent vector": ("kimi_k2_bf16", {"kv_lora_rank": 511}, "kv_lora_rank must be even"),
+    "another choice": ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+    "weights that are normalised": ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob is true"),
+    "quantized latent": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
     "an odd part of a head": ("glm_4_9b_0414", {"partial_rotary_factor": 0.09}, "0.09 of heads of 128 is no even"),
 }
 
@@ -93,6 +104,29 @@ def test_gelu_of_gemma_1_is_the_approximation() -> None:
     mlp = parsed("gemma_7b").own(Decoder).layers[0].mlp
     assert isinstance(mlp, Mlp)
     assert mlp.activation is Activation.GELU_TANH
+
+
+def test_deepseek_keeps_one_latent_vector_a_token() -> None:
+    spec = parsed("deepseek_v3")
+    assert spec.kv == KvShape(layers=61, kv_heads=1, key_dim=576, value_dim=512, shared=True)
+    layers = spec.own(Decoder).layers
+    assert [isinstance(layer.mlp, Mlp) for layer in layers] == [True] * 3 + [False] * 58
+    latent = layers[0].attention
+    assert isinstance(latent, Latent)
+    assert latent.rope.interleaved
+    assert latent.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)  # as its makers' code has it
+    assert latent.rope.attention_factor == 1.0
+
+
+def test_no_rank_of_queries_is_said_by_null() -> None:
+    config = json.loads((CONFIGS / "deepseek_v2_lite.json").read_text())
+    ranks = []
+    for values in (config, {name: value for name, value in config.items() if name != "q_lora_rank"}):
+        spec = checkpoint_format("DeepseekV2ForCausalLM", "").parse(Fields(values, "config.json"))
+        latent = spec.own(Decoder).layers[0].attention
+        assert isinstance(latent, Latent)
+        ranks.append(latent.q_rank)
+    assert ranks == [None, 1536]
 
 
 def test_every_fourth_layer_of_smollm_knows_no_position() -> None:

@@ -15,7 +15,7 @@ from penstock.kernels.select import make_ops
 from penstock.weights import load
 from penstock.weights.family import BUILT_IN, CheckpointFormat
 from penstock.weights.fields import Fields
-from penstock.weights.layout import Matrix, Part, Rows, Vector, WeightLayout
+from penstock.weights.layout import Groups, Matrix, Part, Rows, Vector, WeightLayout
 from penstock.weights.llama import parse
 from penstock.weights.load import LoadedModel, load_model
 from tiny_models import Tensors, llama_config, write_weights
@@ -51,6 +51,14 @@ WEIGHTS: dict[str, tuple[Matrix | Vector, NDArray[Any]]] = {
     "outputs 2 to 5 of one of a stack": (
         Matrix("w", (Part("stacked and turned", (3, 10, 6), index=0, transposed=True, rows=Rows(2, 5)),)),
         BOTH[0].T[2:5],
+    ),
+    "rows 1 and 2 of each of two groups": (
+        Matrix("w", (Part("stack", (3, 6, 10), index=2, groups=Groups(2, 1, 3)),)),
+        STACK[2][[1, 2, 4, 5]],
+    ),
+    "groups turned round": (
+        Matrix("w", (Part("turned", (10, 12), groups=Groups(5, 0, 1, turned=True)),)),
+        TURNED[0::2].reshape(60, 1),
     ),
     "a norm that stores w - 1": (Vector("w", (Part("norm", (7,)),), offset=1.0), TENSORS["norm"] + np.float32(1)),
     "a bias of two tensors": (
