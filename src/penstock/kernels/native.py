@@ -36,6 +36,8 @@ from penstock.kernels.native_arguments import (
 )
 from penstock.kernels.ops import Array, KvShape, PackedLinear, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
+from penstock.kernels.quantised import QuantizedMatrix, fits
+from penstock.kernels.quantising import pack
 from penstock.kernels.recording import recorded
 from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.types import PAGE_TOKENS
@@ -72,6 +74,7 @@ class NativeOps:
         self._attention = _native.AttentionKernels(family, compute_dtype)
         self._compressed = _native.CompressedKernels(family)
         self._experts = _native.ExpertKernels(family, compute_dtype)
+        self._quantised = _native.QuantKernels(family, compute_dtype)
         self._rows = _native.RowKernels(family, compute_dtype)
         self._per_cell = 2 if compute_dtype == "bf16" else 1
         self._dtype = np.dtype(np.uint16 if compute_dtype == "bf16" else np.float32)
@@ -110,6 +113,13 @@ class NativeOps:
     def _keeps_compressed(self, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> bool:
         fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
         return self.compute_dtype == "bf16" and self._compressed.in_registers() and fits
+
+    def pack_quantised(
+        self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
+    ) -> PackedLinear | None:
+        """See ``Ops.pack_quantised``."""
+        ends = segments or (parts[0].k,)
+        return pack(self._arena, parts, ends, threads) if fits(parts, ends) else None
 
     def pack_experts(
         self,
@@ -195,10 +205,7 @@ class NativeOps:
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:
         """See ``Ops.embed``."""
         hidden_TD = self._buffers.empty((len(tokens_T), table.k), np.float32)
-        if isinstance(table.data, _native.CompressedWeights):
-            self._compressed.embed(table.data, tokens_T, hidden_TD)
-        else:
-            self._kernels.embed(table.data, tokens_T, hidden_TD)
+        self._kernels_of(table).embed(table.data, tokens_T, hidden_TD)
         if scale != 1.0:
             self.scale(hidden_TD, scale)
         return hidden_TD
@@ -238,10 +245,13 @@ class NativeOps:
         self._multiply(x_TK, weight, hidden_TN, add=True)
 
     def _multiply(self, x_TK: Array, weight: PackedLinear, out_TN: Array, *, add: bool) -> None:
+        self._kernels_of(weight).linear(x_TK, weight.data, out_TN, add)
+
+    def _kernels_of(self, weight: PackedLinear) -> Any:
+        """Those that read weights of this form."""
         if isinstance(weight.data, _native.CompressedWeights):
-            self._compressed.linear(x_TK, weight.data, out_TN, add)
-        else:
-            self._kernels.linear(x_TK, weight.data, out_TN, add)
+            return self._compressed
+        return self._quantised if isinstance(weight.data, _native.QuantWeights) else self._kernels
 
     def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
         """See ``Ops.norm_heads``."""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
+from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.kernels.stored import Loading
 
@@ -179,6 +180,17 @@ class Ops(Protocol):
 
         ``weighs_input``: a token is multiplied by its weight before its expert, not after it (Llama 4).
         Raises ValueError unless all have one shape.
+        """
+        ...
+
+    def pack_quantised(
+        self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
+    ) -> PackedLinear | None:
+        """The same for quantised matrices, one below the other, which stay quantised; no thread is left afterwards.
+
+        A weight is scale * value + minimum in fp32, never rounded to the compute type: products of codes' values are
+        summed over 32 columns (16 where a scale spans no more), then multiplied by the scale.  None if this backend
+        cannot compute from this shape: then dequantise them (``quantised.dequantised``).
         """
         ...
 

@@ -25,6 +25,7 @@ from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.ops import KvShape, PackedLinear, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.quantised import QuantizedMatrix, dequantised
 from penstock.kernels.reference_attention import (
     ReferenceKv,
     ReferenceRope,
@@ -67,8 +68,10 @@ class ReferenceOps:
 
     def pack_linear(self, weight_NK: Any, *, segments: tuple[int, ...] | None = None) -> PackedLinear:
         """See ``Ops.pack_linear``: one contiguous fp32 matrix a segment, rounded to the compute type."""
-        n, k = weight_NK.shape
-        whole = self._tensor(np.asarray(weight_NK, np.float32)).to(self._dtype).float()
+        return self._packed(self._tensor(np.asarray(weight_NK, np.float32)).to(self._dtype).float(), segments)
+
+    def _packed(self, whole: Tensor, segments: tuple[int, ...] | None) -> PackedLinear:
+        n, k = whole.shape
         ends = segments or (k,)
         begins = (0, *ends[:-1])
         parts = [whole[:, a:b].contiguous() for a, b in zip(begins, ends, strict=True)]
@@ -96,6 +99,13 @@ class ReferenceOps:
             raise ValueError("all experts of a layer have one shape")
         nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
         return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)
+
+    def pack_quantised(
+        self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
+    ) -> PackedLinear:
+        """See ``Ops.pack_quantised``: dequantised to fp32, so that the products are those of the weights."""
+        whole = self._tensor(np.concatenate([dequantised(part.whole(), part.format) for part in parts]))
+        return self._packed(whole, segments)
 
     def loading(self, nbytes: int) -> None:
         """See ``Ops.loading``: it cannot."""

@@ -23,6 +23,9 @@ void bind_attention(nb::module_& m);
 // Declares the functions and classes of compressed weights (module_compressed.cpp).
 void bind_compressed(nb::module_& m);
 
+// Declares the functions and classes of quantised weights (module_quantised.cpp).
+void bind_quantised(nb::module_& m);
+
 // Declares the operations that go row by row (module_rows.cpp).
 void bind_rows(nb::module_& m);
 

@@ -6,17 +6,23 @@
 
 #include "compressed_weights.hpp"
 #include "expert_run.hpp"
+#include "quantised_weights.hpp"
 
 namespace penstock {
 
-// Plain or compressed, for this compute type; it points into `weight`.
+// Plain, compressed or quantised, for this compute type; it points into `weight`.
 inline Matrix matrix_from(const nb::object& weight, int per_cell) {
   Matrix matrix;
   if (nb::isinstance<CompressedWeights>(weight)) {
     const auto& own = nb::cast<const CompressedWeights&>(weight);
     require(own.whole_blocks && per_cell == 2, "compressed weights are bf16, and segments end with a block");
     matrix.compressed = own.view;
-    matrix.is_compressed = true;
+    matrix.form = Matrix::Form::kCompressed;
+    return matrix;
+  }
+  if (nb::isinstance<QuantWeights>(weight)) {
+    matrix.quantised = nb::cast<const QuantWeights&>(weight).view();
+    matrix.form = Matrix::Form::kQuantised;
     return matrix;
   }
   matrix.plain = nb::cast<const Weights&>(weight).view;

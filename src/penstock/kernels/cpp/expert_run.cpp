@@ -43,10 +43,17 @@ void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float
   for (const long rows : rows_) {
     const Matrix& own = weights[first++];
     if (rows == 0) continue;
-    if (own.is_compressed)
-      compact_.push_back({x, rows, own.compressed, out, false, nullptr, 0, {}, gate, gated});
-    else
-      plain_.push_back({x, rows, own.plain, out, false, nullptr, 0, {}, gate, gated});
+    switch (own.form) {
+      case Matrix::Form::kPlain:
+        plain_.push_back({x, rows, own.plain, out, false, nullptr, 0, {}, gate, gated});
+        break;
+      case Matrix::Form::kCompressed:
+        compact_.push_back({x, rows, own.compressed, out, false, nullptr, 0, {}, gate, gated});
+        break;
+      case Matrix::Form::kQuantised:
+        quantised_.linear({x, rows, own.quantised, out, false, nullptr, 0, {}, gate, gated}, compute_);
+        break;
+    }
     x += static_cast<size_t>(rows * inputs(own)) * value_bytes;
     gated += static_cast<size_t>(rows * outputs(own) / 2) * value_bytes;
     out += rows * outputs(own);

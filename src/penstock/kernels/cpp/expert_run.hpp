@@ -44,7 +44,7 @@ struct ExpertsArgs {
 class ExpertRun {
  public:
   ExpertRun(const Family& family, const CompressedFamily& compressed, Compute compute)
-      : family_(family), compressed_(compressed), compute_(compute) {}
+      : family_(family), compressed_(compressed), quantised_(quantised_family(family.name)), compute_(compute) {}
 
   void run(const ExpertsArgs& args);
 
@@ -61,6 +61,7 @@ class ExpertRun {
 
   const Family& family_;
   const CompressedFamily& compressed_;
+  const QuantFamily& quantised_;
   Compute compute_;
   std::vector<int32_t> tokens_, experts_;  // of each slot
   std::vector<int32_t> slots_;             // of each token, ascending

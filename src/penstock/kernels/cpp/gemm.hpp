@@ -113,11 +113,11 @@ void pack_block(const LinearArgs& args, const RowCut& cut, long block, char* pac
 
 PS_INLINE size_t packed_row_bytes(const PackedView& w) { return static_cast<size_t>(w.steps()) * 4; }
 
+// `packed`: room for all rows.
 template <class D>
-Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
+Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut, char* packed) {
   const PackedView& w = args.weight;
   const size_t row_bytes = packed_row_bytes(w);
-  char* packed = static_cast<char*>(shared_workspace(args.rows * row_bytes));
   const double work = static_cast<double>(args.rows * w.steps()) * 4;
   const long tiles = cut.all_tiles() / cut.blocks() + 1;  // at least those of any block
   each_item(cut.blocks() * tiles, work, [&](long item, int) {
@@ -127,6 +127,12 @@ Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
     pack_inputs<D>(args, own.begin[t], own.rows_of(t), reinterpret_cast<uint32_t*>(packed + own.begin[t] * row_bytes));
   });
   return {packed, true, row_bytes};
+}
+
+template <class D>
+Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
+  const size_t bytes = args.rows * packed_row_bytes(args.weight);
+  return pack_all_inputs<D>(args, cut, static_cast<char*>(shared_workspace(bytes)));
 }
 
 // As few rows as fit one tile are taken where they lie, if they lie as the cells want them.

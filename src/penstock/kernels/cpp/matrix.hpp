@@ -2,16 +2,23 @@
 #pragma once
 
 #include "compressed.hpp"
+#include "quantised.hpp"
 
 namespace penstock {
 
 struct Matrix {
-  PackedView plain{};  // without cells when compressed
+  enum class Form : uint8_t { kPlain, kCompressed, kQuantised };
+  Form form = Form::kPlain;
+  PackedView plain{};
   CompressedView compressed{};
-  bool is_compressed = false;
+  QuantView quantised{};
+
+  const PackedView& layout() const {
+    return form == Form::kPlain ? plain : form == Form::kCompressed ? compressed.layout : quantised.layout;
+  }
 };
 
-inline long outputs(const Matrix& matrix) { return matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n; }
-inline long inputs(const Matrix& matrix) { return matrix.is_compressed ? matrix.compressed.layout.k : matrix.plain.k; }
+inline long outputs(const Matrix& matrix) { return matrix.layout().n; }
+inline long inputs(const Matrix& matrix) { return matrix.layout().k; }
 
 }  // namespace penstock

@@ -155,6 +155,7 @@ NB_MODULE(_native, m) {
       .def("multiply", &Kernels::multiply);
   bind_attention(m);
   bind_compressed(m);
+  bind_quantised(m);
   bind_rows(m);
   bind_experts(m);
   bind_program(m);

@@ -88,7 +88,7 @@ class RecordedStep {
 
   int embed(const nb::object& table) {
     const Matrix matrix = matrix_of(table);
-    tokens_below_ = matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n;
+    tokens_below_ = outputs(matrix);
     return program_->embed(matrix);
   }
   int rms_norm(int hidden, const In<float, 1>& weight, float eps) {
@@ -120,7 +120,7 @@ class RecordedStep {
   }
   int positions(const nb::object& table) {
     const Matrix matrix = matrix_of(table);
-    limit_positions(matrix.is_compressed ? matrix.compressed.layout.n : matrix.plain.n);
+    limit_positions(outputs(matrix));
     return program_->positions(matrix);
   }
   int layer_norm(int hidden, const In<float, 1>& weight, const std::optional<In<float, 1>>& bias, float eps) {

@@ -14,7 +14,7 @@ constexpr size_t kLine = 64;
 }  // namespace
 
 Program::Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv)
-    : family_(family), compressed_(compressed), compute_(compute), kv_(kv), expert_run_(family, compressed, compute) {
+    : family_(family), compressed_(compressed), quantised_(quantised_family(family.name)), compute_(compute), kv_(kv), expert_run_(family, compressed, compute) {
   expect(kv.per_cell == (compute == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
 }
 
@@ -203,10 +203,11 @@ void Program::run_node(const Node& node, const StepView& step) {
 void Program::run_lookup(const Node& node, const int32_t* ids) {
   const long rows = count(slots_[static_cast<size_t>(node.out)].rows);
   auto* out = reinterpret_cast<float*>(data(node.out));
-  if (node.matrix.is_compressed)
-    compressed_.embed({node.matrix.compressed, ids, rows, out});
-  else
-    family_.embed({node.matrix.plain, ids, rows, out}, compute_);
+  switch (node.matrix.form) {
+    case Matrix::Form::kPlain: return family_.embed({node.matrix.plain, ids, rows, out}, compute_);
+    case Matrix::Form::kCompressed: return compressed_.embed({node.matrix.compressed, ids, rows, out});
+    case Matrix::Form::kQuantised: return quantised_.embed({node.matrix.quantised, ids, rows, out});
+  }
 }
 
 void Program::run_linear(const Node& node, const StepView& step) {
@@ -218,10 +219,15 @@ void Program::run_linear(const Node& node, const StepView& step) {
   const Gate* gate = node.gated ? &node.gate : nullptr;
   void* gated = node.gated ? data(node.out) : nullptr;
   const long stored = count(RowsOf::kStored);
-  if (node.matrix.is_compressed)
-    compressed_.linear({x, rows, node.matrix.compressed, out, node.add, picks, stored, head_form_, gate, gated});
-  else
-    family_.linear({x, rows, node.matrix.plain, out, node.add, picks, stored, head_form_, gate, gated}, compute_);
+  const Matrix& w = node.matrix;
+  switch (w.form) {
+    case Matrix::Form::kPlain:
+      return family_.linear({x, rows, w.plain, out, node.add, picks, stored, head_form_, gate, gated}, compute_);
+    case Matrix::Form::kCompressed:
+      return compressed_.linear({x, rows, w.compressed, out, node.add, picks, stored, head_form_, gate, gated});
+    case Matrix::Form::kQuantised:
+      return quantised_.linear({x, rows, w.quantised, out, node.add, picks, stored, head_form_, gate, gated}, compute_);
+  }
 }
 
 void Program::gather(const Node& node, const StepView& step) {

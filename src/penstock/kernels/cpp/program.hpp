@@ -152,6 +152,7 @@ class Program {
 
   const Family& family_;
   const CompressedFamily& compressed_;
+  const QuantFamily& quantised_;
   Compute compute_;
   KvView kv_;
   std::vector<Slot> slots_;

@@ -1,0 +1,196 @@
+# ruff: noqa: N815  (field names carry shapes)
+"""What a quantised matrix is, whatever file it comes from: codes, what they stand for, and numbers for their groups.
+
+``weight[n, k] = scale[n, k // group] * values[code[n, k]] + min[n, k // group]``, scales and minimums in fp32.  Each of
+the formats that people use is this with other numbers (docs/weight-formats.md).  Knows no kernels and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+PANEL_ROWS = 16
+UNIT_COLUMNS = 32
+SUPER_COLUMNS = 256
+
+
+class Scale(IntEnum):
+    """How scales are written; the last two as integers that are multiplied by an fp16 number of a super-block."""
+
+    F16 = 0
+    BF16 = 1
+    F32 = 2
+    E8M0 = 3  # 2 ** (byte - 127)
+    U8_OF_F16 = 4
+    I8_OF_F16 = 5
+
+
+class Minimum(IntEnum):
+    """What is added to scale times value."""
+
+    NONE = 0
+    ZERO_POINT = 1  # minus scale times an integer below 256
+    F16 = 2
+    U8_OF_F16 = 3  # minus an integer times an fp16 number of a super-block
+
+
+_DTYPES = {
+    Scale.F16: np.dtype(np.float16),
+    Scale.BF16: np.dtype(ml_dtypes.bfloat16),
+    Scale.F32: np.dtype(np.float32),
+    Scale.E8M0: np.dtype(np.uint8),
+    Scale.U8_OF_F16: np.dtype(np.uint8),
+    Scale.I8_OF_F16: np.dtype(np.int8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """All but the numbers themselves."""
+
+    bits: int  # 4, 5, 6 or 8
+    values: tuple[float, ...]  # of every code, 2 ** bits; bf16 holds each
+    group: int  # columns that share a scale: 16 or a multiple of 32
+    scale: Scale
+    minimum: Minimum = Minimum.NONE
+
+    @property
+    def has_super(self) -> bool:
+        """Are scales integers of a super-block?"""
+        return self.scale in (Scale.U8_OF_F16, Scale.I8_OF_F16)
+
+    def table(self) -> NDArray[Any]:
+        """The values as bf16.  Raises ValueError if it does not hold one of them."""
+        exact = np.array(self.values, np.float32)
+        table = exact.astype(ml_dtypes.bfloat16)
+        same = (table.astype(np.float32) == exact) | np.isnan(exact)
+        if len(exact) != 1 << self.bits or not same.all():
+            raise ValueError(f"{1 << self.bits} values that bf16 holds are wanted")
+        return table
+
+    def bits_a_weight(self) -> float:
+        """What a weight takes, its share of the numbers included."""
+        own = 8 * _DTYPES[self.scale].itemsize + {Minimum.NONE: 0, Minimum.F16: 16}.get(self.minimum, 8)
+        supers = (16 + 16 * (self.minimum is Minimum.U8_OF_F16)) if self.has_super else 0
+        return self.bits + own / self.group + supers / SUPER_COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class QuantRows:
+    """Some rows of a matrix; G groups and B super-blocks a row."""
+
+    codes_NK: NDArray[np.uint8]
+    scales_NG: NDArray[Any]
+    minimums_NG: NDArray[Any] | None = None
+    super_scales_NB: NDArray[np.float16] | None = None
+    super_minimums_NB: NDArray[np.float16] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [n, k] whose rows are read when they are wanted, from any thread."""
+
+    n: int
+    k: int
+    format: QuantFormat
+    read: Callable[[int, int], QuantRows]  # rows [first, stop)
+
+    def whole(self) -> QuantRows:
+        """All rows."""
+        return self.read(0, self.n)
+
+
+def fits(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
+    """Can these matrices, one below the other and cut at these columns, be multiplied as they are?"""
+    whole = all(part.n % PANEL_ROWS == 0 for part in parts[:-1]) and all(end % UNIT_COLUMNS == 0 for end in ends)
+    supers = all(part.k % part.format.group == 0 or part.format.group > part.k for part in parts)
+    return whole and supers
+
+
+def numbers(rows: QuantRows, form: QuantFormat) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Scales and minimums [N, G] in fp32."""
+    if form.scale is Scale.E8M0:
+        scales = np.ldexp(np.float32(1), rows.scales_NG.astype(np.int32) - 127).astype(np.float32)
+        scales[rows.scales_NG == 255] = np.nan
+    else:
+        scales = rows.scales_NG.astype(np.float32)
+    each = SUPER_COLUMNS // form.group
+    if rows.super_scales_NB is not None:
+        scales *= _spread(rows.super_scales_NB, each, scales.shape[1])
+    if rows.minimums_NG is None:
+        return scales, None
+    minimums = rows.minimums_NG.astype(np.float32)
+    if form.minimum is Minimum.ZERO_POINT:
+        minimums = -(scales * minimums)
+    if rows.super_minimums_NB is not None:
+        minimums = -(minimums * _spread(rows.super_minimums_NB, each, scales.shape[1]))
+    return scales, minimums
+
+
+def dequantised(rows: QuantRows, form: QuantFormat) -> NDArray[np.float32]:
+    """The weights [N, K]; for tests, and where no kernel reads the codes."""
+    k = rows.codes_NK.shape[1]
+    scales, minimums = numbers(rows, form)
+    weights = np.array(form.values, np.float32)[rows.codes_NK]
+    group = min(form.group, k)
+    weights *= np.repeat(scales, group, axis=1)[:, :k]
+    if minimums is not None:
+        weights += np.repeat(minimums, group, axis=1)[:, :k]
+    return weights
+
+
+def records(rows: QuantRows, form: QuantFormat) -> NDArray[np.uint8]:
+    """The numbers of whole panels as the kernels read them (cpp/quantised.hpp), one record after another."""
+    scales = _by_panel(rows.scales_NG.astype(_DTYPES[form.scale], copy=False))
+    kind = np.float16 if form.minimum is Minimum.F16 else np.uint8
+    minimums = None if rows.minimums_NG is None else _by_panel(rows.minimums_NG.astype(kind, copy=False))
+    if rows.super_scales_NB is None:
+        return np.concatenate([scales, *([] if minimums is None else [minimums])], axis=2).reshape(-1)
+    panels, each = scales.shape[0], SUPER_COLUMNS // form.group
+    parts = [_by_panel(rows.super_scales_NB)]
+    if rows.super_minimums_NB is not None:
+        parts.append(_by_panel(rows.super_minimums_NB))
+    blocks = parts[0].shape[1]
+    for own in (scales, minimums):
+        if own is not None:
+            full = np.zeros((panels, blocks * each, own.shape[2]), np.uint8)
+            full[:, : own.shape[1]] = own
+            parts.append(full.reshape(panels, blocks, -1))
+    return np.concatenate(parts, axis=2).reshape(-1)
+
+
+def padded(rows: QuantRows) -> QuantRows:
+    """The same with rows of zeros up to a whole panel."""
+    missing = -len(rows.codes_NK) % PANEL_ROWS
+    if missing == 0:
+        return rows
+
+    def fill(array: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([array, np.zeros((missing, array.shape[1]), array.dtype)])
+
+    return QuantRows(
+        fill(rows.codes_NK),
+        fill(rows.scales_NG),
+        None if rows.minimums_NG is None else fill(rows.minimums_NG),
+        None if rows.super_scales_NB is None else fill(rows.super_scales_NB),
+        None if rows.super_minimums_NB is None else fill(rows.super_minimums_NB),
+    )
+
+
+def _by_panel(array_NG: NDArray[Any]) -> NDArray[np.uint8]:
+    """[panels, G, bytes of sixteen rows]."""
+    n, groups = array_NG.shape
+    turned = array_NG.reshape(n // PANEL_ROWS, PANEL_ROWS, groups).swapaxes(1, 2)
+    return np.ascontiguousarray(turned).view(np.uint8).reshape(n // PANEL_ROWS, groups, -1)
+
+
+def _spread(array_NB: NDArray[np.float16], each: int, groups: int) -> NDArray[np.float32]:
+    wide: NDArray[np.float32] = np.repeat(array_NB.astype(np.float32), each, axis=1)[:, :groups]
+    return wide
