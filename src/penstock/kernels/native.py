@@ -36,7 +36,7 @@ from penstock.kernels.native_arguments import (
 )
 from penstock.kernels.ops import Array, KvShape, PackedLinear, StepBatch, StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
-from penstock.kernels.quantised import QuantizedMatrix, fits
+from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.quantising import pack
 from penstock.kernels.recording import recorded
 from penstock.kernels.routing import PackedExperts, Routes, Routing
@@ -118,8 +118,7 @@ class NativeOps:
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
         """See ``Ops.pack_quantised``."""
-        ends = segments or (parts[0].k,)
-        return pack(self._arena, parts, ends, threads) if fits(parts, ends) else None
+        return pack(self._arena, parts, segments or (parts[0].k,), threads)
 
     def pack_experts(
         self,
@@ -249,9 +248,8 @@ class NativeOps:
 
     def _kernels_of(self, weight: PackedLinear) -> Any:
         """Those that read weights of this form."""
-        if isinstance(weight.data, _native.CompressedWeights):
-            return self._compressed
-        return self._quantised if isinstance(weight.data, _native.QuantWeights) else self._kernels
+        forms = {_native.CompressedWeights: self._compressed, _native.QuantWeights: self._quantised}
+        return forms.get(type(weight.data), self._kernels)
 
     def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
         """See ``Ops.norm_heads``."""

@@ -186,12 +186,8 @@ class Ops(Protocol):
     def pack_quantised(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        """The same for quantised matrices, one below the other, which stay quantised; no thread is left afterwards.
-
-        A weight is scale * value + minimum in fp32, never rounded to the compute type: products of codes' values are
-        summed over 32 columns (16 where a scale spans no more), then multiplied by the scale.  None if this backend
-        cannot compute from this shape: then dequantise them (``quantised.dequantised``).
-        """
+        """The same for quantised matrices, which stay so (docs/weight-formats.md); no thread is left afterwards.  None
+        if this backend cannot compute from this shape: then dequantise them (``quantised.dequantised``)."""
         ...
 
     def loading(self, nbytes: int) -> Loading | None:

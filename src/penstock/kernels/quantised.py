@@ -79,7 +79,7 @@ class QuantFormat:
         """What a weight takes, its share of the numbers included."""
         own = 8 * _DTYPES[self.scale].itemsize + {Minimum.NONE: 0, Minimum.F16: 16}.get(self.minimum, 8)
         supers = (16 + 16 * (self.minimum is Minimum.U8_OF_F16)) if self.has_super else 0
-        return self.bits + own / self.group + supers / SUPER_COLUMNS
+        return float(self.bits + own / self.group + supers / SUPER_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,15 @@ class QuantRows:
     minimums_NG: NDArray[Any] | None = None
     super_scales_NB: NDArray[np.float16] | None = None
     super_minimums_NB: NDArray[np.float16] | None = None
+
+    def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantRows:
+        """The same with every array changed."""
+        arrays = (self.codes_NK, self.scales_NG, self.minimums_NG, self.super_scales_NB, self.super_minimums_NB)
+        return QuantRows(*(None if array is None else change(array) for array in arrays))  # type: ignore[arg-type]
+
+    def every(self, step: int) -> QuantRows:
+        """The first row, and each ``step`` rows another one."""
+        return self.each(lambda array: array[::step])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,16 @@ class QuantizedMatrix:
     def whole(self) -> QuantRows:
         """All rows."""
         return self.read(0, self.n)
+
+    def picked(self, rows: range) -> QuantizedMatrix:
+        """These rows of it, in ascending order."""
+
+        def read(first: int, stop: int) -> QuantRows:
+            own = rows[first:stop]
+            all_NK = self.read(own.start, own[-1] + 1)
+            return all_NK if own.step == 1 else all_NK.every(own.step)
+
+        return QuantizedMatrix(len(rows), self.k, self.format, read)
 
 
 def fits(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
@@ -175,13 +194,7 @@ def padded(rows: QuantRows) -> QuantRows:
     def fill(array: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate([array, np.zeros((missing, array.shape[1]), array.dtype)])
 
-    return QuantRows(
-        fill(rows.codes_NK),
-        fill(rows.scales_NG),
-        None if rows.minimums_NG is None else fill(rows.minimums_NG),
-        None if rows.super_scales_NB is None else fill(rows.super_scales_NB),
-        None if rows.super_minimums_NB is None else fill(rows.super_minimums_NB),
-    )
+    return rows.each(fill)
 
 
 def _by_panel(array_NG: NDArray[Any]) -> NDArray[np.uint8]:

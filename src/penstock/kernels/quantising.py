@@ -19,6 +19,7 @@ from penstock.kernels.quantised import (
     SUPER_COLUMNS,
     UNIT_COLUMNS,
     QuantizedMatrix,
+    fits,
     padded,
     records,
 )
@@ -27,8 +28,10 @@ CODES_AT_A_TIME = 1 << 20
 """Weights that a thread unpacks at once: what it works on stays in its cache."""
 
 
-def pack(arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...], threads: int) -> PackedLinear:
-    """The matrices, one below the other.  They must fit (``quantised.fits``)."""
+def pack(arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...], threads: int) -> PackedLinear | None:
+    """The matrices, one below the other; None unless they fit."""
+    if not fits(parts, ends):
+        return None
     n, k = sum(part.n for part in parts), parts[0].k
     weights = _native.QuantWeights(n, k, list(ends))
     nbytes = 0

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.quantised import QuantizedMatrix, QuantRows
 from penstock.weights.compressed import Original
 from penstock.weights.gguf import GgufHeader, parse_header
+from penstock.weights.gguf_quants import GGUF_QUANTS
 from penstock.weights.header import TensorInfo
 from penstock.weights.mapped import MappedFile, Place, Stamp
 
@@ -114,6 +116,21 @@ class GgufFile:
         rows = np.frombuffer(self.stored(info), np.uint8).reshape(info.shape[0], -1)
         turned: NDArray[np.uint8] = rows[row_order(info.shape[0], heads)]
         return turned.reshape(-1).data.toreadonly()
+
+    def quantised(self, info: TensorInfo) -> QuantizedMatrix | None:
+        """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantised."""
+        kind = GGUF_QUANTS.get(info.dtype)
+        if kind is None or len(info.shape) != 2:
+            return None
+        n, k = info.shape
+        heads = self.turned_heads(info)
+        order = None if heads is None else row_order(n, heads)
+        raw_NB = np.frombuffer(self.stored(info), np.uint8).reshape(n, -1)
+
+        def read(first: int, stop: int) -> QuantRows:
+            return kind.rows(raw_NB[first:stop] if order is None else raw_NB[order[first:stop]])
+
+        return QuantizedMatrix(n, k, kind.format, read)
 
     def digest(self, info: TensorInfo) -> bytes:
         """BLAKE3 of the bytes in the file."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from penstock.errors import KernelError, ModelError
 from penstock.kernels.ops import Ops, PackedLinear
+from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
 from penstock.weights.checksum import checksum_text
 from penstock.weights.compressed import Original
@@ -122,7 +123,11 @@ class _Load:
             if name in checked:
                 self._check(name, entry, loading)
             self.found[name] = entry
-        rest = {w.name: _pack(self._checkpoint, w, self._ops) for w in self._weights if w.name not in loaded}
+        rest: dict[str, Any] = {}
+        for weight in self._weights:
+            if weight.name not in loaded:
+                rest[weight.name] = _pack(self._checkpoint, weight, self._ops, threads)
+                self._progress(len(loaded) + len(rest), len(self._weights))
         return {weight.name: loaded.get(weight.name, rest.get(weight.name)) for weight in self._weights}
 
     def _read(self, loading: Loading, threads: int) -> dict[str, Any]:
@@ -193,7 +198,7 @@ class _Meter:
 
 def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: Loading) -> bool:
     """Name the weight's parts to the backend; False if it must be made of arrays."""
-    if any(checkpoint.is_turned(part.tensor) or not part.is_whole for part in weight.parts):
+    if not all(part.is_whole and checkpoint.is_plain(part.tensor) for part in weight.parts):
         return False
     places = [_stored(checkpoint, part.tensor) for part in weight.parts]
     if isinstance(weight, Vector):
@@ -218,10 +223,10 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     return StoredTensor(name, place.file, place.offset, rows, columns, checkpoint.weight_dtype(name))
 
 
-def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
+def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops, threads: int = 1) -> Any:
     if isinstance(weight, Vector):
         return ops.vector(_aligned(weight.of([_array(checkpoint, part) for part in weight.parts])))
-    packed = _pack_compressed(checkpoint, weight, ops)
+    packed = _pack_quantised(checkpoint, weight, ops, threads) or _pack_compressed(checkpoint, weight, ops)
     if packed is not None:
         return packed
     parts = [_array(checkpoint, part) for part in weight.parts]
@@ -230,6 +235,28 @@ def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops) -> Any:
     dtypes = {part.dtype for part in parts}
     whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
     return ops.pack_linear(whole_NK, segments=weight.segments)
+
+
+def _pack_quantised(checkpoint: Checkpoint, weight: Matrix, ops: Ops, threads: int) -> PackedLinear | None:
+    """The weight as it is stored, if all of it is quantised and the backend computes from that."""
+    matrices = [_quantised(checkpoint, part) for part in weight.parts]
+    quantised = [matrix for matrix in matrices if matrix is not None]
+    if len(quantised) < len(matrices):
+        return None
+    packed = ops.pack_quantised(quantised, segments=weight.segments, threads=threads)
+    for part in weight.parts:
+        checkpoint.done_with(part.tensor)
+    return packed
+
+
+def _quantised(checkpoint: Checkpoint, part: Part) -> QuantizedMatrix | None:
+    matrix = checkpoint.quantised(part.tensor)
+    if matrix is None or part.is_whole:
+        return matrix
+    if part.index is not None or part.transposed or part.rows is None:
+        return None
+    wanted = range(part.rows.first, part.rows.stop, part.rows.step)
+    return matrix.picked(wanted)
 
 
 def _pack_compressed(checkpoint: Checkpoint, weight: Matrix, ops: Ops) -> PackedLinear | None:

@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.quantised import QuantizedMatrix, dequantised
 from penstock.weights import codec
 from penstock.weights.compressed import Original, original_info, parse_originals
 from penstock.weights.gguf_file import GgufFile, is_gguf
+from penstock.weights.gguf_quants import GGUF_QUANTS
 from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
 from penstock.weights.mapped import MappedFile, Place, Stamp
 from penstock.weights.strict_json import read_object
@@ -146,6 +148,10 @@ class SafetensorsFile:
         """None: rows lie as the model has them."""
         return
 
+    def quantised(self, info: TensorInfo) -> None:
+        """None: what is quantised here takes several tensors."""
+        return
+
     def drop(self, info: TensorInfo) -> None:
         """Take the tensor's pages out of this process's resident memory."""
         self._file.drop(info.start, info.stop)
@@ -172,6 +178,7 @@ class TensorFile(Protocol):
     def original(self, info: TensorInfo) -> Original | None: ...
     def matrix(self, info: TensorInfo) -> CompressedMatrix | None: ...
     def turned_heads(self, info: TensorInfo) -> int | None: ...
+    def quantised(self, info: TensorInfo) -> QuantizedMatrix | None: ...
     def drop(self, info: TensorInfo) -> None: ...
     def close(self) -> None: ...
 
@@ -248,25 +255,43 @@ class Checkpoint:
         file = self._file_of(name)
         return file.matrix(file.tensors[name])
 
+    def quantised(self, name: str) -> QuantizedMatrix | None:
+        """The matrix as it is stored, None if it is not quantised."""
+        file = self._file_of(name)
+        return file.quantised(file.tensors[name])
+
     def array(self, name: str) -> NDArray[Any]:
-        """The tensor as a read-only view: bfloat16 (ml_dtypes), float16 or float32.  Other types are refused."""
+        """The tensor as a read-only view: bfloat16 (ml_dtypes), float16 or float32.  Other types are refused.
+
+        What is quantised becomes float32, all of it.
+        """
         self.weight_dtype(name)
+        quantised = self.quantised(name)
+        if quantised is not None:
+            return dequantised(quantised.whole(), quantised.format)
         info = self.info(name)
         return np.frombuffer(self.raw(name), NUMPY_DTYPES[info.dtype]).reshape(info.shape)
 
     def weight_dtype(self, name: str) -> str:
-        """ "bf16", "fp16" or "fp32".  Raises ModelError for a tensor that is of another type."""
+        """ "bf16", "fp16" or "fp32"; bf16 for what is quantised, for it holds every code's value.
+
+        Raises ModelError for a tensor that is of another type.
+        """
         dtype = self.info(name).dtype
+        if self.quantised(name) is not None:
+            return "bf16"
         if dtype not in SHORT_NAMES:
             raise ModelError(
-                f"{self.path_of(name)}: tensor {name!r} has type {dtype}; weights in bf16, fp16 or fp32 can be served"
+                f"{self.path_of(name)}: tensor {name!r} has type {dtype}; weights in bf16, fp16 or fp32 can be served, "
+                f"and in a GGUF file {', '.join(sorted(GGUF_QUANTS))}"
             )
         return SHORT_NAMES[dtype]
 
-    def is_turned(self, name: str) -> bool:
-        """Are its rows stored in another order than ``raw`` has them?"""
+    def is_plain(self, name: str) -> bool:
+        """Does it lie as the model has it: rows in their order, compressed perhaps, but not quantised?"""
         file = self._file_of(name)
-        return file.turned_heads(file.tensors[name]) is not None
+        info = file.tensors[name]
+        return file.turned_heads(info) is None and file.quantised(info) is None
 
     def done_with(self, name: str) -> None:
         """Let go of the memory behind a tensor (the page cache keeps it); it can still be read again."""

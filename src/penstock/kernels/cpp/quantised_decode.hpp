@@ -8,6 +8,11 @@
 #include "quantised.hpp"
 #include "simd.hpp"
 
+#if defined(__AVX512F__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the compiler's own headers, in release 12
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
 namespace {
 
 using namespace penstock;
@@ -57,21 +62,27 @@ PS_INLINE F16 load_halves(const uint8_t* from) {
   return to;
 }
 
-typedef uint8_t ByteReg __attribute__((vector_size(kWidth)));
-typedef int8_t SignedByteReg __attribute__((vector_size(kWidth)));
-
-template <class Bytes>
 PS_INLINE I16 load_bytes(const uint8_t* from) {
   I16 to;
-  PS_EACH_PART {
-    Bytes bytes;
-    __builtin_memcpy(&bytes, from + i * kWidth, kWidth);
-    to.part[i] = __builtin_convertvector(bytes, IntReg);
-  }
+#if defined(__AVX512F__)
+  to.part[0] = (IntReg)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  PS_EACH_PART to.part[i] = (IntReg)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * 8)));
+#else
+  int32_t wide[16];
+  for (int lane = 0; lane < 16; ++lane) wide[lane] = from[lane];
+  to = load_as<I16>(wide);
+#endif
   return to;
 }
-PS_INLINE F16 load_unsigned(const uint8_t* from) { return to_float(load_bytes<ByteReg>(from)); }
-PS_INLINE F16 load_signed(const uint8_t* from) { return to_float(load_bytes<SignedByteReg>(from)); }
+PS_INLINE F16 load_unsigned(const uint8_t* from) { return to_float(load_bytes(from)); }
+
+// Bytes of two's complement.
+PS_INLINE F16 load_signed(const uint8_t* from) {
+  I16 wide = load_bytes(from);
+  PS_EACH_PART wide.part[i] = wide.part[i] << 24 >> 24;
+  return to_float(wide);
+}
 
 // A flat scale; 2 ** (byte - 127), of which 0 is below the normal numbers and 255 is none.
 PS_INLINE F16 load_scale(const uint8_t* from, ScaleKind kind) {
@@ -86,7 +97,7 @@ PS_INLINE F16 load_scale(const uint8_t* from, ScaleKind kind) {
       return bits_as<F16>(words << 16);
     }
     default: {
-      const I16 exponent = load_bytes<ByteReg>(from);
+      const I16 exponent = load_bytes(from);
       const F16 normal = bits_as<F16>(bits_as<U16>(exponent) << 23);
       const F16 small = select(less(exponent, splat_int(1)), splat(0x1p-127f), normal);
       return select(less(splat_int(254), exponent), splat(__builtin_nanf("")), small);
@@ -96,36 +107,39 @@ PS_INLINE F16 load_scale(const uint8_t* from, ScaleKind kind) {
 
 PS_INLINE F16 negative(const F16& a) { return bits_as<F16>(bits_as<U16>(a) ^ splat_word(0x80000000u)); }
 
+// One group's scale and minimum; `own`: of the group in its record.
+PS_INLINE F16 scale_of(const QuantPart& part, const uint8_t* record, const uint8_t* own) {
+  if (!part.has_super()) return load_scale(own, part.scale);
+  return load_halves(record) * (part.scale == ScaleKind::kU8OfF16 ? load_unsigned(own) : load_signed(own));
+}
+PS_INLINE F16 minimum_of(const QuantPart& part, const uint8_t* record, const uint8_t* own, const F16& scale) {
+  if (part.min == MinKind::kU8OfF16) return negative(load_halves(record + 32)) * load_unsigned(own);
+  return part.min == MinKind::kZeroPoint ? negative(scale) * load_unsigned(own) : load_halves(own);
+}
+
 // Scales (and minimums, unless null) of pieces of `columns` (32, or 16) from a unit on; [pieces][16].
 inline void expand_numbers(const QuantPart& part, long panel, long unit, long pieces, long columns, float* scales,
                            float* mins) {
-  const long wide = part.record_columns(), step = scale_bytes(part.scale) * 16;
-  const bool super = part.has_super(), super_min = part.min == MinKind::kU8OfF16;
-  const long groups = super ? kSuperColumns / part.group : 1;
-  for (long piece = 0, k = unit * kUnitColumns; piece < pieces; ++piece, k += columns) {
-    if (piece > 0 && k % part.group != 0) {  // the same group still
-      store(scales + piece * 16, load(scales + piece * 16 - 16));
-      if (mins != nullptr) store(mins + piece * 16, load(mins + piece * 16 - 16));
-      continue;
+  const long each = part.has_super() ? kSuperColumns / part.group : 1, column = unit * kUnitColumns;
+  const long first = column / part.group, pieces_a_group = part.group / columns, record_bytes = part.record_bytes();
+  const long begin = part.has_super() ? part.min == MinKind::kU8OfF16 ? 64 : 32 : 0;  // of the integers
+  const long step = scale_bytes(part.scale) * 16, min_step = min_bytes(part.min) * 16;
+  const uint8_t* record = part.record(panel, first / each);
+  long group = first % each, inside = column % part.group / columns;
+  while (pieces > 0) {
+    const F16 scale = scale_of(part, record, record + begin + group * step);
+    F16 min = splat(0.0f);
+    if (mins != nullptr) min = minimum_of(part, record, record + begin + each * step + group * min_step, scale);
+    const long same = pieces_a_group - inside < pieces ? pieces_a_group - inside : pieces;
+    for (long i = 0; i < same; ++i) {
+      store(scales + i * 16, scale);
+      if (mins != nullptr) store(mins + i * 16, min);
     }
-    const uint8_t* record = part.record(panel, k / wide);
-    const long group = k % wide / part.group;
-    const uint8_t* own = record + (super ? 32 : 0) + (super_min ? 32 : 0);
-    F16 scale;
-    if (!super) {
-      scale = load_scale(own, part.scale);
-    } else {
-      const uint8_t* integers = own + group * 16;
-      scale = load_halves(record) * (part.scale == ScaleKind::kU8OfF16 ? load_unsigned(integers) : load_signed(integers));
-    }
-    store(scales + piece * 16, scale);
-    if (mins == nullptr) continue;
-    const uint8_t* min = own + groups * step + group * 16;
-    F16 value = splat(0.0f);
-    if (part.min == MinKind::kZeroPoint) value = negative(scale * load_unsigned(min));
-    if (part.min == MinKind::kF16) value = load_halves(own + step);
-    if (part.min == MinKind::kU8OfF16) value = negative(load_halves(record + 32) * load_unsigned(min));
-    store(mins + piece * 16, value);
+    scales += same * 16;
+    if (mins != nullptr) mins += same * 16;
+    pieces -= same;
+    inside = 0;
+    if (++group == each) group = 0, record += record_bytes;
   }
 }
 

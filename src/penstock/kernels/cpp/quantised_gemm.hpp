@@ -13,8 +13,9 @@ namespace {
 
 constexpr long kSlabUnits = 32;
 constexpr long kRegisterUnits = 8;  // between two looks at the records
-constexpr int kMaxCodedRows = 4;
-constexpr int kCodedPanels = 4;
+constexpr int kMaxCodedRows = 8;
+constexpr int coded_panels(int rows) { return rows <= 4 ? 4 : 2; }
+constexpr int kCodedPanels = coded_panels(1);
 constexpr long kFetchBytes = 2048;  // of one panel, between asking for codes and using them
 
 // Some units of some panels of one part, inside one segment.
@@ -151,8 +152,9 @@ QuantTileFn pick_coded_tile([[maybe_unused]] const QuantPart& part, [[maybe_unus
                             [[maybe_unused]] int panels) {
 #if defined(__AVX512BW__)
 #define PS_CODED(bits, piece)                                                                        \
-  (panels == kCodedPanels ? pick_quant_rows<D, CodeSource<bits>, piece, kCodedPanels, kMaxCodedRows>(rows) \
-                          : pick_quant_rows<D, CodeSource<bits>, piece, 1, kMaxCodedRows>(rows))
+  (panels == 4   ? pick_quant_rows<D, CodeSource<bits>, piece, 4, 4>(rows)                           \
+   : panels == 2 ? pick_quant_rows<D, CodeSource<bits>, piece, 2, kMaxCodedRows>(rows)                    \
+                 : pick_quant_rows<D, CodeSource<bits>, piece, 1, kMaxCodedRows>(rows))
   if (part.bits == 6 && part.group == 16) return PS_CODED(6, 8);
   if (part.group == 16) return nullptr;
   if (part.bits == 4) return PS_CODED(4, 16);
