@@ -236,15 +236,12 @@ class NativeOps:
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
         """See ``Ops.linear``."""
         out_TN = self._buffers.empty((x_TK.shape[0], weight.n), np.float32)
-        self._multiply(x_TK, weight, out_TN, add=False)
+        self._kernels_of(weight).linear(x_TK, weight.data, out_TN, False)
         return out_TN
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         """See ``Ops.linear_add``."""
-        self._multiply(x_TK, weight, hidden_TN, add=True)
-
-    def _multiply(self, x_TK: Array, weight: PackedLinear, out_TN: Array, *, add: bool) -> None:
-        self._kernels_of(weight).linear(x_TK, weight.data, out_TN, add)
+        self._kernels_of(weight).linear(x_TK, weight.data, hidden_TN, True)
 
     def _kernels_of(self, weight: PackedLinear) -> Any:
         """Those that read weights of this form."""

@@ -186,9 +186,7 @@ class Ops(Protocol):
     def pack_quantised(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        """The same for quantised matrices, which stay so (docs/weight-formats.md); no thread is left afterwards.  None
-        if this backend cannot compute from this shape: then dequantise them (``quantised.dequantised``)."""
-        ...
+        """The same for quantised matrices (docs/weight-formats.md); else dequantise them.  No thread is left."""
 
     def loading(self, nbytes: int) -> Loading | None:
         """What reads a model's weights (about ``nbytes`` in memory) straight from files, if this backend can."""
