@@ -65,7 +65,7 @@ void Program::check_latent(const RopeView& rope) const {
 }
 
 void Program::check_heads_weight(const Matrix& weight, long heads) const {
-  expect(!weight.is_compressed, "products of heads read plain weights");
+  expect(weight.form == Matrix::Form::kPlain, "products of heads read plain weights");
   expect(heads > 0 && weight.plain.n % heads == 0, "the weight must be [H N, K]");
   expect(weight.plain.segments == 1 && weight.plain.direct(), "a product of heads is one segment of whole cells");
 }
