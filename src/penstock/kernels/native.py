@@ -4,6 +4,8 @@ Arrays of the compute type bf16 are held as uint16.  Imports no torch and starts
 that is worth more than one: a zygote may pack weights with this and fork afterwards.
 
 Results that are alive are never overwritten (see ``memory.StepBuffers``).  Operations run one at a time in a process.
+
+Longer than 400 lines: every operation of ``Ops`` is here, each a few lines over one kernel.
 """
 
 from __future__ import annotations

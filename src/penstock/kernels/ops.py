@@ -11,6 +11,8 @@ Batch invariance (law 1) is part of every signature: one output row has the same
 call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on the model
 only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys 64 at a
 time by absolute position, in partitions of 512 keys joined from low to high.
+
+Longer than 400 lines: every operation has its one signature here.
 """
 
 from __future__ import annotations
