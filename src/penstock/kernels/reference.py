@@ -71,8 +71,7 @@ class ReferenceOps:
         return self._packed(self._tensor(np.asarray(weight_NK, np.float32)).to(self._dtype).float(), segments)
 
     def _packed(self, whole: Tensor, segments: tuple[int, ...] | None) -> PackedLinear:
-        n, k = whole.shape
-        ends = segments or (k,)
+        (n, k), ends = whole.shape, segments or (whole.shape[1],)
         begins = (0, *ends[:-1])
         parts = [whole[:, a:b].contiguous() for a, b in zip(begins, ends, strict=True)]
         return PackedLinear(n=n, k=k, segments=tuple(ends), data=parts, nbytes=whole.nbytes)
@@ -104,8 +103,8 @@ class ReferenceOps:
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear:
         """See ``Ops.pack_quantised``: dequantised to fp32, so that the products are those of the weights."""
-        whole = self._tensor(np.concatenate([dequantised(part.whole(), part.format) for part in parts]))
-        return self._packed(whole, segments)
+        whole_NK = np.concatenate([dequantised(part.whole(), part.format) for part in parts])
+        return self._packed(self._tensor(whole_NK), segments)
 
     def loading(self, nbytes: int) -> None:
         """See ``Ops.loading``: it cannot."""
