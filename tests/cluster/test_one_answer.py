@@ -30,7 +30,7 @@ TOPOLOGIES = {
     "aggregated": ["--aggregated"],
 }
 CHUNKS = {"chunk-16": 16, "chunk-64": 64, "whole": None}
-ROOMS = {"roomy": "128MiB", "tight": "5MiB"}  # tight: 160 pages, so that a batch cannot stay together
+ROOMS = {"roomy": "128MiB", "tight": "4MiB"}  # tight: 128 pages, one full context, so that a batch cannot stay together
 
 DEFAULT_CELLS = {
     ("split-shm", "chunk-16", "roomy"),
