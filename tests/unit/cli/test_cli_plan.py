@@ -127,3 +127,32 @@ def test_llama_4_scout_on_two_h200(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kv_tokens"] > 1_200_000
     a_layer = 2 * 8 * 128 * 2
     assert found["kv_bytes"] == pytest.approx(a_layer * (12 * found["kv_tokens"] + 36 * 8192), rel=1e-4)
+
+
+KIMI_STORED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}}},
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
+
+
+def test_kimi_on_eight_h100(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As K2.5 is stored: a model with eyes around a text model, of which the routed experts have 4 bits."""
+    inner = json.loads((CONFIGS / "kimi_k2_bf16.json").read_text())
+    path = tmp_path / "config.json"
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": inner}
+    path.write_text(json.dumps({**whole, "quantization_config": KIMI_STORED}))
+    code, found = answer(capsys, str(path), "--devices", "8xH100", "--max-model-len", "131072")
+    assert (code, found["weights"], found["plan"]["tensor"]) == (0, "int4", 8)
+    assert found["parameters"] == pytest.approx(1.026e12, rel=1e-3)
+    assert found["weight_bytes"] == pytest.approx(555.6 * (1 << 30), rel=1e-3)
+    assert found["kv_bytes"] > 30 << 30
+    a_token = 61 * (512 + 64) * 2 * 8  # the latent vector is kept by every device
+    assert found["kv_tokens"] == found["kv_bytes"] // a_token // 16 * 16
+    assert main(["plan", str(path), "--devices", "8xH100", "--weights", "bf16"]) == 1
+    assert "--weights int4 (" in " ".join(capsys.readouterr().out.split())
