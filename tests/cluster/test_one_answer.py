@@ -22,7 +22,7 @@ import pytest
 
 from .server import PenstockServer
 from .streams import Answer, all_answers, make_client, stream_completion
-from .varied import varied_requests
+from .varied import crowd, varied_requests
 
 TOPOLOGIES = {
     "split-shm": ["--transfer", "shm"],
@@ -49,13 +49,21 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Plain:
     """The answers of one worker, to one request at a time, from nothing, with whole prompts."""
+
+    varied: list[dict[str, Any]]
+    crowd: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
     with PenstockServer([*TOPOLOGIES["aggregated"], "--kv-memory", ROOMS["roomy"]]) as server:
         answers = asyncio.run(all_answers(server.url, varied_requests(salt="plain", salt_each=True), together=False))
+        crowded = asyncio.run(all_answers(server.url, crowd(), together=False))
     assert all(answer.cached_tokens == 0 for answer in answers if len(answer.choices) == 1)
-    return [answer.identical for answer in answers]
+    return Plain([answer.identical for answer in answers], [answer.identical for answer in crowded])
 
 
 LEFT = 20
@@ -118,7 +126,7 @@ def compare(answers: list[Answer], plain: list[dict[str, Any]], where: str) -> N
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("topology", "chunk", "room"), CELLS)
-def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list[dict[str, Any]]):
+def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: Plain):
     flags = [*TOPOLOGIES[topology], "--kv-memory", ROOMS[room]]
     if CHUNKS[chunk] is not None:
         flags += ["--max-chunk-tokens", str(CHUNKS[chunk])]
@@ -133,15 +141,17 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: list
             for temperature in ("cold", "cached"):
                 where = f"{topology} {chunk} {room} {'batch' if together else 'alone'} {temperature} kill={kill}"
                 if kill:
-                    answers = asyncio.run(answers_with_a_kill(server, bodies, plain, together=together))
+                    answers = asyncio.run(answers_with_a_kill(server, bodies, plain.varied, together=together))
                 else:
                     answers = asyncio.run(all_answers(server.url, bodies, together=together))
-                compare(answers, plain, where)
+                compare(answers, plain.varied, where)
                 cached = sum(answer.cached_tokens for answer in answers)
                 if temperature == "cached" and not kill and room == "roomy":
                     assert cached > 1000, f"{where}: the second pass found {cached} tokens"
                 if temperature == "cold" and not together and not kill:
                     assert cached <= 300, f"{where}: the first pass found {cached} tokens already"
+        if room == "tight":
+            compare(asyncio.run(all_answers(server.url, crowd(), together=True)), plain.crowd, f"{topology}, crowded")
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
         if guessing:
             metrics = server.metrics()

@@ -43,6 +43,12 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 
 
+def crowd() -> list[dict[str, Any]]:
+    """Two answers that each fill more than half of 128 pages: side by side, one of them must give way."""
+    long = {"model": "storyteller", "max_tokens": 1100, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
+    return [{**long, "prompt": [50 + index], "seed": index} for index in range(2)]
+
+
 def varied_requests(
     *, max_tokens: int = 48, salt: str = "", salt_each: bool = False, vocab: int = 4096
 ) -> list[dict[str, Any]]:

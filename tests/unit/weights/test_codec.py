@@ -168,7 +168,8 @@ def refused(folder: Path, raw: bytes, times: int, seed: int, look: Callable[[], 
     return count
 
 
-def test_ten_thousand_mutations_never_give_other_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_mutations_never_give_other_weights(folders: tuple[Path, Path], tmp_path: Path, times: int) -> None:
     plain, small = folders
     wanted = contents(plain)
 
@@ -177,7 +178,7 @@ def test_ten_thousand_mutations_never_give_other_weights(folders: tuple[Path, Pa
         foreign = any(dtype == "U8" for dtype, _, _ in found.values())  # not marked as compressed any more
         assert foreign or found == wanted
 
-    assert refused(tmp_path, (small / "model.safetensors").read_bytes(), 10_000, 3, look) > 9000
+    assert refused(tmp_path, (small / "model.safetensors").read_bytes(), times, 3, look) > 0.9 * times
 
 
 def test_no_mutation_is_ever_loaded_as_other_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:

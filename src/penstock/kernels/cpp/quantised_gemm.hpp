@@ -58,7 +58,9 @@ struct SlabSource {
   PS_INLINE void fetch(int, long) const {}
 };
 
-#if defined(__AVX512BW__)
+// Where codes are decoded in registers: with the compute type bf16, on processors with VBMI.  A tile for every format
+// and number of rows is a lot of code, so it is spared where decode would gain least.
+#if defined(__AVX512VBMI__)
 // Cells that are decoded when they are asked for.
 template <int kBits>
 struct CodeSource {
@@ -150,17 +152,18 @@ QuantTileFn pick_slab_tile(int rows, int panels) {
 template <class D>
 QuantTileFn pick_coded_tile([[maybe_unused]] const QuantPart& part, [[maybe_unused]] int rows,
                             [[maybe_unused]] int panels) {
-#if defined(__AVX512BW__)
-#define PS_CODED(bits, piece)                                                                        \
-  (panels == 4   ? pick_quant_rows<D, CodeSource<bits>, piece, 4, 4>(rows)                           \
-   : panels == 2 ? pick_quant_rows<D, CodeSource<bits>, piece, 2, kMaxCodedRows>(rows)                    \
-                 : pick_quant_rows<D, CodeSource<bits>, piece, 1, kMaxCodedRows>(rows))
-  if (part.bits == 6 && part.group == 16) return PS_CODED(6, 8);
-  if (part.group == 16) return nullptr;
-  if (part.bits == 4) return PS_CODED(4, 16);
-  if (part.bits == 5) return PS_CODED(5, 16);
-  if constexpr (kLooksUpBytes)
+#if defined(__AVX512VBMI__)
+#define PS_CODED(bits, piece)                                                   \
+  (panels == 4   ? pick_quant_rows<D, CodeSource<bits>, piece, 4, 4>(rows)      \
+   : panels == 2 ? pick_quant_rows<D, CodeSource<bits>, piece, 2, kMaxCodedRows>(rows) \
+                 : nullptr)
+  if constexpr (D::kPerCell == 2) {
+    if (part.bits == 6 && part.group == 16) return PS_CODED(6, 8);
+    if (part.group == 16) return nullptr;
+    if (part.bits == 4) return PS_CODED(4, 16);
+    if (part.bits == 5) return PS_CODED(5, 16);
     if (part.bits == 8) return PS_CODED(8, 16);
+  }
 #undef PS_CODED
 #endif
   return nullptr;
