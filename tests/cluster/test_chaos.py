@@ -1,6 +1,6 @@
 """Nothing lost: clients come and go, busy workers are killed and stopped, and answers are as if nothing had been.
 
-Half a minute by default, five minutes with ``--long``; a machine that is too slow for the least numbers gets three times as long.
+Half a minute by default, five with ``--long``; a machine that is too slow for the least numbers gets three times that.
 """
 
 from __future__ import annotations
