@@ -247,8 +247,14 @@ class PenstockServer:
         self.wait_for(lambda: not self._sockets_left(), timeout_s, "without abstract sockets")
         named = [name for name in os.listdir("/dev/shm") if "penstock" in name]
         assert named == [], f"named shared memory is left: {named}"
-        with socket.create_server(("127.0.0.1", self.port)):
-            pass
+        self.wait_for(self._port_is_free, timeout_s, "without its port")
+
+    def _port_is_free(self) -> bool:
+        try:
+            with socket.create_server(("127.0.0.1", self.port)):
+                return True
+        except OSError:
+            return False
 
     def _sockets_left(self) -> list[str]:
         return [name for _, name in _abstract_sockets() if name.startswith(tuple(self._mailboxes or {"\0"}))]

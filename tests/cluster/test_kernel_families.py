@@ -22,8 +22,8 @@ from penstock.wire.keys import Keys
 
 from .server import PenstockServer, PenstockWorker
 from .streams import Answer, all_answers, make_client, stream_completion
-from .test_one_answer import ROOMS, answers_with_a_kill, assert_it_took_place, compare
-from .varied import varied_requests
+from .test_one_answer import ROOMS, Plain, answers_with_a_kill, assert_it_took_place, compare
+from .varied import crowd, varied_requests
 
 WEIGHTS = ("plain", "compressed")
 
@@ -46,12 +46,13 @@ def models(plain_storyteller: Path) -> dict[str, str]:
 
 
 @cache
-def plainest(family: str, model: str) -> list[dict[str, Any]]:
+def plainest(family: str, model: str) -> Plain:
     """The family's answers of one worker, plain weights, to one request at a time, from nothing, with whole prompts."""
     flags = [model, "--aggregated", "--kv-memory", ROOMS["roomy"]]
     with PenstockServer(flags, environ={"PENSTOCK_KERNELS": family}) as server:
         answers = asyncio.run(all_answers(server.url, varied_requests(salt_each=True), together=False))
-    return [answer.identical for answer in answers]
+        crowded = asyncio.run(all_answers(server.url, crowd(), together=False))
+    return Plain([answer.identical for answer in answers], [answer.identical for answer in crowded])
 
 
 def fingerprint(server: PenstockServer) -> str:
@@ -66,7 +67,8 @@ def fingerprint(server: PenstockServer) -> str:
 def test_every_family_gives_one_answer(models: dict[str, str], family: str, form: str) -> None:
     """Split, in chunks of 16, in too little memory, in a batch, with a kill, then from the cache."""
     flags = [models[form], "--max-chunk-tokens", "16", "--kv-memory", ROOMS["tight"]]
-    wanted = plainest(family, models["plain"])
+    plain = plainest(family, models["plain"])
+    wanted = plain.varied
     with PenstockServer(flags, environ={"PENSTOCK_KERNELS": family}) as server:
         for kill in (True, False):
             where = f"{family} {form} kill={kill}"
@@ -74,6 +76,7 @@ def test_every_family_gives_one_answer(models: dict[str, str], family: str, form
             if kill:
                 compare(asyncio.run(answers_with_a_kill(server, bodies, wanted, together=True)), wanted, where)
             compare(asyncio.run(all_answers(server.url, bodies, together=True)), wanted, where)
+        compare(asyncio.run(all_answers(server.url, crowd(), together=True)), plain.crowd, f"{family} {form} crowded")
         assert_it_took_place(server, split=True, tight=True)
         assert f"-cpp-{family}-" in fingerprint(server)
 
