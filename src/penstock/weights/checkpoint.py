@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import ConfigError, ModelError
-from penstock.weights.family import CheckpointFormat, checkpoint_format, installed_names
+from penstock.weights.family import CheckpointFormat, checkpoint_format, named_architecture
 from penstock.weights.fields import Fields
 from penstock.weights.gguf_file import is_gguf
 from penstock.weights.reader import Checkpoint
@@ -104,13 +104,7 @@ def _fields(files: SmallFiles, name: str) -> Fields | None:
 
 
 def _family(fields: Fields) -> CheckpointFormat:
-    names = fields.get("architectures", list, [])
-    if len(names) != 1 or not isinstance(names[0], str):
-        raise fields.refuse(
-            f"architectures must name one architecture, got {names!r}; "
-            f"these can be served: {', '.join(installed_names())}"
-        )
-    return checkpoint_format(names[0], fields.where)
+    return checkpoint_format(named_architecture(fields), fields.where)
 
 
 def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tuple[int, ...]:

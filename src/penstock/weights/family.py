@@ -108,6 +108,17 @@ def installed_names() -> list[str]:
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=PLUGIN_GROUP))})
 
 
+def named_architecture(config: Fields) -> str:
+    """The one architecture that a ``config.json`` names.  Raises ModelError if it names none or several."""
+    names = config.get("architectures", list, [])
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise config.refuse(
+            f"architectures must name one architecture, got {names!r}; "
+            f"these can be served: {', '.join(installed_names())}"
+        )
+    return names[0]
+
+
 def checkpoint_format(architecture: str, where: str) -> CheckpointFormat:
     """The format of an architecture.  Raises ModelError, beginning with ``where``, if there is none."""
     if architecture in BUILT_IN:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ModelError
-from penstock.weights.family import checkpoint_format, installed_names
+from penstock.weights.family import checkpoint_format, installed_names, named_architecture
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
 from penstock.weights.spec import ModelSpec
@@ -37,7 +37,7 @@ def read_outline(path: Path) -> Outline:
     if not file.is_file():
         raise ModelError(f"{path}: has no {CONFIG}")
     config = _text_part(Fields(read_object(file), str(file)))
-    architecture = _architecture(config)
+    architecture = named_architecture(config)
     family = checkpoint_format(architecture, config.where)
     spec = family.parse(Fields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where))
     layout = family.layout(spec)
@@ -48,14 +48,7 @@ def read_outline(path: Path) -> Outline:
 def _text_part(config: Fields) -> Fields:
     """The language model of a model that also sees or hears, if only that one is known here."""
     inner = config.section("text_config")
-    if inner is None or _architecture(config) in installed_names() or not inner.has("architectures"):
+    if inner is None or named_architecture(config) in installed_names() or not inner.has("architectures"):
         return config
     storage = {name: config.values[name] for name in STORAGE if config.has(name)}
     return Fields({**storage, **inner.values}, inner.where)
-
-
-def _architecture(config: Fields) -> str:
-    names = config.get("architectures", list, [])
-    if len(names) != 1 or not isinstance(names[0], str):
-        raise config.refuse(f"architectures must name one architecture, got {names!r}")
-    return names[0]
