@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.native import NativeOps, families
-from penstock.kernels.ops import KvShape, StepBatch
+from penstock.kernels.operands import KvShape, StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 COLD_BYTES = 192 << 20  # of weights, so that none is still in a cache when its turn comes again

@@ -22,7 +22,7 @@ from time import perf_counter
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import HandOverConfig
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.kv.transfer.drive import post, post_pulls

@@ -15,7 +15,8 @@ from penstock.engine.core.request import Request
 from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops

@@ -29,7 +29,7 @@ from transfer_rig import (
 )
 
 from penstock.config.schema import HandOverConfig
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, PullFailed, Released
 from penstock.kv.transfer.port import PageSeal

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import HandOverConfig
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.kv.transfer.drive import post, post_pulls

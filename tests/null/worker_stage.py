@@ -18,7 +18,7 @@ from penstock.engine.runner.null import NullRunner, null_token
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.hashing import chain_root
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.memory import MemoryCarrier

@@ -18,7 +18,7 @@ from penstock.kernels import _native
 from penstock.kernels.compressed import BLOCK_COLUMNS, CompressedMatrix, panels_of
 from penstock.kernels.compression import ESCAPE_PADDING, native_weights
 from penstock.kernels.memory import WeightArena
-from penstock.kernels.ops import PackedLinear
+from penstock.kernels.operands import PackedLinear
 from penstock.kernels.stored import LoadFailed, StoredTensor, Watch
 
 WATCH_EVERY_S = 0.05

@@ -36,7 +36,8 @@ from penstock.kernels.native_arguments import (
     routing_words,
     sampled,
 )
-from penstock.kernels.ops import Array, KvShape, PackedLinear, StepBatch, StepProgram, Steps
+from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
+from penstock.kernels.ops import StepProgram, Steps
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.quantising import pack

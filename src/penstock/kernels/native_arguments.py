@@ -13,7 +13,7 @@ from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.ops import Array, KvShape, PackedLinear
+from penstock.kernels.operands import Array, KvShape, PackedLinear
 from penstock.kernels.routing import PackedExperts, Routing, Score
 
 ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})

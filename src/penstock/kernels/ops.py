@@ -1,4 +1,3 @@
-# ruff: noqa: N815  (field names carry shapes)
 """The operations that layers may call: one signature each, whatever the backend.
 
 Arrays are opaque to callers: a layer passes on what an op returned and never looks inside.  Shapes are given by the
@@ -11,14 +10,11 @@ Batch invariance (law 1) is part of every signature: one output row has the same
 call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on the model
 only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys 64 at a
 time by absolute position, in partitions of 512 keys joined from low to high.
-
-Longer than 400 lines: every operation has its one signature here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,75 +23,10 @@ from numpy.typing import NDArray
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
+from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
 from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.kernels.stored import Loading
-
-Array = Any
-"""An array of the backend: never looked into above ``kernels``."""
-
-PLAIN_SEGMENTS = 1
-TREE_SEGMENTS = 8
-"""Segments of K where tensor parallelism will cut the sum (attention output, MLP down)."""
-
-COLUMN_UNIT = 32
-"""Columns in one unit of K when the sum is not over heads."""
-
-
-def segment_ends(k: int, unit: int) -> tuple[int, ...]:
-    """Ends of the 8 segments of K for a tree sum: segment i ends at floor((i + 1) * U / 8) units of ``unit`` columns.
-
-    The last unit may be short.  Segments may be empty (their sum is zero).
-    """
-    units = -(-k // unit)
-    return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    """What one token leaves in the KV memory: in every layer, a key and a value of every key-value head.
-
-    ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
-    one head a layer).
-    """
-
-    layers: int
-    kv_heads: int
-    key_dim: int  # even
-    value_dim: int  # even
-    shared: bool = False
-
-    @classmethod
-    def plain(cls, *, layers: int, kv_heads: int, head_dim: int) -> KvShape:
-        """Keys and values of one size."""
-        return cls(layers=layers, kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
-
-    @property
-    def numbers(self) -> int:
-        """That one token leaves, in all layers."""
-        return self.layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """A weight matrix [N, K] in the backend's own layout.  Made once, in the zygote; read-only afterwards."""
-
-    n: int
-    k: int
-    segments: tuple[int, ...]  # ends of the segments of K; (k,) for a plain sum
-    data: Array
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """The tokens of one step, as the kernels want them.  Sequence s owns tokens ``starts[s]:starts[s + 1]``."""
-
-    tokens_T: NDArray[np.int32]
-    positions_T: NDArray[np.int32]  # absolute, from 0
-    starts_S1: NDArray[np.int32]  # S + 1 entries
-    table_SP: NDArray[np.int32]  # page of each block; read below ceil((last position + 1) / 16) only
-    sample_rows_R: NDArray[np.int32]  # indices into T whose logits are wanted
 
 
 class Steps(Protocol):

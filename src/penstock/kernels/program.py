@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.kernels.draws import Picks, Sampled, SampleRow
-from penstock.kernels.ops import Array, Ops, StepBatch, Steps
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops, Steps
 
 
 class RecordingError(Exception):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.memory import WeightArena
-from penstock.kernels.ops import PackedLinear
+from penstock.kernels.operands import PackedLinear
 from penstock.kernels.quantised import (
     PANEL_ROWS,
     SUPER_COLUMNS,

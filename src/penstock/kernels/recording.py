@@ -24,7 +24,8 @@ from penstock.kernels.native_arguments import (
     routing_words,
     sampled,
 )
-from penstock.kernels.ops import Array, Ops, PackedLinear, StepBatch, Steps
+from penstock.kernels.operands import Array, PackedLinear, StepBatch
+from penstock.kernels.ops import Ops, Steps
 from penstock.kernels.program import RecordingError
 from penstock.kernels.routing import PackedExperts, Routes, Routing
 

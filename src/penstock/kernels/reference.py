@@ -10,7 +10,7 @@ This module imports torch; nothing imports this module but ``select``, when it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from penstock.kernels import reference_experts
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.ops import KvShape, PackedLinear, StepBatch, StepProgram, Steps
+from penstock.kernels.operands import KvShape, PackedLinear, StepBatch
+from penstock.kernels.ops import StepProgram, Steps
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.quantised import QuantizedMatrix, dequantised
 from penstock.kernels.reference_attention import (
@@ -37,11 +38,9 @@ from penstock.kernels.reference_attention import (
 )
 from penstock.kernels.reference_rows import activated, gated, layer_norm, rms_norm, softcapped
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
+from penstock.kernels.reference_tiles import RowTiles, arithmetic_of
 from penstock.kernels.routing import PackedExperts, Routes, Routing
 from penstock.types import PAGE_TOKENS
-
-TILE_ROWS = 64
-"""Rows of one product on a GPU, whatever was asked for."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -57,10 +56,10 @@ class ReferenceOps:
             raise KernelError(f"device {device!r} was asked for, but torch finds no CUDA device")
         self.compute_dtype = compute_dtype
         self.device = torch.device(device)
-        self.numerics = f"torch-{_arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
+        self.numerics = f"torch-{arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
         self.kv_layout = f"plain-1-{compute_dtype}"
         self._dtype = _DTYPES[compute_dtype]
-        self._tile = 1 if self.device.type == "cpu" else TILE_ROWS
+        self._tiles = RowTiles(self.device)
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # a library may cut K by threads
 
@@ -173,25 +172,25 @@ class ReferenceOps:
 
     def rms_norm(self, hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See ``Ops.rms_norm``."""
-        return self._in_tiles(lambda tile: rms_norm(tile, weight_D, eps), hidden_TD).to(self._dtype)
+        return self._tiles.map(lambda tile: rms_norm(tile, weight_D, eps), hidden_TD).to(self._dtype)
 
     def norm_add(self, hidden_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> None:
         """See ``Ops.norm_add``."""
-        hidden_TD += self._in_tiles(lambda tile: rms_norm(tile, weight_D, eps), x_TD)
+        hidden_TD += self._tiles.map(lambda tile: rms_norm(tile, weight_D, eps), x_TD)
 
     def layer_norm(self, hidden_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
         """See ``Ops.layer_norm``."""
-        return self._in_tiles(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD).to(self._dtype)
+        return self._tiles.map(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD).to(self._dtype)
 
     def layer_norm_in_place(self, hidden_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> None:
         """See ``Ops.layer_norm_in_place``."""
-        hidden_TD.copy_(self._in_tiles(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD))
+        hidden_TD.copy_(self._tiles.map(lambda tile: layer_norm(tile, weight_D, bias_D, eps), hidden_TD))
 
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
         """See ``Ops.linear``."""
         sums, begin = [], 0
         for part, end in zip(weight.data, weight.segments, strict=True):
-            sums.append(self._product(x_TK[:, begin:end].float(), part))
+            sums.append(self._tiles.product(x_TK[:, begin:end].float(), part))
             begin = end
         while len(sums) > 1:
             sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
@@ -210,7 +209,7 @@ class ReferenceOps:
             return (groups * torch.rsqrt(groups.square().mean(dim=2, keepdim=True) + eps) * weight_C).flatten(1)
 
         columns = slice(first, first + count * size)
-        x_TN[:, columns] = self._in_tiles(norm, x_TN[:, columns])
+        x_TN[:, columns] = self._tiles.map(norm, x_TN[:, columns])
 
     def rope_and_write(
         self,
@@ -270,7 +269,8 @@ class ReferenceOps:
         x_THK = x_THK.view(len(x_THK), heads, weight.k)
         (whole,) = weight.data
         products = [
-            self._product(x_THK[:, head].float(), rows.contiguous()) for head, rows in enumerate(whole.chunk(heads))
+            self._tiles.product(x_THK[:, head].float(), rows.contiguous())
+            for head, rows in enumerate(whole.chunk(heads))
         ]
         return torch.cat(products, dim=1).to(self._dtype)
 
@@ -307,11 +307,11 @@ class ReferenceOps:
 
     def gated(self, gate_up_T2I: Tensor, kind: Gate = SILU) -> Tensor:
         """See ``Ops.gated``."""
-        return self._in_tiles(lambda tile: gated(tile, kind), gate_up_T2I).to(self._dtype)
+        return self._tiles.map(lambda tile: gated(tile, kind), gate_up_T2I).to(self._dtype)
 
     def activate(self, x_TI: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
         """See ``Ops.activate``."""
-        return self._in_tiles(lambda tile: activated(tile, kind, alpha), x_TI).to(self._dtype)
+        return self._tiles.map(lambda tile: activated(tile, kind, alpha), x_TI).to(self._dtype)
 
     def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> Routes:
         """See ``Ops.route``."""
@@ -343,7 +343,7 @@ class ReferenceOps:
 
     def softcap(self, x_TN: Tensor, cap: float) -> None:
         """See ``Ops.softcap``."""
-        x_TN.copy_(self._in_tiles(lambda tile: softcapped(tile, cap), x_TN))
+        x_TN.copy_(self._tiles.map(lambda tile: softcapped(tile, cap), x_TN))
 
     def rows(self, x_TD: Tensor, rows_R: NDArray[np.int32]) -> Tensor:
         """See ``Ops.rows``."""
@@ -367,34 +367,8 @@ class ReferenceOps:
     def _indices(self, values: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device)
 
-    def _in_tiles(self, fn: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
-        """``fn`` on tiles of always the same number of rows, in fresh (so equally aligned) memory."""
-        tiles = []
-        for start in range(0, x_TD.shape[0], self._tile):
-            tile = torch.zeros((self._tile, x_TD.shape[1]), dtype=x_TD.dtype, device=self.device)
-            rows = x_TD[start : start + self._tile]
-            tile[: len(rows)] = rows
-            tiles.append(fn(tile)[: len(rows)])
-        return torch.cat(tiles)
-
-    def _product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        if weight_NK.shape[1] == 0:
-            return torch.zeros((x_TK.shape[0], weight_NK.shape[0]), device=self.device)
-        if self._tile == 1:
-            return self._in_tiles(lambda tile: torch.mv(weight_NK, tile[0]).unsqueeze(0), x_TK)
-        return self._in_tiles(lambda tile: tile @ weight_NK.T, x_TK)
-
     def _places(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """Page and place in it of every token."""
         sequences_T = np.repeat(np.arange(len(batch.starts_S1) - 1), np.diff(batch.starts_S1))
         pages_T = batch.table_SP[sequences_T, batch.positions_T // PAGE_TOKENS]
         return self._indices(pages_T), self._indices(batch.positions_T % PAGE_TOKENS)
-
-
-def _arithmetic_of(device: torch.device) -> str:
-    """What else the bits depend on: the CPU's instruction set, the GPU's generation."""
-    if device.type == "cpu":
-        return f"cpu_{torch.backends.cpu.get_cpu_capability().lower()}"
-    if device.type == "cuda":
-        return "cuda_sm{}{}".format(*torch.cuda.get_device_capability(device))
-    return device.type

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.types import PAGE_TOKENS
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import PackedLinear
+from penstock.kernels.operands import PackedLinear
 from penstock.kernels.routing import PackedExperts, Routing, Score
 
 

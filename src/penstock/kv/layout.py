@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.types import PAGE_TOKENS
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

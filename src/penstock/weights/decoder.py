@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Literal
 
 from penstock.kernels.kinds import Activation
-from penstock.kernels.ops import COLUMN_UNIT, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, segment_ends
 from penstock.weights.latent import Latent, LatentPlace
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.moe import Moe, MoeNames, MoePlace

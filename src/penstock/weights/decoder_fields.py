@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.kernels.kinds import Activation
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.weights.decoder import Attention, Decoder, Layer
 from penstock.weights.fields import Fields
 from penstock.weights.rope import Rope

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from penstock.kernels.kinds import Gate
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kernels.routing import Score
 from penstock.weights import decoder
 from penstock.weights.decoder import Decoder, Layer, Mlp, Names, Norm

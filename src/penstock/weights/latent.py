@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.kernels.ops import segment_ends
+from penstock.kernels.operands import segment_ends
 from penstock.weights.layout import Groups, Matrix, Part, Vector
 from penstock.weights.rope import Rope
 from penstock.weights.spec import Details

@@ -23,7 +23,8 @@ import msgspec
 import numpy as np
 
 from penstock.errors import KernelError, ModelError
-from penstock.kernels.ops import Ops, PackedLinear
+from penstock.kernels.operands import PackedLinear
+from penstock.kernels.ops import Ops
 from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
 from penstock.weights.checksum import checksum_text

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.kernels.kinds import SILU, Gate
-from penstock.kernels.ops import COLUMN_UNIT, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, segment_ends
 from penstock.kernels.routing import Routing
 from penstock.weights.layout import Matrix, Part, Vector
 from penstock.weights.spec import Details

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 
 D = TypeVar("D", bound="Details")
 

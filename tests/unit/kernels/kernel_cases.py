@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.native import NativeOps, families
-from penstock.kernels.ops import KvShape, StepBatch
+from penstock.kernels.operands import KvShape, StepBatch
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.select import REFERENCE
 

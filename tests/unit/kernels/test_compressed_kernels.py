@@ -15,7 +15,7 @@ from penstock.errors import KernelError
 from penstock.kernels import _native, compression
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.native import families
-from penstock.kernels.ops import segment_ends
+from penstock.kernels.operands import segment_ends
 
 ROWS = (*range(1, 20), 24, 25, 32, 33, 64, 191, 192, 193, 300)
 

@@ -13,7 +13,8 @@ from penstock.kernels import compression
 from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import Array, KvShape, Ops, PackedLinear, StepBatch, segment_ends
+from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch, segment_ends
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 
 WIDTH = 160

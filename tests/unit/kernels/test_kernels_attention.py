@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.draws import Picks
-from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 
 

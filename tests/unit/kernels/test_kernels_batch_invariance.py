@@ -11,7 +11,7 @@ from kernel_cases import EVERY, NATIVE, Heads, Story, assert_same_bits, make, no
 
 from penstock.kernels import _native
 from penstock.kernels.draws import SampleRow
-from penstock.kernels.ops import segment_ends
+from penstock.kernels.operands import segment_ends
 
 BATCHES = (1, 2, 3, 7, 16, 17, 64, 300)
 

@@ -17,7 +17,8 @@ from penstock.kernels import _native, compression
 from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Gate
 from penstock.kernels.native import families
-from penstock.kernels.ops import Array, KvShape, Ops, PackedExperts, PackedLinear, StepBatch, segment_ends
+from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch, segment_ends
+from penstock.kernels.ops import Ops, PackedExperts
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.routing import Routing, Score

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.draws import Picks
-from penstock.kernels.ops import Array, KvShape, Ops, StepBatch
+from penstock.kernels.operands import Array, KvShape, StepBatch
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kv.layout import KvLayout
 

@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError
-from penstock.kernels.ops import KvShape, StepBatch, segment_ends
+from penstock.kernels.operands import KvShape, StepBatch, segment_ends
 
 
 @pytest.fixture(params=EVERY, ids="-".join)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
-from penstock.kernels.ops import Array, KvShape, Ops, StepBatch
+from penstock.kernels.operands import Array, KvShape, StepBatch
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 

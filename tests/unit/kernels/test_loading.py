@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native, compression
 from penstock.kernels.native import NativeOps, families
-from penstock.kernels.ops import PackedLinear
+from penstock.kernels.operands import PackedLinear
 from penstock.kernels.stored import LoadFailed, StoredTensor
 from penstock.weights.checksum import PIECE_BYTES, checksum, checksum_text
 from penstock.weights.compressed import Original

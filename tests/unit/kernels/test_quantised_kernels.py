@@ -11,7 +11,7 @@ from kernel_cases import EVERY, NATIVE, assert_close, assert_same_bits, make, no
 from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels import _native
-from penstock.kernels.ops import segment_ends
+from penstock.kernels.operands import segment_ends
 from penstock.kernels.quantised import QuantFormat, Scale
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 70, 200)

@@ -14,7 +14,8 @@ from kernel_cases import EVERY, NATIVE, make, normal
 
 from penstock.kernels import compression
 from penstock.kernels.draws import Picks, SampleRow
-from penstock.kernels.ops import Array, KvShape, Ops, PackedLinear, StepBatch
+from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 

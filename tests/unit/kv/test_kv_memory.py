@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.types import PageId

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from penstock.errors import PageCorrupt
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer import port
 from penstock.kv.transfer.port import PageSeal

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels import compression
 from penstock.kernels.native import NativeOps, families
-from penstock.kernels.ops import PackedLinear
+from penstock.kernels.operands import PackedLinear
 from penstock.weights import codec
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.compressing import compress_folder

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.kernels.kinds import Activation
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.weights.decoder import Decoder, Mlp
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fields import Fields

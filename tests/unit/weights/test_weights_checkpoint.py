@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, ModelError
-from penstock.kernels.ops import KvShape
+from penstock.kernels.operands import KvShape
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.decoder import Attention, Decoder, Layer, Mlp, Norm
 from penstock.weights.decoder_fields import at_length

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels.ops import COLUMN_UNIT, PackedLinear, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, PackedLinear, segment_ends
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.fields import Fields
 from penstock.weights.fingerprint import fingerprint

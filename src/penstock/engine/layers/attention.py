@@ -7,7 +7,8 @@ from typing import Protocol
 
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm, RmsNorm
-from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops
 
 
 class AttentionBlock(Protocol):

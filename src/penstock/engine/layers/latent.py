@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm, RmsNorm
-from penstock.kernels.ops import Array, Ops, PackedLinear, StepBatch
+from penstock.kernels.operands import Array, PackedLinear, StepBatch
+from penstock.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.layers.norm import RmsNorm
-from penstock.kernels.ops import Array, Ops, PackedLinear
+from penstock.kernels.operands import Array, PackedLinear
+from penstock.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Protocol
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm
 from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.ops import Array, Ops
+from penstock.kernels.operands import Array
+from penstock.kernels.ops import Ops
 
 
 class Feed(Protocol):

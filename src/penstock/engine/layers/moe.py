@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.norm import Norm
 from penstock.kernels.kinds import Gate
-from penstock.kernels.ops import Array, Ops, PackedLinear
+from penstock.kernels.operands import Array, PackedLinear
+from penstock.kernels.ops import Ops
 from penstock.kernels.routing import PackedExperts, Routing
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.kernels.kinds import Activation
-from penstock.kernels.ops import Array, Ops
+from penstock.kernels.operands import Array
+from penstock.kernels.ops import Ops
 
 
 class Norm(Protocol):

@@ -17,7 +17,8 @@ from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.moe import RoutedExperts, SharedExpert
 from penstock.kernels.kinds import Gate
-from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops
 from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
 from penstock.weights.latent import Latent
 from penstock.weights.moe import Moe

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from penstock.kernels.ops import Array, Ops, StepBatch
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops
 
 
 class Model(Protocol):

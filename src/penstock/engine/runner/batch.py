@@ -17,7 +17,7 @@ from penstock.engine.core.plan import Drawn
 from penstock.engine.core.speculation import standing
 from penstock.engine.runner.answer import Answer
 from penstock.kernels.draws import Picks, Sampled, SampleRow
-from penstock.kernels.ops import StepBatch
+from penstock.kernels.operands import StepBatch
 from penstock.types import PAGE_TOKENS, PageId, TokenLogprob
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from penstock.engine.runner.answer import Answers, no_grammars
 from penstock.engine.runner.batch import Span, StepArrays, token_logprob
 from penstock.engine.runner.constraint import Lookahead
 from penstock.grammar.matcher import Matcher
-from penstock.kernels.ops import Array, Ops, StepProgram
+from penstock.kernels.operands import Array
+from penstock.kernels.ops import Ops, StepProgram
 from penstock.types import Grammar, RequestId
 
 SCORED_ROWS = 64

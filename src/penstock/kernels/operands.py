@@ -1,0 +1,79 @@
+# ruff: noqa: N815  (field names carry shapes)
+"""What operations are given: packed weights, the tokens of a step, the shape of the KV memory.
+
+Knows no operation; ``ops`` says what the letters in the names mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any
+"""An array of the backend: never looked into above ``kernels``."""
+
+PLAIN_SEGMENTS = 1
+TREE_SEGMENTS = 8
+"""Segments of K where tensor parallelism will cut the sum (attention output, MLP down)."""
+
+COLUMN_UNIT = 32
+"""Columns in one unit of K when the sum is not over heads."""
+
+
+def segment_ends(k: int, unit: int) -> tuple[int, ...]:
+    """Ends of the 8 segments of K for a tree sum: segment i ends at floor((i + 1) * U / 8) units of ``unit`` columns.
+
+    The last unit may be short.  Segments may be empty (their sum is zero).
+    """
+    units = -(-k // unit)
+    return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What one token leaves in the KV memory: in every layer, a key and a value of every key-value head.
+
+    ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
+    one head a layer).
+    """
+
+    layers: int
+    kv_heads: int
+    key_dim: int  # even
+    value_dim: int  # even
+    shared: bool = False
+
+    @classmethod
+    def plain(cls, *, layers: int, kv_heads: int, head_dim: int) -> KvShape:
+        """Keys and values of one size."""
+        return cls(layers=layers, kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
+
+    @property
+    def numbers(self) -> int:
+        """That one token leaves, in all layers."""
+        return self.layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight matrix [N, K] in the backend's own layout.  Made once, in the zygote; read-only afterwards."""
+
+    n: int
+    k: int
+    segments: tuple[int, ...]  # ends of the segments of K; (k,) for a plain sum
+    data: Array
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tokens of one step, as the kernels want them.  Sequence s owns tokens ``starts[s]:starts[s + 1]``."""
+
+    tokens_T: NDArray[np.int32]
+    positions_T: NDArray[np.int32]  # absolute, from 0
+    starts_S1: NDArray[np.int32]  # S + 1 entries
+    table_SP: NDArray[np.int32]  # page of each block; read below ceil((last position + 1) / 16) only
+    sample_rows_R: NDArray[np.int32]  # indices into T whose logits are wanted
