@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
@@ -21,13 +20,13 @@ from typing import Any
 
 import msgspec
 import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
 from penstock.cli.benchmark import load, measures, report, workload
 from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
 from penstock.cli.benchmark.stutter import Stutter, run_stutter
 from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.cli.paint import Paint
 from penstock.config.load import load_client
 from penstock.errors import ConfigError
 
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.percentiles = _percentiles(args.metric_percentiles)
         args.objectives = measures.Objectives.parse(args.goodput) if args.goodput else None
-        result = uvloop.run(_bench(args, Console(stderr=True)))
+        result = uvloop.run(_bench(args))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     text = json.dumps(result, indent=1)
@@ -134,21 +133,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(text)
     else:
-        _print(result, Console(soft_wrap=True))
+        _print(result, Paint())
     return 0 if (result["long"] if "running" in result else result)["completed"] else 1
 
 
-def _print(result: dict[str, Any], out: Console) -> None:
-    out.print(f"{result['model']} at {result['base_url']}{result['endpoint']}, prompts: {result['prompts']}\n")
+def _print(result: dict[str, Any], paint: Paint) -> None:
+    print(f"{result['model']} at {result['base_url']}{result['endpoint']}, prompts: {result['prompts']}\n")
     if "running" in result:
-        report.print_stutter(out, result)
+        report.print_stutter(paint, result)
     else:
-        report.print_measures(out, result["workload"], result)
+        report.print_measures(paint, result["workload"], result)
     if result["skipped"]:
-        out.print(f"{result['skipped']} requests of the workload do not fit the context and were left out")
+        print(f"{result['skipped']} requests of the workload do not fit the context and were left out")
 
 
-async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def _bench(args: argparse.Namespace) -> dict[str, Any]:
     url, key = load_client(f"{args.host}:{args.port}" if args.host else args.base_url, args.api_key)
     headers = _headers(args.header)
     async with HttpStreamClient(url, api_key=key, headers=headers) as client:
@@ -159,7 +158,7 @@ async def _bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         generator = load.LoadGenerator(client, args.endpoint, timeout=args.timeout)
         await _warm_up(generator, prompts, args)
         scenario = _long_prompts if args.long_prompt_len else _requests
-        found = await scenario(args, generator, prompts, max_model_len, console)
+        found = await scenario(args, generator, prompts, max_model_len)
     header = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "base_url": url,
@@ -230,7 +229,6 @@ async def _requests(
     generator: load.LoadGenerator,
     prompts: PromptMaker,
     max_model_len: int | None,
-    console: Console,
 ) -> dict[str, Any]:
     everything = _wanted(args)
     wanted = workload.that_fit(everything, max_model_len)
@@ -240,7 +238,7 @@ async def _requests(
     bodies = await prompts.bodies(wanted)
     jobs = [load.Job(body, at) for body, at in zip(bodies, due, strict=True)]
     closed_loop = due[-1] == 0
-    async with _progress(args, console, len(jobs)) as progress:
+    async with _progress(args, len(jobs)) as progress:
         start = time.perf_counter()
         finished = await generator.run(
             jobs, max_concurrency=args.max_concurrency, closed_loop=closed_loop, progress=progress
@@ -265,7 +263,6 @@ async def _long_prompts(
     generator: load.LoadGenerator,
     prompts: PromptMaker,
     max_model_len: int | None,
-    console: Console,
 ) -> dict[str, Any]:
     count = max(1, round(args.duration / args.long_prompt_every))
     short = workload.RandomLengths(args.random_input_len, args.random_output_len).draw(args.num_prompts, args.seed)
@@ -274,7 +271,7 @@ async def _long_prompts(
         raise ConfigError(f"prompt and answer do not fit the context of {max_model_len} tokens")
     bodies = await prompts.bodies([*short, *long])
     scenario = Stutter(running=args.running_answers, every=args.long_prompt_every, warmup=args.warmup)
-    async with _progress(args, console, count) as progress:
+    async with _progress(args, count) as progress:
         result = await run_stutter(generator, scenario, bodies[: len(short)], bodies[len(short) :], progress)
     found = {
         "long_prompt_len": args.long_prompt_len,
@@ -295,23 +292,18 @@ def _percentiles(text: str) -> list[float]:
 
 
 @contextlib.asynccontextmanager
-async def _progress(args: argparse.Namespace, console: Console, total: int) -> AsyncIterator[load.Progress]:
+async def _progress(args: argparse.Namespace, total: int) -> AsyncIterator[load.Progress]:
     """Counts for the body to fill, shown twice a second; the garbage collector rests meanwhile."""
     counts = load.Progress(total)
-    columns = (
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    bar = Progress(*columns, console=console, auto_refresh=False, disable=args.disable_tqdm or not sys.stderr.isatty())
-    task = bar.add_task("", total=total, note="")
+    bar = tqdm(total=total, disable=True if args.disable_tqdm else None, dynamic_ncols=True)
+
+    def draw(note: str) -> None:
+        bar.n = counts.done
+        bar.set_postfix_str(f"{note}, {counts.output_tokens} tokens", refresh=True)
 
     async def show() -> None:
         while True:
-            note = f"{counts.sent - counts.done} running, {counts.failed} failed, {counts.output_tokens} tokens"
-            bar.update(task, completed=counts.done, note=note)
-            bar.refresh()
+            draw(f"{counts.sent - counts.done} running, {counts.failed} failed")
             await asyncio.sleep(0.5)
 
     gc.collect()
@@ -320,7 +312,6 @@ async def _progress(args: argparse.Namespace, console: Console, total: int) -> A
         with bar:
             async with load.background([asyncio.create_task(show())]):
                 yield counts
-            bar.update(task, completed=counts.done, note=f"{counts.failed} failed, {counts.output_tokens} tokens")
-            bar.refresh()
+            draw(f"{counts.failed} failed")
     finally:
         gc.enable()

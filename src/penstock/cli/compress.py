@@ -8,11 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column, Table
-
 from penstock.bundled import STORYTELLER, storyteller
+from penstock.cli.paint import byte_bar, table
 from penstock.errors import ConfigError
 from penstock.weights.compressing import Done, check_folders, compress_folder, verify_folder
 from penstock.weights.reader import Checkpoint
@@ -54,23 +51,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     source = model_folder(args.model)
     check_folders(source, args.out, force=args.force)
-    console = Console()
     began = time.perf_counter()
-    with ByteMeter(console, "compressing", total_bytes(source)) as meter:
-        done = compress_folder(source, args.out, threads=threads, report=lambda one: meter.add(one.original_bytes))
+    with byte_bar("compressing", total_bytes(source)) as add:
+        done = compress_folder(source, args.out, threads=threads, report=lambda one: add(one.original_bytes))
     took = time.perf_counter() - began
-    console.print(report_table(done))
+    print(report_table(done))
     before, after = sum(one.original_bytes for one in done), sum(one.nbytes for one in done)
-    console.print(
+    print(
         f"{args.out}: {after / 1e6:,.1f} MB, {100 * after / max(1, before):.1f} % of {before / 1e6:,.1f} MB, "
         f"in {took:.1f} s"
     )
     if args.verify:
         count = verify_folder(source, args.out)
-        console.print(f"verified: all {count} tensors decode to the bytes of {source}")
+        print(f"verified: all {count} tensors decode to the bytes of {source}")
     if args.plot is not None:
         draw(done, args.plot)
-        console.print(f"{args.plot}: bits a weight of every tensor")
+        print(f"{args.plot}: bits a weight of every tensor")
     return 0
 
 
@@ -90,47 +86,19 @@ def total_bytes(folder: Path) -> int:
         return sum(checkpoint.info(name).nbytes for name in checkpoint.names)
 
 
-class ByteMeter:
-    """A progress bar that counts bytes; silent where the output is no terminal."""
-
-    def __init__(self, console: Console, what: str, total: int) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(what, total=total)
-
-    def __enter__(self) -> ByteMeter:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def add(self, nbytes: int) -> None:
-        """So many more are done."""
-        self._bar.advance(self._task, nbytes)
-
-
-def report_table(done: list[Done]) -> Table:
+def report_table(done: list[Done]) -> str:
     """One line a tensor."""
-    table = Table(
-        Column("tensor", overflow="fold"), "type", "shape", "bits a weight", "of its size", box=None, pad_edge=False
-    )
-    for one in done:
-        table.add_row(
+    rows = [
+        (
             one.name,
             one.original.dtype.lower(),
             " x ".join(map(str, one.original.shape)),
             f"{one.bits_a_weight:.2f}",
             f"{100 * one.nbytes / max(1, one.original_bytes):.1f} %" if one.original.code else "plain",
         )
-    return table
+        for one in done
+    ]
+    return table(rows, headers=("tensor", "type", "shape", "bits a weight", "of its size"))
 
 
 def draw(done: list[Done], path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
-from penstock.cli.compress import ByteMeter, model_folder, total_bytes
+from penstock.cli.compress import model_folder, total_bytes
+from penstock.cli.paint import byte_bar
 from penstock.weights.compressing import check_folders, decompress_folder
 
 EPILOG = """\
@@ -40,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when OUT is whole; raises ConfigError, ModelError, PenstockError."""
     source = model_folder(args.model)
     check_folders(source, args.out, force=args.force)
-    console = Console()
-    with ByteMeter(console, "decompressing", total_bytes(source)) as meter:
-        done = decompress_folder(source, args.out, report=lambda one: meter.add(one.nbytes))
-    console.print(f"{args.out}: {len(done)} tensors, {sum(one.original_bytes for one in done) / 1e6:,.1f} MB")
+    with byte_bar("decompressing", total_bytes(source)) as add:
+        done = decompress_folder(source, args.out, report=lambda one: add(one.nbytes))
+    print(f"{args.out}: {len(done)} tensors, {sum(one.original_bytes for one in done) / 1e6:,.1f} MB")
     return 0

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from penstock.cli.paint import Paint, table
 from penstock.errors import ConfigError
 from penstock.launch.locate import config_folder
 from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(as_json(answer)).decode())
     else:
-        show(answer, Console())
+        show(answer, Paint())
     return 0 if answer.plan.fits else 1
 
 
@@ -150,79 +148,71 @@ def as_json(answer: Answer) -> dict[str, Any]:
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def show(answer: Answer, console: Console) -> None:
+def show(answer: Answer, paint: Paint) -> None:
     """The plan in words, the arithmetic, and a picture of each stage's memory."""
     plan, outline = answer.plan, answer.outline
     devices = plan.devices
-    console.print(
-        f"[bold]{outline.name}[/bold] ({outline.spec.architecture}, {outline.layout.parameters / 1e9:,.2f} billion "
+    print(
+        f"{paint(outline.name, 'bold')} ({outline.spec.architecture}, {outline.layout.parameters / 1e9:,.2f} billion "
         f"parameters) on {devices.count} x {devices.name}, {gib(devices.memory_bytes)} each"
     )
-    console.print(f"tensor parallel over {plan.tensor}, {_stages(plan)}; weights in {answer.how.name}")
-    console.print()
-    console.print(arithmetic(answer))
-    console.print()
+    print(f"tensor parallel over {plan.tensor}, {_stages(plan)}; weights in {answer.how.name}\n")
+    print(f"{arithmetic(answer, paint)}\n")
     for share in plan.stages:
-        console.print(Text(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device"))
-        console.print(picture(share, devices.memory_bytes))
-    legend = Text()
-    for name, colour in PARTS:
-        legend.append("█ ", colour).append(f"{name}   ")
-    console.print(legend)
-    console.print()
-    console.print(verdict(answer))
+        print(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device")
+        print(picture(share, devices.memory_bytes, paint))
+    print("   ".join(f"{paint('█', colour)} {name}" for name, colour in PARTS) + "\n")
+    print(verdict(answer, paint))
 
 
 def _stages(plan: Plan) -> str:
     return "one stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
 
 
-def arithmetic(answer: Answer) -> Table:
+def arithmetic(answer: Answer, paint: Paint) -> str:
     """Memory, less what is in it."""
     plan, size = answer.plan, answer.size
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    table.add_column(justify="left", style="dim")
     count = plan.devices.count
-    table.add_row("memory", gib(plan.devices.total_bytes), f"{count} x {gib(plan.devices.memory_bytes)}")
     copies = plan.weight_bytes - size.weight_bytes
-    table.add_row("- weights", gib(plan.weight_bytes), f"{gib(size.weight_bytes)} once, {gib(copies)} of copies")
-    table.add_row("- activations", gib(plan.activation_bytes), "buffers of the largest step")
-    table.add_row("- runtime", gib(plan.runtime_bytes), "an allowance: context, kernels, recorded graphs")
-    table.add_row("= for KV pages", gib(plan.kv_bytes), "")
     a_token = sum(layer.cache.on_device(plan.tensor) for layer in size.layers) * plan.tensor
     growing = sum(la.cache.on_device(plan.tensor) for la in size.layers if la.cache.window is None) * plan.tensor
     note = f"{a_token / 1e3:,.1f} kB a token"
     if growing != a_token:
         windowed = sum(layer.cache.window is not None for layer in size.layers)
         note += f", {growing / 1e3:,.1f} once the windows of {windowed} layers are full"
-    table.add_row("one sequence", f"{plan.kv_tokens:,} tokens" if plan.fits else "none", note)
-    return table
+    lines = (
+        ("memory", gib(plan.devices.total_bytes), f"{count} x {gib(plan.devices.memory_bytes)}"),
+        ("- weights", gib(plan.weight_bytes), f"{gib(size.weight_bytes)} once, {gib(copies)} of copies"),
+        ("- activations", gib(plan.activation_bytes), "buffers of the largest step"),
+        ("- runtime", gib(plan.runtime_bytes), "an allowance: context, kernels, recorded graphs"),
+        ("= for KV pages", gib(plan.kv_bytes), ""),
+        ("one sequence", f"{plan.kv_tokens:,} tokens" if plan.fits else "none", note),
+    )
+    return table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
 
 
-def picture(share: Share, memory: int) -> Text:
+def picture(share: Share, memory: int, paint: Paint) -> str:
     """One line of cells, as long as the memory; what does not fit is red, beyond a mark."""
     used = share.weights + share.activations + share.runtime
     whole = max(memory, used)
-    line, done, shown = Text("  "), 0, 0
+    line, done, shown = "  ", 0, 0
     end = round(BAR_CELLS * memory / whole)
     for name, colour in PARTS:
         done += max(0, getattr(share, name))
         cells = round(BAR_CELLS * done / whole)
-        line.append("█" * (min(cells, end) - min(shown, end)), colour)
+        line += paint("█" * (min(cells, end) - min(shown, end)), colour)
         if cells > end:
-            line.append(("|" if shown <= end else "") + "█" * (cells - max(shown, end)), "red")
+            line += paint(("|" if shown <= end else "") + "█" * (cells - max(shown, end)), "red")
         shown = cells
-    line.append(f"  {gib(share.kv)} for KV" if share.kv >= 0 else f"  {gib(-share.kv)} too much", "bold")
-    return line
+    rest = f"{gib(share.kv)} for KV" if share.kv >= 0 else f"{gib(-share.kv)} too much"
+    return f"{line}  {paint(rest, 'bold')}"
 
 
-def verdict(answer: Answer) -> Text:
+def verdict(answer: Answer, paint: Paint) -> str:
     """Fits, fits with fewer tokens, or does not; with what would help."""
     plan = answer.plan
     if plan.kv_tokens >= answer.wanted:
-        return Text(f"fits: {plan.kv_tokens:,} tokens, {answer.wanted:,} wanted", "green")
+        return paint(f"fits: {plan.kv_tokens:,} tokens, {answer.wanted:,} wanted", "green")
     head = "fits, but not with all its positions" if plan.fits else "does not fit"
     short = (
         f"{plan.kv_tokens:,} of {answer.wanted:,} tokens"
@@ -230,7 +220,7 @@ def verdict(answer: Answer) -> Text:
         else f"{gib(plan.missing_bytes)} too much on a device"
     )
     helps = "; ".join(answer.remedies) or "fewer bits a weight or more memory than was tried"
-    return Text(f"{head}: {short}.  What would help: {helps}", "yellow" if plan.fits else "red")
+    return paint(f"{head}: {short}.  What would help: {helps}", "yellow" if plan.fits else "red")
 
 
 def gib(count: int) -> str:

@@ -58,7 +58,7 @@ def test_a_url_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_command_imports_its_own_only() -> None:
     script = "import sys; from penstock.cli.main import main; main(['status', '--url', 'http://127.0.0.1:1']); "
-    script += "print([m for m in ('numpy', 'zmq', 'uvicorn', 'rich', 'tokenizers', 'torch') if m in sys.modules])"
+    script += "print([m for m in ('numpy', 'zmq', 'uvicorn', 'tqdm', 'tokenizers', 'torch') if m in sys.modules])"
     environ = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True, timeout=60

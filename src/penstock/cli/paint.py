@@ -1,0 +1,60 @@
+"""What commands print: tables, colours where the output is a terminal that wants them, bars on long work.
+
+Knows nothing about what is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NoReturn, TextIO
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+STYLES: Final = {
+    "bold": "1",
+    "dim": "2",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "blue": "34",
+    "magenta": "35",
+}
+"""Names of the ANSI styles (ECMA-48, SGR) that ``Paint`` knows."""
+
+tqdm.monitor_interval = 0  # no thread beside the command's own
+
+
+class Paint:
+    """Colours for one stream, decided once: a terminal, and no NO_COLOR (no-color.org) in the environment."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = sys.stdout if stream is None else stream
+        self._on = stream.isatty() and not os.environ.get("NO_COLOR")
+
+    def __call__(self, text: str, style: str) -> str:
+        """``text`` in this style, or as it is."""
+        return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self._on and text else text
+
+
+def table(rows: Sequence[Sequence[str]], *, headers: Sequence[str] = (), right: Sequence[int] = ()) -> str:
+    """Columns two spaces apart; those in ``right`` end together, the others begin together.  Text stays as it is."""
+    width = max((len(row) for row in (headers, *rows)), default=0)
+    sides = ["right" if column in right else "left" for column in range(width)]
+    return tabulate(rows, headers=headers, tablefmt="plain", colalign=sides if rows else None, disable_numparse=True)
+
+
+@contextlib.contextmanager
+def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar; call what it gives with the number of bytes that are newly done.  Silent unless standard error is a
+    terminal."""
+    bar: tqdm[NoReturn] = tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
+
+    def add(nbytes: int) -> None:
+        bar.update(nbytes)
+
+    with bar:
+        yield add
