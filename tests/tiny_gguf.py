@@ -7,54 +7,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+from bench.peers.drivers.to_gguf import CONTROL, NORMAL, add_settings, own_name, paired
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from tiny_models import Tensors
-
-NORMAL, CONTROL = 1, 3
-
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-
-
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face tensor."""
-    if name in _NAMES:
-        return _NAMES[name]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[rest]}"
-
-
-def paired(weight_NK: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows as llama.cpp keeps those of q and k: row i and row i + dim/2 of each head, one after the other."""
-    rows, columns = weight_NK.shape
-    return weight_NK.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The metadata of a Llama."""
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]))
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 
 
 def add_bytes_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -87,13 +44,13 @@ def write_gguf(
     for name, value in tensors.items():
         wide = value.astype(np.float32)
         if wide.ndim == 1:
-            writer.add_tensor(gguf_name(name), wide)
+            writer.add_tensor(own_name(name), wide)
             said[name] = wide
             continue
         kind = kinds if isinstance(kinds, Type) else next((k for part, k in kinds.items() if part in name), Type.F32)
         raw, said[name] = encoded(wide, kind)
         count = next((count for part, count in heads.items() if part in name), None)
-        writer.add_tensor(gguf_name(name), raw if count is None else paired(raw, count), raw_dtype=kind)
+        writer.add_tensor(own_name(name), raw if count is None else paired(raw, count), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

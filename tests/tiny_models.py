@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 Tensors = dict[str, NDArray[Any]]
 
-NAMES = {np.dtype(ml_dtypes.bfloat16): "BF16", np.dtype(np.float16): "F16", np.dtype(np.float32): "F32"}
+NAMES = {
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.float32): "F32",
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int64): "I64",
+}
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 

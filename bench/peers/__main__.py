@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench.peers import install, matrix, models
-from bench.peers.places import PEERS, SHAPES, Workplace, cores, default_workdir
+from bench.peers.places import CODED, PEERS, SHAPES, Workplace, cores, default_workdir
 from bench.peers.records import Records
 
 EPILOG = """\
@@ -18,6 +18,7 @@ examples:
   python -m bench.peers models                       random weights of the shape of Llama-3.2-1B, and of 97 M parameters
   python -m bench.peers run                          five rounds of everything
   python -m bench.peers run --measures decode,prefill --systems penstock,llama.cpp --rounds 1
+  python -m bench.peers run --measures decode --systems penstock-q8_0,llama.cpp-q8_0
   python -m bench.peers report --into docs/benchmarks.md --plot docs/peers.png
 
 Run it from the repository's root, with Penstock built or installed.  A run that was cut goes on where it stopped;
@@ -132,7 +133,8 @@ def _run(args: argparse.Namespace, place: Workplace) -> int:
     absent = models.missing(place, args.model, args.systems)
     if absent:
         raise install.InstallError(f"not there: {', '.join(absent)}\nmake them: python -m bench.peers models")
-    lacking = [peer for peer in install.missing(place) if peer in args.systems]
+    makers = {CODED.get(system, (system,))[0] for system in args.systems}
+    lacking = [peer for peer in install.missing(place) if peer in makers]
     if lacking:
         raise install.InstallError(f"not installed: {', '.join(lacking)}\nfirst: python -m bench.peers install")
     wanted = matrix.Wanted(

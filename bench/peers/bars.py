@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.peers.places import AGGREGATED, COMPRESSED, LLAMA, PLAIN, SHAPES, SPLIT
+from bench.peers.places import AGGREGATED, CODED, COMPRESSED, LLAMA, PLAIN, SHAPES, SPLIT
 from bench.peers.series import Path, Series, Spread
 from bench.peers.work import prefill_flops, weight_bytes
 
@@ -33,6 +33,7 @@ def bars(series: Series, model: str) -> Iterator[Bar]:
     if model == "1b":
         yield from _decode(series, model)
         yield from _prefill(series, model)
+        yield from _coded(series)
         yield from _clients(series)
         yield from _long_prompts(series)
         yield from _start(series)
@@ -79,6 +80,17 @@ def _prefill(series: Series, model: str) -> Iterator[Bar]:
         share = series.ratio(used, peak)
         if share is not None:
             yield Bar(f"prefill, 512 tokens, {system}, of the peak", _scaled(share, 100), 80, unit=" %")
+
+
+def _coded(series: Series) -> Iterator[Bar]:
+    """The same bits a weight, of the same file."""
+    for system, (maker, kind) in CODED.items():
+        other = f"{LLAMA}-{kind.lower()}"
+        for streams in ("1", "4", "16") if maker == PLAIN else ():
+            path = ("decode", streams)
+            ratio = series.ratio(series.values(system, path), series.values(other, path))
+            if ratio is not None:
+                yield Bar(f"decode, {streams} stream{'s' * (streams != '1')}, {system}", ratio, 1.0, against=other)
 
 
 def _clients(series: Series) -> Iterator[Bar]:

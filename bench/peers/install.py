@@ -19,7 +19,7 @@ from typing import Final
 from bench.peers.places import HERE, LLAMA, PEERS, Workplace
 
 LLAMA_ARCHIVE: Final = "llama-cpp-python==0.3.36"
-LLAMA_TOOLS: Final = ("llama-server", "llama-bench", "llama-batched-bench")
+LLAMA_TOOLS: Final = ("llama-server", "llama-bench", "llama-batched-bench", "llama-quantize")
 LLAMA_FLAGS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",

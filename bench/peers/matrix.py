@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from bench.peers import offline, online
 from bench.peers.offline import Ask, MeasureError
-from bench.peers.places import AGGREGATED, LLAMA, OFFLINE_SYSTEMS, SERVERS, SPLIT, Workplace
+from bench.peers.places import AGGREGATED, CODED, LLAMA, OFFLINE_SYSTEMS, QUANTS, SERVERS, SPLIT, Workplace
 from bench.peers.processes import compile_sources, own_environment
 from bench.peers.records import ABOUT, Record, Records
 from bench.peers.servers import running
@@ -28,7 +28,7 @@ ONLINE: Final = ("start", "http1", "http8", "stutter", "memory", "kill")
 MACHINE: Final = "machine"
 ROOFLINE: Final = "roofline"
 MEASURES: Final = (*OFFLINE, *ONLINE)
-SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *SERVERS)))
+SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *CODED, *SERVERS)))
 
 DECODE_STREAMS: Final = (1, 4, 16)
 PREFILL_TOKENS: Final = (128, 512, 2048)
@@ -72,7 +72,7 @@ class Matrix:
 
     def _round(self, number: int) -> None:
         done = self._records.done()
-        offline_jobs = list(self._missing(done, number, OFFLINE_SYSTEMS, OFFLINE))
+        offline_jobs = list(self._missing(done, number, (*OFFLINE_SYSTEMS, *CODED), OFFLINE))
         online_jobs = list(self._missing(done, number, SERVERS, ONLINE))
         if not offline_jobs and not online_jobs:
             return
@@ -178,7 +178,7 @@ def weight_bytes(place: Workplace, system: str, model: str) -> int:
 
 def warm_page_cache(place: Workplace, model: str) -> None:
     """Read every file of weights once."""
-    files = [place.checkpoint(model) / "model.safetensors", place.gguf(model)]
+    files = [place.checkpoint(model) / "model.safetensors", *(place.gguf(model, kind) for kind in ("BF16", *QUANTS))]
     files += [*place.compressed(model).glob("*.safetensors"), *place.openvino(model).glob("*.bin")]
     for path in filter(Path.exists, files):
         with path.open("rb", buffering=0) as file:

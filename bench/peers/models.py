@@ -11,7 +11,7 @@ from typing import Final
 
 from bench.peers.checkpoint import write_checkpoint
 from bench.peers.install import installed, run
-from bench.peers.places import HERE, LLAMA, OPENVINO, SHAPES, Workplace
+from bench.peers.places import CODED, HERE, LLAMA, OPENVINO, QUANTS, SHAPES, Workplace
 
 SEED: Final = 0
 
@@ -22,15 +22,18 @@ def make(place: Workplace, models: Sequence[str]) -> None:
         _checkpoint(place, model)
         _compressed(place, model)
         _gguf(place, model)
+        for kind in QUANTS:
+            _quantised(place, model, kind)
         _openvino(place, model)
 
 
 def missing(place: Workplace, model: str, systems: Sequence[str]) -> list[str]:
     """Files that ``make`` would write and that these systems need."""
     files = {LLAMA: place.gguf(model), OPENVINO: place.openvino(model)}
+    files |= {system: place.gguf(model, kind) for system, (_, kind) in CODED.items()}
     needed = [place.checkpoint(model) / "model.safetensors", place.compressed(model)]
     needed += [file for system, file in files.items() if system in systems]
-    return [str(file) for file in needed if not file.exists()]
+    return [str(file) for file in dict.fromkeys(needed) if not file.exists()]
 
 
 def _checkpoint(place: Workplace, model: str) -> None:
@@ -70,6 +73,17 @@ def _gguf(place: Workplace, model: str) -> None:
     script = HERE / "drivers" / "to_gguf.py"
     command: list[str | Path] = [place.python(LLAMA), script, place.checkpoint(model), unfinished]
     run(command, place.logs / "models.log", say=f"{model}: BF16 gguf")
+    shutil.move(unfinished, out)
+
+
+def _quantised(place: Workplace, model: str, kind: str) -> None:
+    out = place.gguf(model, kind)
+    if out.exists():
+        print(f"{out}: there already")
+        return
+    unfinished = out.with_suffix(".part")
+    command: list[str | Path] = [place.llama_tool("llama-quantize"), place.gguf(model), unfinished, kind]
+    run(command, place.logs / "models.log", say=f"{model}: {kind} gguf")
     shutil.move(unfinished, out)
 
 

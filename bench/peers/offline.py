@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.places import COMPRESSED, HERE, LLAMA, OPENVINO, PLAIN, VLLM, Workplace
+from bench.peers.places import CODED, COMPRESSED, HERE, LLAMA, OPENVINO, PLAIN, VLLM, Workplace
 from bench.peers.processes import own_environment, peer_environment
 
 TIMEOUT_S = 900
@@ -41,12 +41,13 @@ class Ask:
 
 def measure(place: Workplace, system: str, model: str, ask: Ask) -> dict[str, dict[str, Any]]:
     """{"prefill": {"128": [tokens/s, ...]}, "decode": {"1": [tokens/s]}}.  Raises MeasureError."""
-    if system == LLAMA:
-        return _llama(place, model, ask)
-    own = system in (PLAIN, COMPRESSED)
+    maker, kind = CODED.get(system, (system, "BF16"))
+    if maker == LLAMA:
+        return _llama(place, place.gguf(model, kind), ask)
+    own = maker in (PLAIN, COMPRESSED)
     script = "penstock" if own else system
     others = {COMPRESSED: place.compressed(model), OPENVINO: place.openvino(model)}
-    folder = others.get(system, place.checkpoint(model))
+    folder = place.gguf(model, kind) if system in CODED else others.get(system, place.checkpoint(model))
     python = sys.executable if own else str(place.python(system))
     environment = own_environment() if own else peer_environment(peer_settings(place, system, ask.threads))
     task = json.dumps({"model": str(folder), **asdict(ask)})
@@ -90,9 +91,9 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def _llama(place: Workplace, model: str, ask: Ask) -> dict[str, dict[str, Any]]:
+def _llama(place: Workplace, file: Path, ask: Ask) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    gguf, threads = str(place.gguf(model)), str(ask.threads)
+    gguf, threads = str(file), str(ask.threads)
     if ask.prefill:
         lengths = ",".join(map(str, ask.prefill))
         command = [str(place.llama_tool("llama-bench")), "-m", gguf, "-t", threads, "-p", lengths, "-n", "0"]

@@ -56,6 +56,12 @@ TRANSFORMERS, LLAMA, VLLM, OPENVINO = "transformers", "llama.cpp", "vllm", "open
 PEERS: Final = (TRANSFORMERS, LLAMA, VLLM, OPENVINO)
 OFFLINE_SYSTEMS: Final = (PLAIN, COMPRESSED, *PEERS)
 
+QUANTS: Final = ("Q8_0", "Q4_K_M")
+"""Types of GGUF files, as llama-quantize calls them."""
+
+CODED: Final = {f"{maker}-{kind.lower()}": (maker, kind) for kind in QUANTS for maker in (PLAIN, LLAMA)}
+"""(who reads it, its type) of systems that are measured with a quantised GGUF file, the same for both."""
+
 SPLIT, SPLIT_PLAIN, AGGREGATED = "penstock-split", "penstock-split-plain", "penstock-aggregated"
 OWN_SERVERS: Final = (SPLIT, SPLIT_PLAIN, AGGREGATED)
 SERVERS: Final = (*OWN_SERVERS, LLAMA, VLLM)
@@ -98,9 +104,9 @@ class Workplace:
         """The same, through ``penstock compress``."""
         return self.root / "models" / model / "compressed"
 
-    def gguf(self, model: str) -> Path:
-        """The same for llama.cpp, BF16."""
-        return self.root / "models" / model / "model-bf16.gguf"
+    def gguf(self, model: str, kind: str = "BF16") -> Path:
+        """The same as a GGUF file; ``kind`` is BF16 or one of ``QUANTS``."""
+        return self.root / "models" / model / f"model-{kind.lower()}.gguf"
 
     def openvino(self, model: str) -> Path:
         """The same for OpenVINO, stored as fp16."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from bench.peers.bars import Bar, bars
-from bench.peers.places import OFFLINE_SYSTEMS, PEERS, SERVERS, SHAPES, SPLIT
+from bench.peers.places import CODED, OFFLINE_SYSTEMS, PEERS, SERVERS, SHAPES, SPLIT
 from bench.peers.records import ABOUT, Record
 from bench.peers.series import Path, Series, Spread
 
@@ -49,6 +49,8 @@ PROCESS: Sequence[Column] = (
 TABLES: Sequence[tuple[str, Sequence[str], Sequence[Column]]] = (
     ("Decode, tokens/s", OFFLINE_SYSTEMS, DECODE),
     ("Prefill, tokens/s", OFFLINE_SYSTEMS, PREFILL),
+    ("Decode of one quantised GGUF file, tokens/s", tuple(CODED), DECODE),
+    ("Prefill of one quantised GGUF file, tokens/s", tuple(CODED), PREFILL),
     ("Eight clients over HTTP, prompt 256, answer 64", SERVERS, _client_columns("http8")),
     ("One client over HTTP, prompt 256, answer 64", SERVERS, _client_columns("http1")),
     ("Eight running answers while prompts of 2,000 tokens arrive", SERVERS, STUTTER),
@@ -134,7 +136,8 @@ def _table(series: Series, title: str, systems: Sequence[str], columns: Sequence
 
 
 def _named(system: str) -> str:
-    return system if system in PEERS else f"**{system}**{' (the default)' if system == SPLIT else ''}"
+    maker, _ = CODED.get(system, (system, ""))
+    return system if maker in PEERS else f"**{system}**{' (the default)' if system == SPLIT else ''}"
 
 
 def _cell(spread: Spread | None, by: float, form: str, unit: str = "") -> str:

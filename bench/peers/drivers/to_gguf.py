@@ -1,4 +1,4 @@
-"""From a Hugging Face folder (Llama, bf16, tied embeddings) to a BF16 gguf.  Runs with llama.cpp's ``gguf`` package.
+"""From a Hugging Face folder (Llama, bf16) to a BF16 gguf.  Runs with llama.cpp's ``gguf`` package and NumPy alone.
 
 Norms become fp32, as llama.cpp's own converter makes them, and the rows of q and k are put into the order that
 llama.cpp's rotary embedding wants: pairs beside each other instead of half a head apart.
@@ -12,6 +12,7 @@ import json
 import mmap
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
     "input_layernorm.weight": "attn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -33,35 +35,41 @@ NORMAL, CONTROL = 1, 3
 
 
 def own_name(name: str) -> str:
+    """llama.cpp's name of a Hugging Face tensor."""
     if name in NAMES:
         return NAMES[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     return f"blk.{layer}.{NAMES[rest]}"
 
 
-def paired(bits_NK: np.ndarray, heads: int) -> np.ndarray:
-    """Row i and row i + dim/2 of each head, one after the other."""
-    rows, columns = bits_NK.shape
-    return bits_NK.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+def paired(weight_NK: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows as llama.cpp keeps those of q and k: row i and row i + dim/2 of each head, one after the other."""
+    rows, columns = weight_NK.shape
+    return weight_NK.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def add_settings(writer: gguf.GGUFWriter, config: dict) -> None:
+def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """The metadata of a Llama."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]))
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def add_form(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What llama.cpp's tools want to know beside it."""
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
     read = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     entries = sorted(read["model"]["vocab"], key=read["model"]["vocab"].__getitem__)
     specials = [token["content"] for token in sorted(read["added_tokens"], key=lambda token: token["id"])]
@@ -82,6 +90,7 @@ def main() -> None:
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(out), "llama")
     add_settings(writer, config)
+    add_form(writer, config)
     add_tokenizer(writer, folder, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     with (folder / "model.safetensors").open("rb") as file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ class WeightArena:
     """Private anonymous memory with huge pages: it keeps them over a fork, which shared memory and files do not.
 
     Many small weights share one huge page, so arrays are cut from large regions.  Nothing is ever given back.
+    Threads may ask at once.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._region: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._used = 0
 
@@ -36,12 +39,13 @@ class WeightArena:
     def cells(self, count: int) -> NDArray[np.uint32]:
         """Zeroed memory for ``count`` cells of 32 bits, 64-byte aligned."""
         nbytes = -(-count * 4 // ALIGNMENT) * ALIGNMENT
-        if self._used + nbytes > self._region.nbytes:
-            self._region = _huge_region(max(nbytes, ARENA_BYTES))
-            self._used = 0
-        start = self._used
-        self._used += nbytes
-        return self._region[start : start + count * 4].view(np.uint32)
+        with self._lock:
+            if self._used + nbytes > self._region.nbytes:
+                self._region = _huge_region(max(nbytes, ARENA_BYTES))
+                self._used = 0
+            region, start = self._region, self._used
+            self._used += nbytes
+        return region[start : start + count * 4].view(np.uint32)
 
     def bytes(self, count: int) -> NDArray[np.uint8]:
         """The same as ``count`` bytes."""

@@ -31,6 +31,7 @@ from penstock.kernels.native_arguments import (
     NativeKv,
     attention_rule,
     draw_row,
+    fill_weights,
     gate_words,
     packed_experts,
     routing_words,
@@ -97,8 +98,7 @@ class NativeOps:
         ends = list(segments or (k,))
         cells = self._arena.cells(_native.Weights.cells_needed(n, k, ends, self._per_cell))
         weights = _native.Weights(cells, n, k, ends, self._per_cell)
-        raw = np.ascontiguousarray(weight_NK)
-        weights.fill(raw if source == "fp32" else raw.view(np.uint16), source)
+        fill_weights(weights, weight_NK, source)
         return PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=cells.nbytes)
 
     def pack_compressed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,13 @@ ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for numbe
 def gate_words(gate: Gate) -> tuple[int, float, float, float, bool]:
     """How the kernels are told of a gate."""
     return ACTIVATIONS[gate.activation], gate.alpha, gate.limit, gate.shift, gate.interleaved
+
+
+def fill_weights(weights: _native.Weights, weight_NK: NDArray[Any], source: str) -> None:
+    """Pack a matrix that lies with its rows, or with its columns, one after another; any other is copied first."""
+    turned = weight_NK.flags.f_contiguous and not weight_NK.flags.c_contiguous
+    raw = weight_NK.T if turned else np.ascontiguousarray(weight_NK)
+    (weights.fill_turned if turned else weights.fill)(raw if source == "fp32" else raw.view(np.uint16), source)
 
 
 _SCORES: Mapping[Score, int] = MappingProxyType({score: number for number, score in enumerate(Score)})

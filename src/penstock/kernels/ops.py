@@ -119,7 +119,10 @@ class Ops(Protocol):
     def pack_quantised(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        """The same for quantised matrices (docs/weight-formats.md); else dequantise them.  No thread is left."""
+        """The same for quantised matrices (docs/weight-formats.md), whose columns may have one order of their own.
+
+        None: dequantise them.  No thread is left.
+        """
 
     def loading(self, nbytes: int) -> Loading | None:
         """What reads a model's weights (about ``nbytes`` in memory) straight from files, if this backend can."""

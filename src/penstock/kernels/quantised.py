@@ -1,8 +1,9 @@
 # ruff: noqa: N815  (field names carry shapes)
 """What a quantised matrix is, whatever file it comes from: codes, what they stand for, and numbers for their groups.
 
-``weight[n, k] = scale[n, k // group] * values[code[n, k]] + min[n, k // group]``, scales and minimums in fp32.  Each of
-the formats that people use is this with other numbers (docs/weight-formats.md).  Knows no kernels and no files.
+``weight[n, k] = scale[n, k // group] * values[code[n, k]] + min[n, k // group]``, scales and minimums in fp32; columns
+may have been put into another order first, so that those of a group lie side by side.  Each of the formats that people
+use is this with other numbers (docs/weight-formats.md).  Knows no kernels and no files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from numpy.typing import NDArray
 
 PANEL_ROWS = 16
 UNIT_COLUMNS = 32
+PIECE_COLUMNS = 16
+"""The smallest group that the kernels know."""
+
 SUPER_COLUMNS = 256
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the four bits of MXFP4 (OCP Microscaling Formats 1.0)."""
 
 
 class Scale(IntEnum):
@@ -110,10 +117,21 @@ class QuantizedMatrix:
     k: int
     format: QuantFormat
     read: Callable[[int, int], QuantRows]  # rows [first, stop)
+    order: NDArray[np.int32] | None = None
+    """Column ``i`` of what is read is column ``order[i]`` of the matrix: so groups lie side by side.  [K]"""
 
     def whole(self) -> QuantRows:
         """All rows."""
         return self.read(0, self.n)
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """The weights [N, K], columns where they belong; for tests, and where no kernel reads the codes."""
+        weights_NK = dequantised(self.whole(), self.format)
+        if self.order is None:
+            return weights_NK
+        placed_NK = np.empty_like(weights_NK)
+        placed_NK[:, self.order] = weights_NK
+        return placed_NK
 
     def picked(self, rows: range) -> QuantizedMatrix:
         """These rows of it, in ascending order."""
@@ -123,14 +141,26 @@ class QuantizedMatrix:
             all_NK = self.read(own.start, own[-1] + 1)
             return all_NK if own.step == 1 else all_NK.every(own.step)
 
-        return QuantizedMatrix(len(rows), self.k, self.format, read)
+        return QuantizedMatrix(len(rows), self.k, self.format, read, self.order)
+
+
+def counted(bits: int, offset: int) -> tuple[float, ...]:
+    """Values of codes that are integers from -offset on."""
+    return tuple(float(code - offset) for code in range(1 << bits))
 
 
 def fits(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
     """Can these matrices, one below the other and cut at these columns, be multiplied as they are?"""
     whole = all(part.n % PANEL_ROWS == 0 for part in parts[:-1]) and all(end % UNIT_COLUMNS == 0 for end in ends)
-    supers = all(part.k % part.format.group == 0 or part.format.group > part.k for part in parts)
-    return whole and supers
+    groups = (min(part.format.group, part.k) for part in parts)
+    units = all(group == PIECE_COLUMNS or group % UNIT_COLUMNS == 0 for group in groups)
+    return whole and units and all(_same_order(part, parts[0]) for part in parts)
+
+
+def _same_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return np.array_equal(one.order, other.order)
 
 
 def numbers(rows: QuantRows, form: QuantFormat) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

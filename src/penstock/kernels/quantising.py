@@ -44,6 +44,8 @@ def pack(arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...]
         table = form.table().view(np.uint16)
         sizes = (int(form.scale), int(form.minimum), min(form.group, -(-k // UNIT_COLUMNS) * UNIT_COLUMNS))
         weights.add_part(codes, numbers, table, part.n, form.bits, sizes)
+    if parts[0].order is not None:
+        weights.set_order(np.ascontiguousarray(parts[0].order, np.int32))
     if threads < 2 or len(jobs) < 2:
         for job in jobs:
             job()

@@ -26,7 +26,7 @@ from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.operands import KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import StepProgram, Steps
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.quantised import QuantizedMatrix, dequantised
+from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.reference_attention import (
     ReferenceKv,
     ReferenceRope,
@@ -102,7 +102,7 @@ class ReferenceOps:
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear:
         """See ``Ops.pack_quantised``: dequantised to fp32, so that the products are those of the weights."""
-        whole_NK = np.concatenate([dequantised(part.whole(), part.format) for part in parts])
+        whole_NK = np.concatenate([part.dequantised() for part in parts])
         return self._packed(self._tensor(whole_NK), segments)
 
     def loading(self, nbytes: int) -> None:

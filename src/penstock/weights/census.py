@@ -8,16 +8,14 @@ devices; ``parallel.plan`` lays the result over them.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import translate
 
 from penstock.errors import ModelError
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
 from penstock.weights.decoder import Decoder
 from penstock.weights.fields import Fields
+from penstock.weights.formats.quantization import Quantization, parse_quantization
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.moe import Moe
 from penstock.weights.spec import ModelSpec
@@ -34,10 +32,6 @@ STEP_TOKENS = 2048
 STEP_DRAWS = 256
 """Rows of that step whose logits are stored (``max_running``)."""
 
-MAX_IGNORED = 100_000
-MAX_PATTERN = 256
-"""Modules that a configuration may leave out of its coding, and characters of one."""
-
 CACHE_BYTES = 2  # of a number in the KV cache
 
 
@@ -53,11 +47,14 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Bits of a number of a matrix: ``bits`` where it is coded, those of bf16 elsewhere."""
+    """Bits of a number of a matrix: ``bits`` where it is coded, those of bf16 elsewhere.
+
+    Of a matrix that is taken apart by heads (latent attention) the parts are held plain, whatever it is stored in.
+    """
 
     name: str
     bits: float
-    plain: re.Pattern[str] | None = None  # tensors that are not coded
+    stored: Quantization | None = None  # says of each module what it is in
     tables: bool = False  # embeddings and head are coded too
     experts_only: bool = False
 
@@ -68,31 +65,13 @@ class Coding:
             return BF16_BITS
         if self.experts_only and not is_expert(weight):
             return BF16_BITS
-        return BF16_BITS if self.plain is not None and self.plain.match(part.tensor) else self.bits
+        if self.stored is None:
+            return self.bits
+        scheme = None if part.groups is not None else self.stored.scheme_of(part.tensor.removesuffix(".weight"))
+        return BF16_BITS if scheme is None else scheme.bits()
 
 
 BF16 = Coding("bf16", BF16_BITS)
-
-
-def modules(names: Iterable[str], where: str) -> re.Pattern[str] | None:
-    """One pattern of the tensors whose modules an ignore list names; None for an empty list.
-
-    Raises ModelError for a list that is too long, or an entry that is no pattern.
-    """
-    forms = list(names)
-    if len(forms) > MAX_IGNORED or any(len(form) > MAX_PATTERN for form in forms):
-        raise ModelError(f"{where}: more than {MAX_IGNORED} modules are not converted, or one has too long a name")
-    wanted = []
-    for form in forms:
-        if form.startswith("re:"):
-            wanted.append(form[3:])
-        else:
-            glob = translate(form).removesuffix("\\Z").removesuffix("\\z")
-            wanted.append(rf"(?:.*\.)?{glob}(?:\..*)?\Z")
-    try:
-        return re.compile("|".join(f"(?:{each})" for each in wanted)) if wanted else None
-    except re.error as error:
-        raise ModelError(f"{where}: modules that are not converted: {error}") from error
 
 
 def coding(form: Form, config: Fields, layout: WeightLayout) -> Coding:
@@ -112,37 +91,14 @@ def coding(form: Form, config: Fields, layout: WeightLayout) -> Coding:
 
 
 def stored_coding(config: Fields) -> Coding:
-    """What ``quantization_config`` says; bf16 without one."""
-    stored = config.section("quantization_config")
+    """What ``quantization_config`` says; bf16 without one.  Raises ModelError for a form that is not known."""
+    try:
+        stored = parse_quantization(config)
+    except ModelError as error:
+        raise ModelError(f"{error}; give --weights bf16, fp8, int4 or lossless") from error
     if stored is None:
         return BF16
-    method = stored.get("quant_method", str, "")
-    listed = stored.get("modules_to_not_convert", list, []) or stored.get("ignore", list, [])
-    plain = modules(map(str, listed), stored.where)
-    match method:
-        case "fp8":
-            block = stored.get("weight_block_size", list, [])
-            return Coding("fp8", 8 + (32 / math.prod(block) if block else 0), plain)
-        case "compressed-tensors":
-            return _compressed_tensors(stored, plain)
-        case "gptq" | "awq":
-            bits, group = stored.size("bits"), stored.values.get("group_size", 128)
-            return Coding(f"{method}-int{bits}", bits + ((16 + bits) / group if group > 0 else 0), plain)
-        case "mxfp4":
-            return Coding("mxfp4", 4 + 8 / 32, plain)
-        case _:
-            raise stored.refuse(f"quant_method {method!r} is not known; give --weights bf16, fp8, int4 or lossless")
-
-
-def _compressed_tensors(stored: Fields, plain: re.Pattern[str] | None) -> Coding:
-    groups = stored.get("config_groups", dict, {})
-    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    if len(schemes) != 1 or not isinstance(schemes[0], dict):
-        raise stored.refuse("config_groups must describe the weights once; give --weights bf16, fp8 or int4")
-    weights = Fields(schemes[0], f"{stored.where}: config_groups")
-    bits = weights.size("num_bits")
-    group = weights.size("group_size") if weights.has("group_size") else 0
-    return Coding(f"int{bits}", bits + (16 / group if group else 0), plain)
+    return Coding(stored.name, stored.groups[0].scheme.bits(), stored=stored)
 
 
 def is_expert(weight: Matrix | Vector) -> bool:
@@ -150,21 +106,11 @@ def is_expert(weight: Matrix | Vector) -> bool:
     return ".experts." in weight.name
 
 
-def numbers(part: Part) -> int:
-    """Numbers that this part takes of its tensor."""
-    shape = part.shape if part.index is None else part.shape[1:]
-    if part.groups is not None:
-        return math.prod(part.groups.share(shape))
-    if part.rows is None:
-        return math.prod(shape)
-    return math.prod(shape) // shape[1 if part.transposed and len(shape) > 1 else 0] * part.rows.count
-
-
 def bits_of(weight: Matrix | Vector, how: Coding) -> float:
     """Bits of a weight in memory; vectors are held in fp32."""
     if isinstance(weight, Vector):
-        return 32.0 * sum(map(numbers, weight.parts))
-    return sum(numbers(part) * how.of(weight, part) for part in weight.parts)
+        return 32.0 * sum(part.numbers for part in weight.parts)
+    return sum(part.numbers * how.of(weight, part) for part in weight.parts)
 
 
 def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding) -> ModelSize:

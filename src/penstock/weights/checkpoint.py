@@ -12,6 +12,7 @@ import msgspec
 from penstock.errors import ConfigError, ModelError
 from penstock.weights.family import CheckpointFormat, checkpoint_format, named_architecture
 from penstock.weights.fields import Fields
+from penstock.weights.formats.quantization import parse_quantization
 from penstock.weights.gguf_file import is_gguf
 from penstock.weights.reader import Checkpoint
 from penstock.weights.small_files import (
@@ -46,8 +47,8 @@ def inspect_model(path: str | Path) -> ModelSpec:
     if fields is None:
         raise ModelError(f"{folder}: has no {CONFIG}")
     family = _family(fields)
-    spec = family.parse(fields)
-    with Checkpoint(folder) as checkpoint:
+    spec, quantization = family.parse(fields), parse_quantization(fields)
+    with Checkpoint(folder, quantization) as checkpoint:
         layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
         dtype = layout.widest_dtype(checkpoint)
@@ -59,6 +60,7 @@ def inspect_model(path: str | Path) -> ModelSpec:
         eos_ids=_end_ids(spec, fields, generation),
         bos_id=next(iter(fields.token_ids("bos_token_id")), None),
         sampling=_sampling_defaults(generation),
+        quantization=quantization,
     )
 
 

@@ -23,7 +23,8 @@ from penstock.weights import codec
 from penstock.weights.checksum import checksum
 from penstock.weights.compressed import TENSORS_KEY, VERSION_KEY, Original, metadata_of
 from penstock.weights.header import LENGTH_BYTES, TensorInfo
-from penstock.weights.reader import INDEX, SINGLE, Checkpoint, SafetensorsFile
+from penstock.weights.reader import INDEX, SINGLE, Checkpoint
+from penstock.weights.safetensors_file import SafetensorsFile
 from penstock.weights.whole_file import replacing
 
 PARTIAL = ".partial"

@@ -148,8 +148,6 @@ def refuse_variants(config: Fields, model_type: str) -> None:
     kind = config.get("model_type", str, model_type)
     if kind != model_type:
         raise config.refuse(f"model_type is {kind!r}, not {model_type!r}: the architecture is another one than it says")
-    if config.has("quantization_config") or config.has("compression_config"):
-        raise config.refuse("its weights are quantized; the original in bf16, fp16 or fp32 can be served")
 
 
 def refuse_own_code(config: Fields) -> None:

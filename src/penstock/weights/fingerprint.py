@@ -6,6 +6,8 @@ Starts no thread.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from blake3 import blake3
 
@@ -48,7 +50,7 @@ def fingerprint(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 def _canonical(spec: ModelSpec) -> bytes:
     """What of the configuration changes the bits.  End tokens, suggestions and the context's length do not."""
-    fields = {
+    fields: dict[str, Any] = {
         "version": VERSION,
         "architecture": spec.architecture,
         "vocab": spec.vocab,
@@ -57,4 +59,6 @@ def _canonical(spec: ModelSpec) -> bytes:
         "tied": spec.tied,
         "details": spec.details,
     }
+    if spec.quantization is not None:
+        fields["quantization"] = spec.quantization.groups
     return msgspec.json.encode(fields, order="sorted")

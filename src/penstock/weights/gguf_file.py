@@ -21,6 +21,7 @@ from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.quantised import QuantizedMatrix, QuantRows
 from penstock.weights.compressed import Original
+from penstock.weights.formats.coded import Coded
 from penstock.weights.gguf import GgufHeader, parse_header
 from penstock.weights.gguf_quants import GGUF_QUANTS
 from penstock.weights.header import TensorInfo
@@ -117,7 +118,7 @@ class GgufFile:
         turned: NDArray[np.uint8] = rows[row_order(info.shape[0], heads)]
         return turned.reshape(-1).data.toreadonly()
 
-    def quantised(self, info: TensorInfo) -> QuantizedMatrix | None:
+    def coded(self, info: TensorInfo) -> Coded | None:
         """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantised."""
         kind = GGUF_QUANTS.get(info.dtype)
         if kind is None or len(info.shape) != 2:
@@ -130,7 +131,8 @@ class GgufFile:
         def read(first: int, stop: int) -> QuantRows:
             return kind.rows(raw_NB[first:stop] if order is None else raw_NB[order[first:stop]])
 
-        return QuantizedMatrix(n, k, kind.format, read)
+        matrix = QuantizedMatrix(n, k, kind.format, read)
+        return Coded(info.shape, (info.name,), lambda _: matrix)
 
     def digest(self, info: TensorInfo) -> bytes:
         """BLAKE3 of the bytes in the file."""

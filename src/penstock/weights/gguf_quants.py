@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantised import Minimum, QuantFormat, QuantRows, Scale
+from penstock.kernels.quantised import E2M1, Minimum, QuantFormat, QuantRows, Scale, counted
 
 Blocks = NDArray[np.uint8]
 """[rows, blocks, bytes of a block]"""
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the four bits of MXFP4 (OCP Microscaling Formats 1.0)."""
 
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -36,11 +33,6 @@ class GgufQuant:
     def rows(self, raw: NDArray[np.uint8]) -> QuantRows:
         """``raw``: [rows, bytes of a row]."""
         return self.unpack(raw.reshape(len(raw), -1, self.nbytes))
-
-
-def _counted(bits: int, offset: int) -> tuple[float, ...]:
-    """Codes that are integers from -offset on."""
-    return tuple(float(code - offset) for code in range(1 << bits))
 
 
 def _halves(blocks: Blocks, at: int) -> NDArray[Any]:
@@ -128,16 +120,16 @@ _SUPER = (Scale.U8_OF_F16, Minimum.U8_OF_F16)
 
 GGUF_QUANTS: Mapping[str, GgufQuant] = MappingProxyType(
     {
-        "Q4_0": GgufQuant(32, 18, QuantFormat(4, _counted(4, 8), 32, Scale.F16), _q4_0),
-        "Q4_1": GgufQuant(32, 20, QuantFormat(4, _counted(4, 0), 32, Scale.F16, Minimum.F16), _q4_1),
-        "Q5_0": GgufQuant(32, 22, QuantFormat(5, _counted(5, 16), 32, Scale.F16), _q5_0),
-        "Q5_1": GgufQuant(32, 24, QuantFormat(5, _counted(5, 0), 32, Scale.F16, Minimum.F16), _q5_1),
-        "Q8_0": GgufQuant(32, 34, QuantFormat(8, _counted(8, 128), 32, Scale.F16), _q8_0),
+        "Q4_0": GgufQuant(32, 18, QuantFormat(4, counted(4, 8), 32, Scale.F16), _q4_0),
+        "Q4_1": GgufQuant(32, 20, QuantFormat(4, counted(4, 0), 32, Scale.F16, Minimum.F16), _q4_1),
+        "Q5_0": GgufQuant(32, 22, QuantFormat(5, counted(5, 16), 32, Scale.F16), _q5_0),
+        "Q5_1": GgufQuant(32, 24, QuantFormat(5, counted(5, 0), 32, Scale.F16, Minimum.F16), _q5_1),
+        "Q8_0": GgufQuant(32, 34, QuantFormat(8, counted(8, 128), 32, Scale.F16), _q8_0),
         "IQ4_NL": GgufQuant(32, 18, QuantFormat(4, tuple(map(float, _NON_LINEAR)), 32, Scale.F16), _q4_0),
         "MXFP4": GgufQuant(32, 17, QuantFormat(4, E2M1, 32, Scale.E8M0), _mxfp4),
-        "Q4_K": GgufQuant(256, 144, QuantFormat(4, _counted(4, 0), 32, *_SUPER), _q4_k),
-        "Q5_K": GgufQuant(256, 176, QuantFormat(5, _counted(5, 0), 32, *_SUPER), _q5_k),
-        "Q6_K": GgufQuant(256, 210, QuantFormat(6, _counted(6, 32), 16, Scale.I8_OF_F16), _q6_k),
+        "Q4_K": GgufQuant(256, 144, QuantFormat(4, counted(4, 0), 32, *_SUPER), _q4_k),
+        "Q5_K": GgufQuant(256, 176, QuantFormat(5, counted(5, 0), 32, *_SUPER), _q5_k),
+        "Q6_K": GgufQuant(256, 210, QuantFormat(6, counted(6, 32), 16, Scale.I8_OF_F16), _q6_k),
     }
 )
 """Types that can be served, by name."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
+from penstock.kernels.quantised import QuantizedMatrix
+from penstock.weights.formats.coded import Coded
 from penstock.weights.reader import Checkpoint
 
 
@@ -72,6 +74,16 @@ class Part:
         changed = self.index is not None or self.transposed or self.rows is not None or self.groups is not None
         return not changed and len(self.shape) <= 2
 
+    @property
+    def numbers(self) -> int:
+        """How many it takes of its tensor."""
+        shape = self.shape if self.index is None else self.shape[1:]
+        if self.groups is not None:
+            return math.prod(self.groups.share(shape))
+        if self.rows is None:
+            return math.prod(shape)
+        return math.prod(shape) // shape[1 if self.transposed and len(shape) > 1 else 0] * self.rows.count
+
     def of(self, tensor: NDArray[Any]) -> NDArray[Any]:
         """The part of a tensor: a view where it can be one."""
         if self.index is not None:
@@ -83,6 +95,21 @@ class Part:
         if self.groups is not None:
             tensor = self.groups.of(tensor)
         return tensor
+
+    def quantised(self, coded: Coded) -> QuantizedMatrix | None:
+        """The part as it is stored, None where it is not rows of the matrix.  Raises ModelError."""
+        if self.groups is not None or self.transposed != coded.turned:
+            return None
+        matrix = coded.matrix(self.index or 0)
+        if self.rows is None:
+            return matrix
+        return matrix.picked(range(self.rows.first, self.rows.stop, self.rows.step))
+
+    def dequantised(self, coded: Coded) -> NDArray[np.float32]:
+        """The part of a tensor of codes, as fp32.  Raises ModelError."""
+        matrix_NK = coded.matrix(self.index or 0).dequantised()
+        turned = matrix_NK if self.transposed == coded.turned else matrix_NK.T
+        return replace(self, index=None, transposed=False).of(turned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +168,17 @@ class WeightLayout:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises ModelError unless every tensor is there with its shape, and no unknown one beside them."""
-        known = self.shapes
-        for tensor, wanted in known.items():
-            shape = checkpoint.info(tensor).shape
+        used = set[str]()
+        for tensor, wanted in self.shapes.items():
+            shape, sources = checkpoint.shape(tensor), checkpoint.sources(tensor)
+            used.update(sources)
             if shape != wanted:
                 raise ModelError(
-                    f"{checkpoint.path_of(tensor)}: tensor {tensor!r} has shape {list(shape)}, "
+                    f"{checkpoint.path_of(sources[0])}: tensor {tensor!r} has shape {list(shape)}, "
                     f"by config.json it must have {list(wanted)}"
                 )
         for name in checkpoint.names:
-            if name not in known and not self.ignored.fullmatch(name):
+            if name not in used and not self.ignored.fullmatch(name) and not checkpoint.adds_nothing(name):
                 raise ModelError(
                     f"{checkpoint.path_of(name)}: tensor {name!r} is not part of this architecture; "
                     "leaving it out would change the answers"

@@ -20,20 +20,19 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from penstock.errors import KernelError, ModelError
+from penstock.errors import ModelError
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
 from penstock.weights.checksum import checksum_text
 from penstock.weights.compressed import Original
 from penstock.weights.digests import Hashing
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
-from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.layout import Matrix, Vector, WeightLayout
 from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
+from penstock.weights.packing import Packing
 from penstock.weights.reader import NUMPY_DTYPES, Checkpoint
 from penstock.weights.spec import ModelSpec
 
@@ -63,7 +62,7 @@ def load_model(
     Raises ModelError if the files are no longer what they were, or are damaged; and what ``progress`` raises.
     """
     family = checkpoint_format(spec.architecture, str(path))
-    with Checkpoint(Path(path)) as checkpoint:
+    with Checkpoint(Path(path), spec.quantization) as checkpoint:
         layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
         memory = manifests.open(checkpoint) if manifests is not None else None
@@ -74,6 +73,7 @@ def load_model(
             raise ModelError(f"{checkpoint.folder}: was changed while it was loaded; start again")
         if memory is not None:
             memory.settle(load.found)
+        load.tell(spec)
         digest = Fingerprint()
         for name, entry in load.found.items():
             digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
@@ -90,8 +90,9 @@ class _Load:
         self._checkpoint = checkpoint
         self._weights = layout.weights
         self._ops = ops
+        self._packing = Packing(checkpoint, ops)
         self._progress = progress
-        self._tensors = [part.tensor for part in layout.parts]
+        self._tensors = [name for part in layout.parts for name in checkpoint.sources(part.tensor)]
         self._unread = sorted(set(checkpoint.names) - set(self._tensors))
         originals = {name: checkpoint.original(name) for name in checkpoint.names}
         self._vouched = {name: entry for name, entry in originals.items() if entry is not None and entry.checksum}
@@ -124,12 +125,12 @@ class _Load:
             if name in checked:
                 self._check(name, entry, loading)
             self.found[name] = entry
-        rest: dict[str, Any] = {}
-        for weight in self._weights:
-            if weight.name not in loaded:
-                rest[weight.name] = _pack(self._checkpoint, weight, self._ops, threads)
-                self._progress(len(loaded) + len(rest), len(self._weights))
-        return {weight.name: loaded.get(weight.name, rest.get(weight.name)) for weight in self._weights}
+        loaded |= self._packing.all([w for w in self._weights if w.name not in loaded], threads, self._progress)
+        return {weight.name: loaded[weight.name] for weight in self._weights}
+
+    def tell(self, spec: ModelSpec) -> None:
+        """To the log: what was not taken as it is stored."""
+        self._packing.tell(spec.quantization)
 
     def _read(self, loading: Loading, threads: int) -> dict[str, Any]:
         try:
@@ -167,8 +168,8 @@ class _Load:
         meter = _Meter(self, self._checkpoint, self._progress)
         weights = {}
         for weight in self._weights:
-            weights[weight.name] = _pack(self._checkpoint, weight, self._ops)
-            meter.count(part.tensor for part in weight.parts)
+            weights[weight.name] = self._packing.one(weight)
+            meter.count(name for part in weight.parts for name in self._checkpoint.sources(part.tensor))
         meter.count(self._unread)
         return weights
 
@@ -222,61 +223,3 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     place, info = checkpoint.place(name), checkpoint.info(name)
     rows, columns = info.shape if len(info.shape) == 2 else (1, *info.shape)
     return StoredTensor(name, place.file, place.offset, rows, columns, checkpoint.weight_dtype(name))
-
-
-def _pack(checkpoint: Checkpoint, weight: Matrix | Vector, ops: Ops, threads: int = 1) -> Any:
-    if isinstance(weight, Vector):
-        return ops.vector(_aligned(weight.of([_array(checkpoint, part) for part in weight.parts])))
-    packed = _pack_quantised(checkpoint, weight, ops, threads) or _pack_compressed(checkpoint, weight, ops)
-    if packed is not None:
-        return packed
-    parts = [_array(checkpoint, part) for part in weight.parts]
-    if len(parts) == 1:
-        return ops.pack_linear(_aligned(parts[0]), segments=weight.segments)
-    dtypes = {part.dtype for part in parts}
-    whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
-    return ops.pack_linear(whole_NK, segments=weight.segments)
-
-
-def _pack_quantised(checkpoint: Checkpoint, weight: Matrix, ops: Ops, threads: int) -> PackedLinear | None:
-    """The weight as it is stored, if all of it is quantised and the backend computes from that."""
-    matrices = [_quantised(checkpoint, part) for part in weight.parts]
-    quantised = [matrix for matrix in matrices if matrix is not None]
-    if len(quantised) < len(matrices):
-        return None
-    packed = ops.pack_quantised(quantised, segments=weight.segments, threads=threads)
-    for part in weight.parts:
-        checkpoint.done_with(part.tensor)
-    return packed
-
-
-def _quantised(checkpoint: Checkpoint, part: Part) -> QuantizedMatrix | None:
-    matrix = checkpoint.quantised(part.tensor)
-    if matrix is None or part.is_whole:
-        return matrix
-    if part.index is not None or part.transposed or part.rows is None:
-        return None
-    wanted = range(part.rows.first, part.rows.stop, part.rows.step)
-    return matrix.picked(wanted)
-
-
-def _pack_compressed(checkpoint: Checkpoint, weight: Matrix, ops: Ops) -> PackedLinear | None:
-    """The weight as it is stored, if all of it is compressed and the backend computes from that."""
-    matrices = [checkpoint.matrix(part.tensor) if part.is_whole else None for part in weight.parts]
-    compressed = [matrix for matrix in matrices if matrix is not None]
-    if len(compressed) < len(matrices):
-        return None
-    try:
-        return ops.pack_compressed(compressed, segments=weight.segments)
-    except KernelError as error:
-        names = ", ".join(repr(part.tensor) for part in weight.parts)
-        raise ModelError(f"{checkpoint.path_of(weight.parts[0].tensor)}: tensor {names}: damaged, {error}") from error
-
-
-def _array(checkpoint: Checkpoint, part: Part) -> np.ndarray[Any, np.dtype[Any]]:
-    return part.of(checkpoint.array(part.tensor))
-
-
-def _aligned(view: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The format allows a tensor to begin at any byte; kernels do not."""
-    return np.require(view, requirements=["C", "ALIGNED"])

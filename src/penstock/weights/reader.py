@@ -1,35 +1,31 @@
 """Tensors of a checkpoint: a folder with one ``model.safetensors`` or an index of shards, or one GGUF file.
 
-Mapped into memory.
-
-Compressed files are read like plain ones: type, shape and bytes of a tensor are those of the original, decoded and
-checked against its hash when they are asked for.  Knows names, types and shapes; knows nothing of architectures.
-Everything wrong with a file is a ``ModelError`` that names the file, the tensor and the reason.  Nothing is read of a
-tensor before it is asked for.
+Tensors that several stored ones make together (codes and their scales) are there as one.  Knows names, types and
+shapes; knows nothing of architectures.  Everything wrong with a file is a ``ModelError`` that names the file, the
+tensor and the reason.  Nothing is read of a tensor before it is asked for.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import ml_dtypes
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
-from penstock.kernels.quantised import QuantizedMatrix, dequantised
-from penstock.weights import codec
-from penstock.weights.compressed import Original, original_info, parse_originals
+from penstock.weights.compressed import Original
+from penstock.weights.formats.coded import Coded
+from penstock.weights.formats.quantization import UNUSED, Quantization
 from penstock.weights.gguf_file import GgufFile, is_gguf
 from penstock.weights.gguf_quants import GGUF_QUANTS
-from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
-from penstock.weights.mapped import MappedFile, Place, Stamp
+from penstock.weights.header import TensorInfo
+from penstock.weights.mapped import Place, Stamp
+from penstock.weights.safetensors_file import SafetensorsFile
 from penstock.weights.strict_json import read_object
 
 SINGLE = "model.safetensors"
@@ -44,121 +40,6 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
 
 SHORT_NAMES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 """The same types as the rest of Penstock names them."""
-
-
-class SafetensorsFile:
-    """One file, mapped read-only and open for reading."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ModelError if the file cannot be read or is not a sound safetensors file."""
-        self._file = MappedFile(path)
-        self.path = path
-        try:
-            size = self._file.size
-            length = header_length(bytes(self._file.view(0, 64)), size, str(path))
-            self._parse(bytes(self._file.view(LENGTH_BYTES, LENGTH_BYTES + length)), size)
-        except ModelError:
-            self.close()
-            raise
-        self._verified: set[str] = set()
-
-    @property
-    def stamp(self) -> Stamp:
-        """Of the open file, whatever stands under its name now."""
-        return self._file.stamp
-
-    def place(self, info: TensorInfo) -> Place:
-        """Where the stored bytes lie."""
-        return self._file.place(info.start, info.stop)
-
-    def original(self, info: TensorInfo) -> Original | None:
-        """The tensor's entry in a compressed file's table."""
-        return (self._originals or {}).get(info.name)
-
-    def _parse(self, header: bytes, size: int) -> None:
-        where = str(self.path)
-        stored = parse_header(header, size, where)
-        self.metadata = parse_metadata(header, where)
-        self._originals = parse_originals(self.metadata, stored, where)
-        originals = self._originals or {}
-        self.tensors = {
-            name: original_info(info, originals[name]) if name in originals else info for name, info in stored.items()
-        }
-
-    @property
-    def is_compressed(self) -> bool:
-        """Was the file written by ``penstock compress``?"""
-        return self._originals is not None
-
-    def stored(self, info: TensorInfo) -> memoryview:
-        """The bytes in the file, a read-only view of the mapping."""
-        return self._file.view(info.start, info.stop)
-
-    def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
-        """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
-        original = self.original(info)
-        if original is None or original.code is None:
-            return None
-        n, k = info.shape
-        return codec.sections_of(self.stored(info), (n, k), original.code, self._where(info))
-
-    def original_bytes(self, info: TensorInfo) -> int:
-        """How many bytes ``raw`` gives."""
-        return math.prod(info.shape) * DTYPE_BYTES[info.dtype]
-
-    def raw(self, info: TensorInfo) -> memoryview:
-        """The original's bytes: a read-only view of the mapping, or decoded.  Raises ModelError if a hash is wrong."""
-        matrix = self.matrix(info)
-        if matrix is None:
-            raw = self.stored(info)
-            self._check(info, lambda: blake3(raw).hexdigest())
-            return raw
-        parts = codec.decoded(matrix, self._where(info))
-        whole = np.concatenate([part.reshape(-1).copy() for part in parts])
-        raw = whole.data.cast("B").toreadonly()
-        self._check(info, lambda: blake3(raw).hexdigest())
-        return raw
-
-    def digest(self, info: TensorInfo) -> bytes:
-        """BLAKE3 of the original's bytes.  Raises ModelError if it is not the one that a compressed file promises."""
-        if self._originals is not None and info.name in self._verified:
-            return bytes.fromhex(self._originals[info.name].blake3)
-        matrix = self.matrix(info)
-        hasher = blake3()
-        if matrix is None:
-            with self.stored(info) as raw:
-                hasher.update(raw)
-        else:
-            for part in codec.decoded(matrix, self._where(info)):
-                hasher.update(part.data.cast("B"))
-        self._check(info, hasher.hexdigest)
-        return hasher.digest()
-
-    def _check(self, info: TensorInfo, hexdigest: Callable[[], str]) -> None:
-        if self._originals is None or info.name in self._verified:
-            return
-        if hexdigest() != self._originals[info.name].blake3:
-            raise ModelError(f"{self._where(info)}: damaged, its weights are not those that were compressed")
-        self._verified.add(info.name)
-
-    def _where(self, info: TensorInfo) -> str:
-        return f"{self.path}: tensor {info.name!r}"
-
-    def turned_heads(self, info: TensorInfo) -> None:
-        """None: rows lie as the model has them."""
-        return
-
-    def quantised(self, info: TensorInfo) -> None:
-        """None: what is quantised here takes several tensors."""
-        return
-
-    def drop(self, info: TensorInfo) -> None:
-        """Take the tensor's pages out of this process's resident memory."""
-        self._file.drop(info.start, info.stop)
-
-    def close(self) -> None:
-        """Views that are still held stay valid."""
-        self._file.close()
 
 
 class TensorFile(Protocol):
@@ -178,7 +59,7 @@ class TensorFile(Protocol):
     def original(self, info: TensorInfo) -> Original | None: ...
     def matrix(self, info: TensorInfo) -> CompressedMatrix | None: ...
     def turned_heads(self, info: TensorInfo) -> int | None: ...
-    def quantised(self, info: TensorInfo) -> QuantizedMatrix | None: ...
+    def coded(self, info: TensorInfo) -> Coded | None: ...
     def drop(self, info: TensorInfo) -> None: ...
     def close(self) -> None: ...
 
@@ -186,9 +67,14 @@ class TensorFile(Protocol):
 class Checkpoint:
     """All tensors of a model by name, whichever file they are in.  Use as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        """Opens and checks every file's header; ``folder`` may be a GGUF file.  Raises ModelError."""
+    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
+        """Opens and checks every file's header; ``folder`` may be a GGUF file.  Raises ModelError.
+
+        ``quantization``: how ``config.json`` says that matrices are stored.
+        """
         self.folder = folder
+        self._quantization = quantization
+        self._coded: dict[str, Coded] = {}
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         try:
@@ -200,6 +86,8 @@ class Checkpoint:
                 self._open_shards(folder / INDEX)
             else:
                 raise ModelError(_no_weights(folder))
+            if quantization is not None:
+                self._coded = quantization.found_in(self)
         except ModelError:
             self.close()
             raise
@@ -211,11 +99,11 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, sorted: an order that does not depend on how they were sharded."""
+        """Names of all stored tensors, sorted: an order that does not depend on how they were sharded."""
         return sorted(self._home)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home
+        return name in self._home or name in self._coded
 
     def info(self, name: str) -> TensorInfo:
         """Type, shape and place of a tensor.  Raises ModelError if there is none of that name."""
@@ -255,20 +143,41 @@ class Checkpoint:
         file = self._file_of(name)
         return file.matrix(file.tensors[name])
 
-    def quantised(self, name: str) -> QuantizedMatrix | None:
-        """The matrix as it is stored, None if it is not quantised."""
+    def coded(self, name: str) -> Coded | None:
+        """A tensor of the model that is stored as codes; None if it is plain."""
+        if name in self._coded:
+            return self._coded[name]
         file = self._file_of(name)
-        return file.quantised(file.tensors[name])
+        return file.coded(file.tensors[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the model.  Raises ModelError if it is missing."""
+        coded = self.coded(name)
+        return self.info(name).shape if coded is None else coded.shape
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that make a tensor of the model: itself where it is plain."""
+        coded = self.coded(name)
+        return (name,) if coded is None else coded.sources
+
+    def adds_nothing(self, name: str) -> bool:
+        """May a stored tensor be left out: is it about what is not quantised here, or a bias of zeros?"""
+        if self._quantization is None:
+            return False
+        if UNUSED.fullmatch(name):
+            return True
+        module, _, end = name.rpartition(".")
+        return end == "bias" and f"{module}.weight" in self._coded and not np.any(self.array(name))
 
     def array(self, name: str) -> NDArray[Any]:
-        """The tensor as a read-only view: bfloat16 (ml_dtypes), float16 or float32.  Other types are refused.
+        """A tensor as a read-only view: bfloat16 (ml_dtypes), float16 or float32.  Others are refused.
 
-        What is quantised becomes float32, all of it.
+        A matrix of codes becomes float32, all of it.
         """
         self.weight_dtype(name)
-        quantised = self.quantised(name)
-        if quantised is not None:
-            return dequantised(quantised.whole(), quantised.format)
+        coded = self.coded(name)
+        if coded is not None:
+            return coded.matrix(0).dequantised()
         info = self.info(name)
         return np.frombuffer(self.raw(name), NUMPY_DTYPES[info.dtype]).reshape(info.shape)
 
@@ -277,30 +186,32 @@ class Checkpoint:
 
         Raises ModelError for a tensor that is of another type.
         """
-        dtype = self.info(name).dtype
-        if self.quantised(name) is not None:
+        if self.coded(name) is not None:
             return "bf16"
+        dtype = self.info(name).dtype
         if dtype not in SHORT_NAMES:
             raise ModelError(
                 f"{self.path_of(name)}: tensor {name!r} has type {dtype}; weights in bf16, fp16 or fp32 can be served, "
-                f"and in a GGUF file {', '.join(sorted(GGUF_QUANTS))}"
+                f"codes that a quantization_config explains, and in a GGUF file {', '.join(sorted(GGUF_QUANTS))}"
             )
         return SHORT_NAMES[dtype]
 
     def is_plain(self, name: str) -> bool:
         """Does it lie as the model has it: rows in their order, compressed perhaps, but not quantised?"""
+        if name in self._coded:
+            return False
         file = self._file_of(name)
         info = file.tensors[name]
-        return file.turned_heads(info) is None and file.quantised(info) is None
+        return file.turned_heads(info) is None and file.coded(info) is None
 
     def done_with(self, name: str) -> None:
-        """Let go of the memory behind a tensor (the page cache keeps it); it can still be read again."""
+        """Let go of the memory behind a stored tensor (the page cache keeps it); it can still be read again."""
         file = self._file_of(name)
         file.drop(file.tensors[name])
 
     def path_of(self, name: str) -> Path:
-        """The file that a tensor is in."""
-        return self._file_of(name).path
+        """The file that a tensor is in, or the first of those that make it."""
+        return self._file_of(self._coded[name].sources[0] if name in self._coded else name).path
 
     def close(self) -> None:
         """Close all files; views that are still held stay valid."""
@@ -318,8 +229,15 @@ class Checkpoint:
     def _file_of(self, name: str) -> TensorFile:
         file = self._home.get(name)
         if file is None:
-            raise ModelError(f"{self.folder}: tensor {name!r} is missing")
+            raise ModelError(f"{self.folder}: tensor {name!r} is missing{self._hint(name)}")
         return file
+
+    def _hint(self, name: str) -> str:
+        """What a missing matrix may be stored as."""
+        module = name.removesuffix(".weight")
+        ends = (".weight_packed", ".qweight", "_blocks")
+        found = next((module + end for end in ends if module + end in self._home), None)
+        return "" if found is None else f"; there is {found!r}, which config.json's quantization_config must explain"
 
     def _add(self, file: TensorFile) -> None:
         self._files.append(file)

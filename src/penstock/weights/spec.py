@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.kernels.operands import KvShape
+from penstock.weights.formats.quantization import Quantization
 
 D = TypeVar("D", bound="Details")
 
@@ -44,6 +45,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     sampling: SamplingDefaults = SamplingDefaults()
+    quantization: Quantization | None = None  # how a folder's matrices are stored
 
     def own(self, kind: type[D]) -> D:
         """The family's details.  Raises TypeError if they are another family's."""

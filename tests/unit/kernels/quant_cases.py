@@ -65,8 +65,10 @@ def random_rows(form: QuantFormat, n: int, k: int, seed: int) -> QuantRows:
     return QuantRows(codes, scales, minimums, super_scales, super_minimums)
 
 
-def matrix_of(form: QuantFormat, n: int, k: int, seed: int = 0) -> tuple[QuantizedMatrix, NDArray[np.float32]]:
-    """A matrix and its weights in fp32."""
+def matrix_of(
+    form: QuantFormat, n: int, k: int, seed: int = 0, *, order: NDArray[np.int32] | None = None
+) -> tuple[QuantizedMatrix, NDArray[np.float32]]:
+    """A matrix and its weights in fp32, columns where ``order`` says."""
     rows = random_rows(form, n, k, seed)
 
     def part(array: NDArray[Any] | None, first: int, stop: int) -> Any:
@@ -76,4 +78,7 @@ def matrix_of(form: QuantFormat, n: int, k: int, seed: int = 0) -> tuple[Quantiz
         arrays = (rows.codes_NK, rows.scales_NG, rows.minimums_NG, rows.super_scales_NB, rows.super_minimums_NB)
         return QuantRows(*(part(array, first, stop) for array in arrays))
 
-    return QuantizedMatrix(n, k, form, read), dequantised(rows, form)
+    matrix, weight_NK = QuantizedMatrix(n, k, form, read, order), dequantised(rows, form)
+    if order is not None:
+        weight_NK = weight_NK[:, np.argsort(order)]
+    return matrix, weight_NK

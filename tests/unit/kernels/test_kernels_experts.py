@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kernel_cases import EVERY, NATIVE, TOLERANCE, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
+from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels import _native, compression
 from penstock.kernels.draws import Picks
@@ -173,6 +174,29 @@ def test_experts_add(ops: Any, shape: Shape, gate: Gate) -> None:
     wanted = one_by_one(ops, shape, x, hidden, how, logits, gate)
     ops.experts_add(x, ops.route(logits, how), shape.packed(ops), gate, hidden)
     assert_close(ops.to_numpy(hidden), wanted, 3e-6 if not shape.weighs_input else TOLERANCE[ops.compute_dtype])
+
+
+@pytest.mark.parametrize(("family", "compute"), EVERY)
+def test_quantised_experts(family: str, compute: str, one_and_two_threads: Any) -> None:
+    """All experts' products share their items; each computes what its weights say, alone or in company."""
+    ops, how = make(family, compute), Routing(experts=6, top_k=2, normalised=True)
+    forms = [FORMATS["4 bits, bf16"], FORMATS["4 bits, zero point"], FORMATS["8 bits, fp16"]]
+    made = [(matrix_of(forms[e % 3], 128, 64, e), matrix_of(forms[e % 2], 48, 64, 50 + e)) for e in range(6)]
+    ends = segment_ends(64, 32)
+    coded = ops.pack_experts(
+        [ops.pack_quantised([wide[0]]) for wide, _ in made],
+        [ops.pack_quantised([narrow[0]], segments=ends) for _, narrow in made],
+    )
+    plain = ops.pack_experts(
+        [ops.pack_linear(wide[1]) for wide, _ in made],
+        [ops.pack_linear(narrow[1], segments=ends) for _, narrow in made],
+    )
+    x = normal(4, 300, 64)
+    whole = added(ops, coded, x, how)
+    assert_close(whole, added(ops, plain, x, how), TOLERANCE[compute])
+    for _ in one_and_two_threads():
+        for start, end in ((0, 300), (3, 4), (40, 57)):
+            assert_same_bits(added(ops, coded, x[start:end], how), whole[start:end], f"rows {start} to {end}")
 
 
 def added(ops: Any, experts: PackedExperts, x: NDArray[np.float32], how: Routing) -> NDArray[np.float32]:

@@ -51,6 +51,16 @@ def test_linear(ops: Any, n: int, k: int, segments: tuple[int, ...] | None, rows
 
 
 @pytest.mark.parametrize("source", [bfloat16, np.float16, np.float32])
+def test_a_weight_may_lie_with_its_inputs_first(ops: Any, source: type) -> None:
+    weight, tokens = normal(4, 301, 105).astype(source), np.arange(301, dtype=np.int32)
+    x = ops.compute(normal(2, 3, 105))
+    for segments in (None, segment_ends(105, 15)):  # odd ends
+        one, other = (ops.pack_linear(own, segments=segments) for own in (weight, np.asfortranarray(weight)))
+        np.testing.assert_array_equal(ops.to_numpy(ops.linear(x, other)), ops.to_numpy(ops.linear(x, one)))
+        np.testing.assert_array_equal(ops.to_numpy(ops.embed(other, tokens)), ops.to_numpy(ops.embed(one, tokens)))
+
+
+@pytest.mark.parametrize("source", [bfloat16, np.float16, np.float32])
 def test_embed_returns_what_was_packed(ops: Any, source: type) -> None:
     weight = normal(4, 37, 45).astype(source)
     table = ops.pack_linear(weight)

@@ -85,10 +85,32 @@ def test_the_memory_is_that_of_the_codes() -> None:
         assert packed.nbytes * 8 == 64 * 512 * bits == 64 * 512 * form.bits_a_weight()
 
 
+@pytest.mark.parametrize("name", ["8 bits, fp32", "4 bits, zero point"])
+def test_columns_in_an_order_of_their_own(ops: Any, name: str) -> None:
+    """Groups of columns that lie anywhere; the last group is not full."""
+    order = np.random.default_rng(5).permutation(320).astype(np.int32)
+    made = [matrix_of(FORMATS[name], 48, 320, seed, order=order) for seed in (0, 1)]
+    packed = ops.pack_quantised([matrix for matrix, _ in made], segments=segment_ends(320, 32))
+    weight_NK = np.concatenate([weight for _, weight in made])
+    x = ops.compute(normal(4, 40, 320))
+    whole = np.array(ops.to_numpy(ops.linear(x, packed)))
+    wanted = ops.to_numpy(x).astype(np.float64) @ weight_NK.astype(np.float64).T
+    assert_close(whole, wanted, TOLERANCE[ops.compute_dtype])
+    for rows in (1, 5, 9):
+        assert_same_bits(np.array(ops.to_numpy(ops.linear(x[:rows], packed))), whole[:rows], f"{rows} rows")
+    tokens = np.arange(96, dtype=np.int32)
+    assert_same_bits(ops.to_numpy(ops.embed(packed, tokens)), weight_NK)
+
+
 def test_shapes_that_units_do_not_fit_are_left_to_others() -> None:
     ops, form = make(*NATIVE[0]), FORMATS["8 bits, fp16"]
     assert ops.pack_quantised([matrix_of(form, 32, 64)[0]], segments=(40, 64)) is None
     assert ops.pack_quantised([matrix_of(form, 40, 64)[0], matrix_of(form, 16, 64)[0]]) is None
+    orders = [np.random.default_rng(seed).permutation(64).astype(np.int32) for seed in (0, 1)]
+    assert ops.pack_quantised([matrix_of(form, 16, 64, order=order)[0] for order in orders]) is None
+    assert ops.pack_quantised([matrix_of(form, 16, 64, order=order)[0] for order in (orders[0], None)]) is None
+    odd = QuantFormat(8, form.values, 24, Scale.F16)
+    assert ops.pack_quantised([matrix_of(odd, 16, 96)[0]]) is None
 
 
 def test_wrong_arrays_are_refused() -> None:
@@ -100,6 +122,8 @@ def test_wrong_arrays_are_refused() -> None:
         weights.add_part(codes[1:], np.zeros(128, np.uint8), table, 32, 8, (0, 0, 32))
     with pytest.raises(ValueError, match="a value for every code"):
         weights.add_part(codes, np.zeros(128, np.uint8), table[1:], 32, 8, (0, 0, 32))
+    with pytest.raises(ValueError, match="every column once"):
+        weights.set_order(np.zeros(64, np.int32))
     kernels, x, out = _native.QuantKernels(NATIVE[0][0], "bf16"), np.zeros((1, 64), np.uint16), np.zeros((1, 32))
     with pytest.raises(ValueError, match="the parts must have all rows"):
         kernels.linear(x, weights, out.astype(np.float32), False)

@@ -11,11 +11,14 @@ import pytest
 from penstock.bundled import storyteller
 from penstock.errors import ModelError
 from penstock.parallel.plan import ModelSize
-from penstock.weights.census import BF16, Coding, Form, coding, model_size, modules, stored_coding
+from penstock.weights.census import Form, coding, model_size, stored_coding
 from penstock.weights.fields import Fields
+from penstock.weights.layout import Matrix
 from penstock.weights.outline import Outline, read_outline
 from penstock.weights.reader import Checkpoint
 from tiny_models import llama_config, write_model
+
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 
 
 def outline_of(folder: Path, **changes: Any) -> Outline:
@@ -75,19 +78,34 @@ def test_stored_forms_are_read_from_the_configuration(stored: dict[str, Any], bi
 
 
 def test_modules_that_are_not_converted_stay_plain(tmp_path: Path) -> None:
-    ignored = modules(["re:.*self_attn.*", "lm_head", "layers.1.mlp.down_proj"], "config.json")
-    outline = outline_of(tmp_path, num_hidden_layers=2)
-    how = Coding("int4", 4.0, ignored)
-    plain = model_size(outline.spec, outline.layout, BF16)
-    coded = model_size(outline.spec, outline.layout, how)
+    ignored = ["re:.*self_attn.*", "lm_head", "layers.1.mlp.down_proj"]
+    stored = {"quant_method": "awq", "bits": 4, "group_size": -1, "modules_to_not_convert": ignored}
+    outline = outline_of(tmp_path, num_hidden_layers=2, quantization_config=stored)
+    how = coding(Form.STORED, outline.config, outline.layout)
     by_name = {weight.name: weight for weight in outline.layout.weights}
-    bits = {name: [how.of(w, part) for part in w.parts] for name, w in by_name.items() if name[0].isdigit()}
+    bits = {name: [how.of(w, part) for part in w.parts] for name, w in by_name.items() if isinstance(w, Matrix)}
     assert bits["0.qkv"] == [16.0] * 3
     assert bits["0.down"] == [4.0]
     assert bits["1.down"] == [16.0]
+    assert bits["head"] == [16.0]
+    plain, coded = size_in(outline, Form.BF16), size_in(outline, Form.STORED)
     assert plain.layers[1].divided > coded.layers[1].divided > coded.layers[0].divided
 
 
+def test_parts_of_latent_attention_are_held_plain(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "deepseek_v3.json").read_text())
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    outline = read_outline(tmp_path)
+    how = coding(Form.STORED, outline.config, outline.layout)
+    matrices = [weight for weight in outline.layout.weights if isinstance(weight, Matrix)]
+    bits = {weight.name: how.of(weight, weight.parts[0]) for weight in matrices}
+    assert bits["5.absorb"] == bits["5.values"] == bits["5.router"] == 16
+    assert bits["5.q"] == bits["5.experts.7.down"] == 8 + 32 / 16384
+    size = model_size(outline.spec, outline.layout, how)
+    assert size.weight_bytes == pytest.approx(671.0e9 + 0.9e9 * 3, rel=5e-3)  # tables and what is taken apart: 16 bits
+
+
 def test_an_unknown_form_names_the_flag_that_helps() -> None:
-    with pytest.raises(ModelError, match=r"quant_method 'squeeze' is not known; give --weights"):
+    with pytest.raises(ModelError, match=r"quant_method 'squeeze' is not known; .*; give --weights"):
         stored_coding(Fields({"quantization_config": {"quant_method": "squeeze"}}, "config.json"))

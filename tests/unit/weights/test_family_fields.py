@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an encoder": ("gemma_3_1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     "no text": ("gemma_3_27b", {"text_config": None}, "has no text_config"),
     "another text": ("gemma_3_27b", {"text_config": {"model_type": "llama"}}, "text_config: model_type is 'llama'"),
-    "quantized": ("gemma_3_27b", {"quantization_config": {"quant_method": "x"}}, "quantiz"),
     "too few flags": ("smollm_3_3b", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 36 entries"),
     "flags of another kind": ("smollm_3_3b", {"no_rope_layers": [2] * 36}, "each 0 or 1"),
     "scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
@@ -61,7 +60,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an odd latent vector": ("kimi_k2_bf16", {"kv_lora_rank": 511}, "kv_lora_rank must be even"),
     "another choice": ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
     "weights that are normalised": ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob is true"),
-    "quantized latent": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
     "an odd part of a head": ("glm_4_9b_0414", {"partial_rotary_factor": 0.09}, "0.09 of heads of 128 is no even"),
 }
 

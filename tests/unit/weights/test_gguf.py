@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from bench.peers.drivers.to_gguf import add_settings
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter
 
@@ -21,7 +22,7 @@ from penstock.weights.gguf import parse_header
 from penstock.weights.load import load_model
 from penstock.weights.rope import parse_rope
 from penstock.weights.small_files import CONFIG, read_object, small_files
-from tiny_gguf import add_bytes_tokenizer, add_settings, write_gguf
+from tiny_gguf import add_bytes_tokenizer, write_gguf
 from tiny_models import llama_config, random_tensors, write_model
 
 TEXT, ARRAY, U32 = 8, 9, 4

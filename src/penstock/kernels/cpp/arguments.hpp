@@ -58,13 +58,27 @@ struct Weights {
     return view.panels() * view.steps() * 16;
   }
 
+  // Outputs by inputs.
   void fill(const AnyIn& weight, const std::string& source) {
-    require(weight.ndim() == 2 && dim(weight, 0) == view.n && dim(weight, 1) == view.k, "weight has another shape");
+    const Source kind = source_of(weight, source, view.n, view.k);
+    nb::gil_scoped_release released;
+    pack_rows(weight.data(), kind, view, 0, view.n, memory.data());
+  }
+
+  // Inputs by outputs.
+  void fill_turned(const AnyIn& weight, const std::string& source) {
+    const Source kind = source_of(weight, source, view.k, view.n);
+    nb::gil_scoped_release released;
+    pack_columns(weight.data(), kind, view, memory.data());
+  }
+
+ private:
+  static Source source_of(const AnyIn& weight, const std::string& source, long rows, long columns) {
+    require(weight.ndim() == 2 && dim(weight, 0) == rows && dim(weight, 1) == columns, "weight has another shape");
     const bool wide = source == "fp32";
     require(wide || source == "fp16" || source == "bf16", "source must be bf16, fp16 or fp32");
     require(weight.itemsize() == (wide ? 4u : 2u), "elements have another size");
-    pack_rows(weight.data(), wide ? Source::kFp32 : source == "fp16" ? Source::kFp16 : Source::kBf16, view, 0, view.n,
-              memory.data());
+    return wide ? Source::kFp32 : source == "fp16" ? Source::kFp16 : Source::kBf16;
   }
 };
 

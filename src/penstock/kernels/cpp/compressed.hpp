@@ -44,30 +44,9 @@ struct CompressedView {
   }
 };
 
-struct CompressedLinearArgs {
-  const void* x;  // bf16 [rows, k]
-  long rows;
-  CompressedView weight;
-  float* out;  // [rows, n]
-  bool add;
-  Pick* picks = nullptr;  // as in LinearArgs
-  long stored = 0;
-  Form form{};
-  const Gate* gate = nullptr;
-  void* gated = nullptr;
-};
-
-struct CompressedGroup {  // as LinearGroup
-  const CompressedLinearArgs* calls;
-  long count;
-};
-
-struct CompressedEmbedArgs {
-  CompressedView table;
-  const int32_t* tokens;
-  long rows;
-  float* out;  // [rows, k]
-};
+using CompressedLinearArgs = LinearArgsOf<CompressedView>;  // inputs are bf16
+using CompressedGroup = LinearGroupOf<CompressedView>;
+using CompressedEmbedArgs = EmbedArgsOf<CompressedView>;
 
 // One family's kernels over compressed weights: the same bits as its kernels over plain ones.
 struct CompressedFamily {

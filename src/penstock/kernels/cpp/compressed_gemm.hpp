@@ -8,12 +8,6 @@
 
 namespace {
 
-// The same product for what does not look at cells.
-PS_INLINE LinearArgs as_plain(const CompressedLinearArgs& args) {
-  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored,
-          args.form, args.gate, args.gated};
-}
-
 // Equal codes for panels [from, from + count)?
 PS_INLINE bool same_code(const CompressedView& w, long from, int count) {
   for (int p = 1; p < count; ++p)

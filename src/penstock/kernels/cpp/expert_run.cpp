@@ -40,6 +40,7 @@ void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float
   char* gated = reinterpret_cast<char*>(out);
   plain_.clear();
   compact_.clear();
+  coded_.clear();
   for (const long rows : rows_) {
     const Matrix& own = weights[first++];
     if (rows == 0) continue;
@@ -51,7 +52,7 @@ void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float
         compact_.push_back({x, rows, own.compressed, out, false, nullptr, 0, {}, gate, gated});
         break;
       case Matrix::Form::kQuantised:
-        quantised_.linear({x, rows, own.quantised, out, false, nullptr, 0, {}, gate, gated}, compute_);
+        coded_.push_back({x, rows, own.quantised, out, false, nullptr, 0, {}, gate, gated});
         break;
     }
     x += static_cast<size_t>(rows * inputs(own)) * value_bytes;
@@ -60,6 +61,7 @@ void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float
   }
   if (!plain_.empty()) family_.linear_group({plain_.data(), static_cast<long>(plain_.size())}, compute_);
   if (!compact_.empty()) compressed_.linear_group({compact_.data(), static_cast<long>(compact_.size())});
+  if (!coded_.empty()) quantised_.linear_group({coded_.data(), static_cast<long>(coded_.size())}, compute_);
 }
 
 void ExpertRun::window(const ExpertsArgs& args, long begin, long end) {

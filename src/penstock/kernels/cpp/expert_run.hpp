@@ -70,6 +70,7 @@ class ExpertRun {
   std::vector<long> rows_;                 // of the present window, of each expert from its first on
   std::vector<LinearArgs> plain_;
   std::vector<CompressedLinearArgs> compact_;
+  std::vector<QuantLinearArgs> coded_;
   Arena x_, wide_, active_, y_, sums_;
 };
 

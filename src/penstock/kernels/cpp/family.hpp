@@ -58,12 +58,15 @@ struct Form {
   PS_EVERYWHERE bool changes() const { return scale != 1 || cap != 0; }
 };
 
-struct EmbedArgs {
-  PackedView table;
+// Rows of a table; as products below, whatever the form of the weight.
+template <class View>
+struct EmbedArgsOf {
+  View table;
   const int32_t* tokens;
   long rows;
   float* out;  // [rows, k]
 };
+using EmbedArgs = EmbedArgsOf<PackedView>;
 
 struct NormArgs {
   const float* hidden;
@@ -90,10 +93,12 @@ struct Gate {
   }
 };
 
-struct LinearArgs {
-  const void* x;  // [rows, k]
+// x W^T over a weight of any form.
+template <class View>
+struct LinearArgsOf {
+  const void* x;  // compute [rows, k]
   long rows;
-  PackedView weight;
+  View weight;
   float* out;  // [rows, n]
   bool add;    // out += product, else out = product
   Pick* picks = nullptr;  // null, or of the rows from `stored` on, whose products only go there
@@ -103,11 +108,15 @@ struct LinearArgs {
   void* gated = nullptr;       // compute [rows, n / 2]
 };
 
+using LinearArgs = LinearArgsOf<PackedView>;
+
 // Products that have nothing to do with one another but that their items are shared out together.
-struct LinearGroup {
-  const LinearArgs* calls;  // each with at least one row, without picks
+template <class View>
+struct LinearGroupOf {
+  const LinearArgsOf<View>* calls;  // each with at least one row, without picks
   long count;
 };
+using LinearGroup = LinearGroupOf<PackedView>;
 
 struct GatedArgs {
   const float* gate_up;  // [rows, 2 * width]

@@ -69,6 +69,13 @@ struct BlockTiles {
   int rows_of(long tile) const { return static_cast<int>(begin[tile + 1] - begin[tile]); }
 };
 
+// The same product for what does not look at weights.
+template <class View>
+PS_INLINE LinearArgs as_plain(const LinearArgsOf<View>& args) {
+  return {args.x, args.rows, args.weight.layout, args.out, args.add, args.picks, args.stored,
+          args.form, args.gate, args.gated};
+}
+
 // x as the tiles read it: rows `stride` bytes apart when given as is; else tiles of [steps][rows] cells, one after
 // another, so that a tile is read from end to end.
 struct Inputs {

@@ -52,7 +52,8 @@ void bind_quantised(nb::module_& m) {
   m.def("pack_codes", &pack);
   nb::class_<QuantWeights>(m, "QuantWeights")
       .def(nb::init<long, long, const std::vector<long>&>())
-      .def("add_part", &QuantWeights::add_part);
+      .def("add_part", &QuantWeights::add_part)
+      .def("set_order", &QuantWeights::set_order);
   nb::class_<QuantKernels>(m, "QuantKernels")
       .def(nb::init<const std::string&, const std::string&>())
       .def("linear", &QuantKernels::linear)

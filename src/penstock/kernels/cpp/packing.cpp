@@ -185,6 +185,45 @@ void pack_source(const uint8_t* rows, const PackedView& w, long first, long coun
                   : pack_from<kSource, 1>(rows, w, first, count, cells);
 }
 
+// Sixteen outputs of one or two inputs, as many as are there, to a line of cells.
+template <Source kSource, int kPerCell>
+void pack_line(const uint8_t* early, const uint8_t* late, size_t first, size_t count, uint32_t* cells) {
+  for (size_t lane = 0; lane < count; ++lane) {
+    const uint32_t bits = element_bits<kSource>(early, first + lane);
+    if constexpr (kPerCell == 1) {
+      cells[lane] = bits;
+      continue;
+    }
+    const uint32_t more = late == nullptr ? 0 : element_bits<kSource>(late, first + lane);
+    cells[lane] = kSource == Source::kBf16 ? bits >> 16 | more : to_bf16(bits) | static_cast<uint32_t>(to_bf16(more)) << 16;
+  }
+  for (size_t lane = count; lane < 16; ++lane) cells[lane] = 0;
+}
+
+// Some panels at a time, so that a row is read by the line and every line of cells is written once.
+template <Source kSource, int kPerCell>
+void pack_turned(const uint8_t* columns, const PackedView& w, uint32_t* cells) {
+  constexpr long kPanels = 16;
+  const size_t row_bytes = static_cast<size_t>(w.n) * (kSource == Source::kFp32 ? 4 : 2);
+  for (long begin = 0; begin < w.panels(); begin += kPanels)
+    for (int s = 0; s < w.segments; ++s)
+      for (long step = w.step_begin[s]; step < w.step_begin[s + 1]; ++step) {
+        const long k = w.k_begin[s] + (step - w.step_begin[s]) * kPerCell;
+        const uint8_t* early = columns + static_cast<size_t>(k) * row_bytes;
+        const uint8_t* late = kPerCell == 2 && k + 1 < w.k_begin[s + 1] ? early + row_bytes : nullptr;
+        for (long panel = begin; panel < begin + kPanels && panel < w.panels(); ++panel) {
+          const long left = w.n - panel * 16;
+          pack_line<kSource, kPerCell>(early, late, static_cast<size_t>(panel) * 16, static_cast<size_t>(left < 16 ? left : 16),
+                                       cells + (panel * w.steps() + step) * 16);
+        }
+      }
+}
+
+template <Source kSource>
+void pack_turned_source(const uint8_t* columns, const PackedView& w, uint32_t* cells) {
+  w.per_cell == 2 ? pack_turned<kSource, 2>(columns, w, cells) : pack_turned<kSource, 1>(columns, w, cells);
+}
+
 }  // namespace
 
 PackedView packed_layout(long n, long k, const long* ends, int segments, int per_cell) {
@@ -207,6 +246,15 @@ void pack_rows(const void* rows, Source source, const PackedView& layout, long f
     case Source::kBf16: return pack_source<Source::kBf16>(from, layout, first, count, cells);
     case Source::kFp16: return pack_source<Source::kFp16>(from, layout, first, count, cells);
     case Source::kFp32: return pack_source<Source::kFp32>(from, layout, first, count, cells);
+  }
+}
+
+void pack_columns(const void* columns, Source source, const PackedView& layout, uint32_t* cells) {
+  const uint8_t* from = static_cast<const uint8_t*>(columns);
+  switch (source) {
+    case Source::kBf16: return pack_turned_source<Source::kBf16>(from, layout, cells);
+    case Source::kFp16: return pack_turned_source<Source::kFp16>(from, layout, cells);
+    case Source::kFp32: return pack_turned_source<Source::kFp32>(from, layout, cells);
   }
 }
 

@@ -15,4 +15,7 @@ PackedView packed_layout(long n, long k, const long* ends, int segments, int per
 // is not bf16 already.  Threads may pack rows of different panels at once.
 void pack_rows(const void* rows, Source source, const PackedView& layout, long first, long count, uint32_t* cells);
 
+// The same for a whole weight that is stored the other way round: [k, n].
+void pack_columns(const void* columns, Source source, const PackedView& layout, uint32_t* cells);
+
 }  // namespace penstock

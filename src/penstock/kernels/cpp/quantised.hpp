@@ -61,31 +61,17 @@ struct QuantView {
   const QuantPart* parts;  // one below the other
   long count;
   PackedView layout;  // two inputs a cell, without cells; segments end with a unit
+  const int32_t* order = nullptr;  // null, or [k]: which input each column is multiplied with
 };
 
-struct QuantLinearArgs {
-  const void* x;  // compute [rows, k]
-  long rows;
-  QuantView weight;
-  float* out;  // [rows, n]
-  bool add;
-  Pick* picks = nullptr;  // as in LinearArgs
-  long stored = 0;
-  Form form{};
-  const Gate* gate = nullptr;
-  void* gated = nullptr;
-};
-
-struct QuantEmbedArgs {
-  QuantView table;
-  const int32_t* tokens;
-  long rows;
-  float* out;  // [rows, k]
-};
+using QuantLinearArgs = LinearArgsOf<QuantView>;
+using QuantGroup = LinearGroupOf<QuantView>;
+using QuantEmbedArgs = EmbedArgsOf<QuantView>;
 
 struct QuantFamily {
   const char* name;
   void (*linear)(const QuantLinearArgs&, Compute);
+  void (*linear_group)(const QuantGroup&, Compute);
   void (*embed)(const QuantEmbedArgs&);
 };
 

@@ -1,193 +1,23 @@
 // x W^T over quantised weights, and rows of a quantised table.
 //
-// Inside a piece of 32 columns (16 where a scale spans no more) products of codes' values are summed from zero, in the
-// order of the family's plain product; the piece's sum is multiplied by its scale and added to the output's, then its
-// minimum times the sum of its inputs.  Pieces follow one another from low to high within a segment, segments join as in
+// Pieces of 32 columns (quantised_tile.hpp) follow one another from low to high within a segment, segments join as in
 // gemm.hpp.  So a row's bits are its own, whether codes are decoded in registers (few rows) or into a slab (more rows).
+// Where columns have an order of their own, inputs are put into it first.
 #pragma once
 
-#include "gemm.hpp"
-#include "quantised_decode.hpp"
+#include "quantised_tile.hpp"
 
 namespace {
 
-constexpr long kSlabUnits = 32;
-constexpr long kRegisterUnits = 8;  // between two looks at the records
-constexpr int kMaxCodedRows = 8;
-constexpr int coded_panels(int rows) { return rows <= 4 ? 4 : 2; }
-constexpr int kCodedPanels = coded_panels(1);
-constexpr long kFetchBytes = 2048;  // of one panel, between asking for codes and using them
-
-// Some units of some panels of one part, inside one segment.
-struct Span {
-  const QuantPart* part;
-  long panel;  // of the part
-  int panels;
-  long unit;
-  long units;
-  long pieces;  // of all units of one panel
-};
-
-// One tile: its rows' inputs (as TileArgs has them), numbers of its pieces, and the sums that grow.
-struct QuantTile {
-  Span span;
-  const uint32_t* cells;  // null, or decoded: [panels][kSlabUnits * 16][16]
-  const float* scales;    // [panels][pieces][16]
-  const float* mins;      // null, or the same
-  const float* sums;      // [units][rows of the call]: of this tile's first row
-  long sums_stride;
-  const char* x;
-  size_t x_stride;
-  size_t x_step;
-  float* acc;  // [rows][panels * 16]
-};
-
-// Cells that lie decoded.
-struct SlabSource {
-  static constexpr int kChunk = 4;
-  struct Chunk {
-    const uint32_t* cells;
-  };
-  const uint32_t* cells;
-
-  explicit PS_INLINE SlabSource(const QuantTile& tile) : cells(tile.cells) {}
-  PS_INLINE Chunk load(int panel, long unit, long cell) const {
-    return {cells + ((panel * kSlabUnits + unit) * kUnitCells + cell) * 16};
-  }
-  PS_INLINE U16 cell(const Chunk& chunk, int cell) const { return load_as<U16>(chunk.cells + cell % 4 * 16); }
-  PS_INLINE void fetch(int, long) const {}
-};
-
-// Where codes are decoded in registers: with the compute type bf16, on processors with VBMI.  A tile for every format
-// and number of rows is a lot of code, so it is spared where decode would gain least.
-#if defined(__AVX512VBMI__)
-// Cells that are decoded when they are asked for.
-template <int kBits>
-struct CodeSource {
-  using Own = Decoder<kBits>;
-  using Chunk = typename Own::Chunk;
-  static constexpr int kChunk = Own::kChunk;
-  static constexpr long kAheadUnits = kFetchBytes / (64 * kBits);
-  Own decoder;
-  const Span& span;
-  const uint8_t* codes;
-
-  explicit PS_INLINE CodeSource(const QuantTile& tile)
-      : decoder(tile.span.part->values), span(tile.span), codes(span.part->unit(span.panel, span.unit)) {}
-  PS_INLINE const uint8_t* unit_of(int panel, long unit) const {
-    return codes + panel * span.part->panel_bytes() + unit * 64 * kBits;
-  }
-  PS_INLINE Chunk load(int panel, long unit, long cell) const { return decoder.load(unit_of(panel, unit), cell); }
-  PS_INLINE U16 cell(const Chunk& chunk, int cell) const { return decoder.cell(chunk, cell); }
-  // Asks for what is multiplied some units later: of this panel, or behind its end of the one in the next group.
-  PS_INLINE void fetch(int panel, long unit) const {
-    const long ahead = span.unit + unit + kAheadUnits;
-    const long jump = ahead < span.part->units ? 0 : (span.panels - 1) * span.part->panel_bytes();
-    const uint8_t* from = unit_of(panel, unit + kAheadUnits) + jump;
-    _Pragma("GCC unroll 8") for (int line = 0; line < kBits; ++line) __builtin_prefetch(from + line * 64, 0, 3);
-  }
-};
-#endif
-
-template <class D>
-PS_INLINE F16 dot_values(const F16& sum, const U16& cells, const char* x, size_t x_step) {
-  if constexpr (D::kPerCell == 2) return dot_cells<D>(sum, cells, load_cell(x));
-  const F16 early = fma16(low_half(cells), bits_as<F16>(splat_word(load_cell(x))), sum);
-  return fma16(high_half(cells), bits_as<F16>(splat_word(load_cell(x + x_step))), early);
-}
-
-// acc += units . x; a piece has kPiece cells.
-template <class D, class Source, int kPiece, int M, int P>
-__attribute__((noinline)) void quant_tile(const QuantTile& tile) {
-  constexpr size_t kValues = 2 / D::kPerCell;  // steps of x in a cell
-  const Source source(tile);
-  const size_t x_stride = tile.x_stride, x_step = tile.x_step;
-  const char* x = tile.x;
-  long piece = 0;
-  for (long unit = 0; unit < tile.span.units; ++unit) {
-    PS_PANELS source.fetch(p, unit);
-    for (int begin = 0; begin < kUnitCells; begin += kPiece, ++piece) {
-      F16 part[M][P];
-      PS_ROWS PS_PANELS part[m][p] = splat(0.0f);
-      _Pragma("GCC unroll 8") for (int c = 0; c < kPiece; c += Source::kChunk) {
-        typename Source::Chunk chunk[P];
-        PS_PANELS chunk[p] = source.load(p, unit, begin + c);
-        _Pragma("GCC unroll 4") for (int j = 0; j < Source::kChunk; ++j, x += kValues * x_step) {
-          U16 cells[P];
-          PS_PANELS cells[p] = source.cell(chunk[p], c + j);  // a piece of 8 cells looks like the first
-          PS_ROWS PS_PANELS part[m][p] = dot_values<D>(part[m][p], cells[p], x + m * x_stride, x_step);
-        }
-      }
-      PS_ROWS PS_PANELS {
-        float* to = tile.acc + (m * P + p) * 16;
-        F16 sum = fma16(load(tile.scales + (p * tile.span.pieces + piece) * 16), part[m][p], load(to));
-        if (tile.mins != nullptr) {
-          const F16 min = load(tile.mins + (p * tile.span.pieces + piece) * 16);
-          sum = fma16(min, splat(tile.sums[unit * tile.sums_stride + m]), sum);
-        }
-        store(to, sum);
-      }
-    }
-  }
-}
-
-using QuantTileFn = void (*)(const QuantTile&);
-
-template <class D, class Source, int kPiece, int P, int M>
-QuantTileFn pick_quant_rows(int rows) {
-  if (rows == M) return quant_tile<D, Source, kPiece, M, P>;
-  if constexpr (M > 1) return pick_quant_rows<D, Source, kPiece, P, M - 1>(rows);
-  return nullptr;
-}
-
-constexpr int kDecodedPanels = panels_at_once(kMaxRows);
-
-template <class D, int kPiece>
-QuantTileFn pick_slab_tile(int rows, int panels) {
-  if (panels == kDecodedPanels) return pick_quant_rows<D, SlabSource, kPiece, kDecodedPanels, kMaxRows>(rows);
-  return pick_quant_rows<D, SlabSource, kPiece, 1, kMaxRows>(rows);
-}
-
-// Null where codes of this part are not decoded in registers.
-template <class D>
-QuantTileFn pick_coded_tile([[maybe_unused]] const QuantPart& part, [[maybe_unused]] int rows,
-                            [[maybe_unused]] int panels) {
-#if defined(__AVX512VBMI__)
-#define PS_CODED(bits, piece)                                                   \
-  (panels == 4   ? pick_quant_rows<D, CodeSource<bits>, piece, 4, 4>(rows)      \
-   : panels == 2 ? pick_quant_rows<D, CodeSource<bits>, piece, 2, kMaxCodedRows>(rows) \
-                 : nullptr)
-  if constexpr (D::kPerCell == 2) {
-    if (part.bits == 6 && part.group == 16) return PS_CODED(6, 8);
-    if (part.group == 16) return nullptr;
-    if (part.bits == 4) return PS_CODED(4, 16);
-    if (part.bits == 5) return PS_CODED(5, 16);
-    if (part.bits == 8) return PS_CODED(8, 16);
-  }
-#undef PS_CODED
-#endif
-  return nullptr;
-}
-
-// Sum of 32 values: even and odd columns' first, then across lanes.
-template <class D>
-PS_INLINE float sum_unit(const void* x) {
-  if constexpr (D::kPerCell == 2) {
-    const U16 cells = load_as<U16>(x);
-    return sum_lanes(low_half(cells) + high_half(cells));
-  }
-  const float* values = static_cast<const float*>(x);
-  return sum_lanes(load(values) + load(values + 16));
-}
-
-// One call's operands.
+// One call's operands; what is multiplied in which order follows from `cut` alone.
 template <class D>
 struct QuantCall {
   QuantView weight;
   LinearArgs plain;  // the same for what does not look at weights
   RowCut cut;
   Inputs x;
-  const float* sums;  // null, or [units][rows]
+  float* sums;  // null, or [units][rows]
+  long each;    // panels of an item
 
   static constexpr long kMostPanels = kCodedPanels > kDecodedPanels ? kCodedPanels : kDecodedPanels;
   static constexpr long kCells = kDecodedPanels * kSlabUnits * kUnitCells * 16;
@@ -276,8 +106,13 @@ struct QuantCall {
     }
   }
 
-  // Panels [panel, end), of a gate each with its counterpart.
-  void run(long panel, long end, long block, float* scratch) const {
+  long groups() const { return (panels_to_cut(plain) + each - 1) / each; }
+  long items() const { return groups() * cut.blocks(); }
+
+  // Some panels for the rows of a block, of a gate each with its counterpart.
+  void run(long item, int worker) const {
+    const long panel = item % groups() * each, end = min_of(panels_to_cut(plain), panel + each), block = item / groups();
+    float* scratch = static_cast<float*>(workspace(worker, scratch_bytes()));
     const BlockTiles tiles(cut, block);
     const long other = plain.gate == nullptr ? 0 : panels_to_cut(plain);
     const auto at_once = [&](long from) {
@@ -297,48 +132,103 @@ inline bool any_min(const QuantView& w) {
 
 // What of the call does not look at weights: inputs are read by units, whatever a cell holds.
 template <class D>
-PS_INLINE LinearArgs as_plain(const QuantLinearArgs& args) {
-  LinearArgs plain{args.x,    args.rows,   args.weight.layout, args.out,  args.add,
-                   args.picks, args.stored, args.form,          args.gate, args.gated};
+PS_INLINE LinearArgs by_units(const QuantLinearArgs& args) {
+  LinearArgs plain = as_plain(args);
   if (D::kPerCell == 1)
     for (int s = 0; s <= plain.weight.segments; ++s) plain.weight.step_begin[s] = plain.weight.k_begin[s];
   plain.weight.per_cell = D::kPerCell;
   return plain;
 }
 
-// Sums of every 32 inputs, [units][rows].
+// Memory of one call: inputs in the order of the weight's columns, then as tiles, then sums of every 32.
+struct QuantRoom {
+  size_t ordered, packed, sums;
+
+  explicit QuantRoom(const QuantLinearArgs& args, const LinearArgs& plain) {
+    const size_t x_bytes = args.rows * packed_row_bytes(plain.weight);
+    ordered = args.weight.order == nullptr ? 0 : whole_lines(x_bytes);
+    packed = args.rows > kMaxRows ? whole_lines(x_bytes) : 0;
+    sums = any_min(args.weight) ? whole_lines(static_cast<size_t>(args.rows * plain.weight.k / kUnitColumns) * 4) : 0;
+  }
+  static size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+  size_t all() const { return ordered + packed + sums; }
+};
+
+// The call over `memory`, of which `prepare_row` and packing fill what is not there yet.
 template <class D>
-void sum_inputs(const LinearArgs& args, float* sums) {
-  const long units = args.weight.k / kUnitColumns, row_bytes = packed_row_bytes(args.weight);
-  each_item(args.rows, static_cast<double>(args.rows * args.weight.k), [&](long row, int) {
-    const char* from = static_cast<const char*>(args.x) + row * row_bytes;
-    for (long u = 0; u < units; ++u) sums[u * args.rows + row] = sum_unit<D>(from + u * kUnitColumns * 4 / D::kPerCell);
-  });
+QuantCall<D> quant_call(const QuantLinearArgs& args, char* memory) {
+  LinearArgs plain = by_units<D>(args);
+  const QuantRoom room(args, plain);
+  if (room.ordered > 0) plain.x = memory;
+  char *packed = memory + room.ordered, *sums = packed + room.packed;
+  const Inputs x = room.packed > 0 ? Inputs{packed, true, packed_row_bytes(plain.weight)} : given_inputs(plain);
+  return {args.weight, plain, RowCut{args.rows}, x, room.sums > 0 ? reinterpret_cast<float*>(sums) : nullptr, 0};
 }
+
+// A row's inputs in the order of the weight's columns, and the sums of every 32 of them.
+template <class D>
+void prepare_row(const QuantCall<D>& call, const void* given, long row) {
+  using Value = typename D::Value;
+  const long k = call.plain.weight.k;
+  char* own = static_cast<char*>(const_cast<void*>(call.plain.x)) + row * packed_row_bytes(call.plain.weight);
+  if (call.weight.order != nullptr) {
+    const Value* from = static_cast<const Value*>(given) + row * k;
+    Value* to = reinterpret_cast<Value*>(own);
+    for (long i = 0; i < k; ++i) to[i] = from[call.weight.order[i]];
+  }
+  if (call.sums == nullptr) return;
+  for (long u = 0; u < k / kUnitColumns; ++u)
+    call.sums[u * call.plain.rows + row] = sum_unit<D>(own + u * kUnitColumns * 4 / D::kPerCell);
+}
+
+template <class D>
+PS_INLINE bool prepares_rows(const QuantCall<D>& call) { return call.weight.order != nullptr || call.sums != nullptr; }
 
 template <class D>
 void linear_quantised(const QuantLinearArgs& args) {
   if (args.rows == 0) return;
-  const LinearArgs plain = as_plain<D>(args);
-  const PackedView& w = plain.weight;
-  const RowCut cut{args.rows};
-  const bool packs = args.rows > kMaxRows, adds = any_min(args.weight);
-  const size_t packed_bytes = packs ? args.rows * packed_row_bytes(w) : 0;
-  const size_t sums_bytes = adds ? static_cast<size_t>(args.rows * w.k / kUnitColumns) * 4 : 0;
-  char* shared = packs || adds ? static_cast<char*>(shared_workspace(packed_bytes + sums_bytes)) : nullptr;
-  float* sums = adds ? reinterpret_cast<float*>(shared + packed_bytes) : nullptr;
-  if (adds) sum_inputs<D>(plain, sums);
-  const Inputs x = packs ? pack_all_inputs<D>(plain, cut, shared) : given_inputs(plain);
-  const QuantCall<D> call{args.weight, plain, cut, x, sums};
-  const long panels = panels_to_cut(plain);
+  const size_t bytes = QuantRoom(args, by_units<D>(args)).all();
+  QuantCall<D> call = quant_call<D>(args, bytes == 0 ? nullptr : static_cast<char*>(shared_workspace(bytes)));
+  const PackedView& w = call.plain.weight;
+  if (prepares_rows(call))
+    each_item(args.rows, static_cast<double>(args.rows * w.k), [&](long row, int) { prepare_row(call, args.x, row); });
+  if (call.x.packed) pack_all_inputs<D>(call.plain, call.cut, const_cast<char*>(call.x.data));
   const double work = product_work(args.rows, w);
-  const long each = panels_an_item(panels, call.most_panels(), work / static_cast<double>(cut.blocks()));
-  const long groups = (panels + each - 1) / each;
-  each_item(groups * cut.blocks(), work, [&](long item, int worker) {
-    const long panel = item % groups * each;
-    float* scratch = static_cast<float*>(workspace(worker, call.scratch_bytes()));
-    call.run(panel, min_of(panels, panel + each), item / groups, scratch);
-  });
+  call.each = panels_an_item(panels_to_cut(call.plain), call.most_panels(), work / static_cast<double>(call.cut.blocks()));
+  each_item(call.items(), work, [&](long item, int worker) { call.run(item, worker); });
+}
+
+template <class D>
+void linear_group_quantised(const QuantGroup& group) {
+  double work = 0, prepare_work = 0;
+  size_t bytes = 0;
+  for (long i = 0; i < group.count; ++i) {
+    const LinearArgs plain = by_units<D>(group.calls[i]);
+    const size_t own = QuantRoom(group.calls[i], plain).all();
+    work += product_work(plain.rows, plain.weight);
+    if (own > 0) prepare_work += static_cast<double>(plain.rows * plain.weight.k);
+    bytes += own;
+  }
+  using Calls = CallList<QuantCall<D>>;
+  const Calls list(static_cast<char*>(shared_workspace(Calls::bytes(group.count) + bytes)), group.count);
+  char* memory = list.behind();
+  for (long i = 0; i < group.count; ++i) {
+    QuantCall<D>& call = list.calls[i];
+    call = quant_call<D>(group.calls[i], memory);
+    const double own = product_work(call.plain.rows, call.plain.weight) / static_cast<double>(call.cut.blocks());
+    call.each = panels_of_share(panels_to_cut(call.plain), call.most_panels(), own, work);
+    memory += QuantRoom(group.calls[i], call.plain).all();
+  }
+  if (bytes > 0)
+    each_item(group.count, prepare_work, [&](long i, int) {
+      const QuantCall<D>& call = list.calls[i];
+      if (prepares_rows(call))
+        for (long row = 0; row < call.plain.rows; ++row) prepare_row(call, group.calls[i].x, row);
+      if (!call.x.packed) return;
+      for (long block = 0; block < call.cut.blocks(); ++block)
+        pack_block<D>(call.plain, call.cut, block, const_cast<char*>(call.x.data), call.x.row_bytes);
+    });
+  list.run(work);
 }
 
 // Rows of the table: each weight in fp32, scale times value plus minimum.
@@ -360,7 +250,8 @@ inline void embed_quantised(const QuantEmbedArgs& args) {
         const long piece = c / columns * 16 + lane;
         const float value = bf16_to_float(part->values[code_at(codes, part->bits, c / 2, lane, static_cast<int>(c % 2))]);
         const float product = scales[piece] * value;
-        to[unit * kUnitColumns + c] = adds ? product + mins[piece] : product;
+        const long column = unit * kUnitColumns + c, place = args.table.order == nullptr ? column : args.table.order[column];
+        to[place] = adds ? product + mins[piece] : product;
       }
     }
   });

@@ -19,6 +19,7 @@ struct QuantWeights {
   std::vector<QuantPart> parts;
   std::vector<std::unique_ptr<Values>> values;
   std::vector<In<uint8_t, 1>> memory;
+  std::vector<int32_t> order;
   PackedView layout;
 
   QuantWeights(long n, long k, const std::vector<long>& ends)
@@ -55,9 +56,21 @@ struct QuantWeights {
     memory.insert(memory.end(), {codes, scales});
   }
 
+  // Columns of codes are multiplied with these inputs.
+  void set_order(const In<int32_t, 1>& inputs) {
+    require(dim(inputs, 0) == layout.k, "the order must have every column");
+    std::vector<bool> seen(static_cast<size_t>(layout.k));
+    for (long i = 0; i < layout.k; ++i) {
+      const int32_t input = inputs.data()[i];
+      require(input >= 0 && input < layout.k && !seen[static_cast<size_t>(input)], "the order must have every column once");
+      seen[static_cast<size_t>(input)] = true;
+    }
+    order.assign(inputs.data(), inputs.data() + layout.k);
+  }
+
   QuantView view() const {
     require(covered() == layout.n, "the parts must have all rows");
-    return {parts.data(), static_cast<long>(parts.size()), layout};
+    return {parts.data(), static_cast<long>(parts.size()), layout, order.empty() ? nullptr : order.data()};
   }
 
  private:
