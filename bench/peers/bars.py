@@ -60,7 +60,7 @@ def _decode(series: Series, model: str) -> Iterator[Bar]:
     if ratio is not None:
         yield Bar("decode, 1 stream, compressed", ratio, 1.15, against=PLAIN)
     yield from _against_best(series, "decode, 1 stream", PLAIN, one, 1.0)
-    read = series.values("machine", ("roofline", "read_gbs"))
+    read = series.values("machine", ("roofline", "read_gbs")) | series.values(PLAIN, ("decode", "read_gbs"))
     gbs = {n: rate * weight_bytes(SHAPES[model]) * 1e-9 for n, rate in series.values(PLAIN, one).items()}
     share = series.ratio(gbs, read)
     if share is not None:

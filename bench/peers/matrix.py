@@ -22,11 +22,13 @@ from bench.peers.places import AGGREGATED, CODED, LLAMA, OFFLINE_SYSTEMS, QUANTS
 from bench.peers.processes import compile_sources, own_environment
 from bench.peers.records import ABOUT, Record, Records
 from bench.peers.servers import running
+from bench.peers.steady import TRIES, Steady, usual_read_gbs
 
 OFFLINE: Final = ("decode", "prefill")
 ONLINE: Final = ("start", "http1", "http8", "stutter", "memory", "kill")
 MACHINE: Final = "machine"
 ROOFLINE: Final = "roofline"
+READ: Final = "read_gbs"
 MEASURES: Final = (*OFFLINE, *ONLINE)
 SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *CODED, *SERVERS)))
 
@@ -58,6 +60,7 @@ class Matrix:
         self._wanted = wanted
         self._began = time.monotonic()
         self._failures = 0
+        self._steady = Steady(lambda: usual_read_gbs(wanted.threads))
 
     def run(self) -> int:
         """Everything that is missing; returns how many measurements failed."""
@@ -108,13 +111,23 @@ class Matrix:
             decode=DECODE_STREAMS if "decode" in measures else (),
         )
         try:
-            found = offline.measure(self._place, system, self._wanted.model, ask)
+            found, read_gbs = self._steadily(system, ask)
         except MeasureError as error:
             for measure in measures:
                 self._fail(number, system, measure, str(error))
             return
         for measure in measures:
-            self._note(number, system, measure, found[measure])
+            self._note(number, system, measure, found[measure] | {READ: read_gbs})
+
+    def _steadily(self, system: str, ask: Ask) -> tuple[dict[str, dict[str, Any]], list[float]]:
+        """What was found while the machine was the same before and after, and its GB/s then; or the last try."""
+        for _ in range(TRIES):
+            before = self._steady.wait()
+            found = offline.measure(self._place, system, self._wanted.model, ask)
+            after, steady = self._steady.look()
+            if steady:
+                break
+        return found, [before, after]
 
     def _online(self, number: int, system: str, measures: Sequence[str]) -> None:
         wanted = self._wanted
@@ -125,6 +138,7 @@ class Matrix:
             weight_bytes=weight_bytes(self._place, system, wanted.model),
         )
         measure = "start"
+        self._steady.wait()
         try:
             with running(self._place, system, wanted.model, wanted.threads) as server:
                 if measure in measures:

@@ -1,11 +1,13 @@
 """What this machine can do at most: bytes read from memory and multiply-adds of bf16, a second.
 
-Run as a process of its own, ``python -m bench.peers.roofline THREADS`` prints one JSON object.
+Run as a process of its own, ``python -m bench.peers.roofline THREADS`` prints JSON, and ``... THREADS --read``
+the usual bandwidth alone.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 
 import numpy as np
@@ -19,13 +21,23 @@ TRIES = 12
 def measure(threads: int) -> dict[str, float | str]:
     """GB/s and GFLOP/s.  Each is the best of several tries: what is possible, not what is usual."""
     ops = NativeOps(families()[0], "bf16", threads=threads)
-    pieces = np.array_split(np.ones(READ_BYTES // 4, np.uint32), 4)
     return {
-        "read_gbs": max(ops.read_bandwidth(piece) for _ in range(TRIES) for piece in pieces) * 1e-9,
+        "read_gbs": max(_reads(ops)),
         "peak_gflops": max(ops.peak_flops(20_000) for _ in range(20 * TRIES)) * 1e-9,
         "family": families()[0],
     }
 
 
+def usual_read_gbs(threads: int) -> float:
+    """GB/s, the median of the tries: what is to be had just now."""
+    return statistics.median(_reads(NativeOps(families()[0], "bf16", threads=threads)))
+
+
+def _reads(ops: NativeOps) -> list[float]:
+    pieces = np.array_split(np.ones(READ_BYTES // 4, np.uint32), 4)
+    return [ops.read_bandwidth(piece) * 1e-9 for _ in range(TRIES) for piece in pieces]
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]))))
+    threads = int(sys.argv[1])
+    print(usual_read_gbs(threads) if "--read" in sys.argv[2:] else json.dumps(measure(threads)))

@@ -18,6 +18,7 @@ from bench.peers.processes import descendants, memory_bytes, own_environment, sp
 from bench.peers.records import Record, Records
 from bench.peers.report import put_into, section
 from bench.peers.series import Series, Spread
+from bench.peers.steady import LOOKS, Steady
 from bench.peers.work import decode_limit, prefill_flops, prefill_limit, weight_bytes
 from tokenizers import Tokenizer
 
@@ -179,6 +180,17 @@ def test_figures_are_put_between_the_marks_of_a_page():
     assert put_into(page, "new") == page
     with pytest.raises(ValueError, match="has it 0 times"):
         put_into("# A", "new")
+
+
+def test_a_machine_that_is_half_as_fast_is_waited_for():
+    speeds, pauses = iter([70.0, 35.0, 36.0, 68.0, 40.0, *[40.0] * LOOKS]), list[float]()
+    steady = Steady(lambda: next(speeds), pauses.append)
+    assert steady.wait() == 70.0
+    assert steady.look() == (35.0, False)
+    assert steady.wait() == 68.0
+    assert len(pauses) == 1
+    assert steady.wait() == 40.0  # it never came back
+    assert len(pauses) == 1 + LOOKS - 1
 
 
 def test_a_server_is_ended_with_all_its_children(tmp_path: Path):
