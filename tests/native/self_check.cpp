@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention_cut.hpp"
+#include "attention_once.hpp"
 #include "codec.hpp"
 #include "dispatch.hpp"
 #include "expert_run.hpp"
@@ -200,7 +200,8 @@ class Run {
     const auto qkv = numbers(static_cast<size_t>(tokens * width), 5, 0.5f), rope = numbers(640 * kHeadDim, 6, 0.25f);
     std::vector<char> q(static_cast<size_t>(tokens) * kHeads * kHeadDim * size_of(compute_));
     const RopeView angles{rope.data(), kHeadDim / 2, false};
-    family_.rope_and_write({qkv.data(), angles, nullptr, sequence.data(), batch, kv, 1, kHeads, q.data()}, compute_);
+    family_.rope_and_write(
+        {qkv.data(), angles, positions.data(), nullptr, sequence.data(), batch, kv, 1, kHeads, q.data()}, compute_);
     note("rope", q);
     note("pages", memory);
     attend(q, kv, batch, false);
@@ -209,6 +210,22 @@ class Run {
     const auto sinks = numbers(kHeads, 9, 1);
     attend_with(q, kv, batch, {70, 256}, {0.125f, 20, sinks.data()}, "window, chunk, softcap, sinks");
     latent(batch, sequence);
+    once(qkv, angles, starts);
+  }
+
+  // Both ways and without a cache: all, a window, near and far biases.
+  void once(const std::vector<float>& qkv, const RopeView& angles, const std::vector<int32_t>& starts) {
+    constexpr long kReach = 40;
+    const auto biases = numbers(kHeads * (2 * kReach + 1), 15, 1);
+    std::vector<char> out(static_cast<size_t>(starts.back()) * kHeads * kHeadDim * size_of(compute_));
+    AttentionOnce attention;
+    for (const long window : {0L, 100L}) {
+      const BiasView bias{window == 0 ? biases.data() : nullptr, kReach};
+      attention.run(family_, compute_,
+                    {qkv.data(), angles, nullptr, starts.data(), 2, kHeads, kKvHeads, kHeadDim, {window, 0, true},
+                     {0.125f, 0, nullptr}, bias, out.data()});
+      note("attention both ways", out);
+    }
   }
 
   // By any rule, cut as a step is.

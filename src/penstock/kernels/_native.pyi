@@ -228,6 +228,19 @@ class AttentionKernels:
         out: NDArray[Any],
         /,
     ) -> None: ...
+    def attention_once(
+        self,
+        qkv: NDArray[np.float32],
+        starts: NDArray[np.int32],
+        rope: Rope | None,
+        rows: NDArray[np.int32] | None,
+        heads: tuple[int, int],
+        causal: bool,
+        rule: AttentionRule,
+        bias: NDArray[np.float32] | None,
+        out: NDArray[Any],
+        /,
+    ) -> None: ...
 
 class CompressedWeights:
     whole_blocks: bool

@@ -29,6 +29,7 @@ from penstock.kernels.memory import StepBuffers, WeightArena
 from penstock.kernels.native_arguments import (
     ACTIVATIONS,
     NativeKv,
+    angle_table,
     attention_rule,
     draw_row,
     fill_weights,
@@ -171,10 +172,13 @@ class NativeOps:
     ) -> _native.Rope:
         """See ``Ops.rope_table``."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
-        table = np.empty((max_positions, 2, angles.shape[1]), np.float32)
-        table[:, 0] = np.cos(angles) * attention_factor
-        table[:, 1] = np.sin(angles) * attention_factor
-        return _native.Rope(table, interleaved)
+        return angle_table(angles, attention_factor, interleaved=interleaved)
+
+    def angle_table(
+        self, angles_PC2: NDArray[np.float64], attention_factor: float = 1.0, *, interleaved: bool = False
+    ) -> _native.Rope:
+        """See ``Ops.angle_table``."""
+        return angle_table(angles_PC2, attention_factor, interleaved=interleaved)
 
     # --- looking inside -----------------------------------------------------------------------------------------------
 
@@ -320,6 +324,28 @@ class NativeOps:
         out = self._buffers.empty((tokens, heads * kv.shape.value_dim), self._dtype)
         rule = attention_rule(scale, window, chunk, softcap, sinks_H)
         self._attention.attention(q_THC, kv.handle, layer, self._checked(batch), heads, rule, out)
+        return out
+
+    def attention(
+        self,
+        qkv_TN: Array,
+        starts_S1: NDArray[np.int32],
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        causal: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        rope: _native.Rope | None = None,
+        rows_T: NDArray[np.int32] | None = None,
+        bias_HR: Array | None = None,
+    ) -> Array:
+        """See ``Ops.attention``."""
+        tokens, width = qkv_TN.shape
+        out = self._buffers.empty((tokens, width // (heads + 2 * kv_heads) * heads), self._dtype)
+        rule = attention_rule(scale, window, None, softcap, None)
+        self._attention.attention_once(qkv_TN, starts_S1, rope, rows_T, (heads, kv_heads), causal, rule, bias_HR, out)
         return out
 
     def gated(self, gate_up_T2I: Array, kind: Gate = SILU) -> Array:

@@ -129,7 +129,7 @@ class Ops(Protocol):
         ...
 
     def vector(self, weight_D: Array) -> Array:
-        """A small parameter (norm weights) as the backend wants it, in fp32."""
+        """A small parameter (norm weights, biases) as the backend wants it, in fp32."""
         ...
 
     def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> Array:
@@ -153,6 +153,12 @@ class Ops(Protocol):
         Rotates the first ``2 * len(inv_freq)`` columns of a head, the others stay.  Pairs are columns (i, i + half) as
         in Hugging Face's order, or, interleaved, (2 i, 2 i + 1).
         """
+        ...
+
+    def angle_table(
+        self, angles_PC2: NDArray[np.float64], attention_factor: float = 1.0, *, interleaved: bool = False
+    ) -> Array:
+        """The same for rows of any angles, as of places in an image, which need not be positions."""
         ...
 
     def compute(self, values: NDArray[Any]) -> Array:
@@ -282,6 +288,34 @@ class Ops(Protocol):
         Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high, the
         sink last.  What a token does not see is not multiplied: its pages may hold anything, but the table must name
         pages of the memory.
+        """
+        ...
+
+    def attention(
+        self,
+        qkv_TN: Array,
+        starts_S1: NDArray[np.int32],
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        causal: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        rope: Array | None = None,
+        rows_T: NDArray[np.int32] | None = None,
+        bias_HR: Array | None = None,
+    ) -> Array:
+        """Attention of whole sequences, without a cache; compute [T, H C] of hidden [T, (H + 2 G) C]: queries, keys,
+        values.  Sequence s owns tokens ``starts[s]:starts[s + 1]``.
+
+        A token reads all of its sequence, or, ``causal``, what stands up to itself; with a ``window`` only what is less
+        than so many positions away.  Queries and keys are rotated by row ``rows_T`` of ``rope``, the token's place in
+        its sequence unless given.  Scores are q . k * scale, then soft-capped as in ``paged_attention``; then entry
+        ``clip(key - position, -R, R) + R`` of the head's row of ``bias_HR``, which ``vector`` made of [H, 2 R + 1], is
+        added (relative positions of T5, arXiv:1910.10683, by distance).
+
+        Keys are reduced as in ``paged_attention``, by place in their sequence.
         """
         ...
 

@@ -36,6 +36,7 @@ from penstock.kernels.reference_attention import (
     kv_over,
     rotated,
 )
+from penstock.kernels.reference_once import Once
 from penstock.kernels.reference_rows import activated, gated, layer_norm, rms_norm, softcapped
 from penstock.kernels.reference_sampling import sample_row, with_logprobs
 from penstock.kernels.reference_tiles import RowTiles, arithmetic_of
@@ -138,7 +139,13 @@ class ReferenceOps:
     ) -> ReferenceRope:
         """See ``Ops.rope_table``."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
-        table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * attention_factor
+        return self.angle_table(angles, attention_factor, interleaved=interleaved)
+
+    def angle_table(
+        self, angles_PC2: NDArray[np.float64], attention_factor: float = 1.0, *, interleaved: bool = False
+    ) -> ReferenceRope:
+        """See ``Ops.angle_table``."""
+        table = np.stack([np.cos(angles_PC2), np.sin(angles_PC2)], axis=1) * attention_factor
         return ReferenceRope(self._tensor(table.astype(np.float32)), interleaved)
 
     # --- looking inside -----------------------------------------------------------------------------------------------
@@ -304,6 +311,25 @@ class ReferenceOps:
                 out_THC[rows] = attend_tile(q_THC[rows], k_GNC, v_GNC, position, rule).to(self._dtype)
                 token += count
         return out_THC.flatten(1)
+
+    def attention(
+        self,
+        qkv_TN: Tensor,
+        starts_S1: NDArray[np.int32],
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        causal: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        rope: ReferenceRope | None = None,
+        rows_T: NDArray[np.int32] | None = None,
+        bias_HR: Tensor | None = None,
+    ) -> Tensor:
+        """See ``Ops.attention``."""
+        once = Once(heads, kv_heads, Rule(scale, window, None, softcap, None), causal, bias_HR)
+        return once.attend(qkv_TN, starts_S1, rope, rows_T, self._dtype)
 
     def gated(self, gate_up_T2I: Tensor, kind: Gate = SILU) -> Tensor:
         """See ``Ops.gated``."""

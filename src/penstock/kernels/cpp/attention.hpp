@@ -1,5 +1,5 @@
-// Causal attention over pages: online softmax over 64 keys at a time by absolute position, in partitions of 512 keys
-// that are computed apart and joined from low to high.
+// Attention over pages: online softmax over 64 keys at a time by absolute position, in partitions of 512 keys that are
+// computed apart and joined from low to high.
 //
 // A work item is one chunk of a sequence's tokens and one key-value head, with all query heads that share it; a row is
 // (token, query head).  What one row does depends on its own position only: it takes the blocks that have keys it sees,
@@ -31,11 +31,13 @@ struct Attend {
   int kv_head;
   long group, key_dim, value_dim, rows, blocks_c, width;
   long first_position;
+  long end;  // one behind the last key that any row sees
   const int32_t* table;
   int32_t *first_key, *end_key;  // [rows]: keys that each row sees
   Value* q;        // [rows][C]
   float* scores;   // [kAttentionRows][64]
   Value* weights;  // [kAttentionRows][64]
+  float* biases;   // [64]
   uint32_t* own_values;  // [64 / per_cell][max(16, value_dim)]: of heads narrower than a register, and shared ones
   SoftmaxRows now, joined;
 
@@ -48,7 +50,7 @@ struct Attend {
     const auto rows = static_cast<size_t>(a.max_rows), lines = static_cast<size_t>(16);
     const size_t softmax = rows * 8 + rows * 64 + rows * (static_cast<size_t>(a.kv.value_dim) + 15) * 4;
     const size_t queries = rows * static_cast<size_t>(a.kv.key_dim) * sizeof(Value);
-    return kAttentionRows * kBlockKeys * (4 + sizeof(Value)) + own_bytes(a.kv) + 2 * softmax + queries + lines * 64;
+    return (kAttentionRows * (4 + sizeof(Value)) + 4) * kBlockKeys + own_bytes(a.kv) + 2 * softmax + queries + lines * 64;
   }
 
   Attend(const AttentionArgs& a, const Chunk& c, int g, int worker) : args(a), chunk(c), kv_head(g) {
@@ -59,6 +61,8 @@ struct Attend {
     blocks_c = (value_dim + 15) / 16;
     width = blocks_c * 16;
     first_position = a.batch.positions[c.token];
+    const long length = a.batch.positions[a.batch.starts[c.sequence + 1] - 1] + 1;
+    end = a.rule.end_key(last_position(), length);
     table = a.batch.table + c.sequence * a.batch.table_width;
     char* memory = static_cast<char*>(workspace(worker, bytes(a)));
     const auto take = [&memory](size_t size) {
@@ -68,6 +72,7 @@ struct Attend {
     };
     scores = reinterpret_cast<float*>(take(kAttentionRows * kBlockKeys * 4));
     weights = reinterpret_cast<Value*>(take(kAttentionRows * kBlockKeys * sizeof(Value)));
+    biases = reinterpret_cast<float*>(take(kBlockKeys * 4));
     own_values = reinterpret_cast<uint32_t*>(take(own_bytes(a.kv)));
     SoftmaxRows* const both[2] = {&now, &joined};
     for (SoftmaxRows* own : both) {
@@ -82,7 +87,7 @@ struct Attend {
     for (long row = 0; row < rows; ++row) {
       const long position = first_position + row / group;
       first_key[row] = static_cast<int32_t>(a.rule.first_key(position));
-      end_key[row] = static_cast<int32_t>(position + 1);
+      end_key[row] = static_cast<int32_t>(a.rule.end_key(position, length));
     }
     for (long token = 0; token < c.tokens; ++token)
       __builtin_memcpy(q + token * group * key_dim,
@@ -105,15 +110,15 @@ struct Attend {
     now.clear(rows);
     const long first = first_key[0] / kBlockKeys * kBlockKeys;
     const long begin = first > index * kPartitionKeys ? first : index * kPartitionKeys;
-    const long end = min_of((index + 1) * kPartitionKeys, last_position() + 1);
-    for (long key = begin; key < end; key += kBlockKeys) block(key);
+    const long behind = min_of((index + 1) * kPartitionKeys, end);
+    for (long key = begin; key < behind; key += kBlockKeys) block(key);
   }
 
   // Where the 64 keys from `key` on lie.
   Block locate(long key) const {
     Block found{};
     found.first_key = key;
-    found.pages = min_of(4, (last_position() - key) / kPageTokens + 1);
+    found.pages = min_of(4, (end - 1 - key) / kPageTokens + 1);
     found.value_stride = value_dim;
     for (long j = 0; j < 4; ++j) {  // beyond the last page any memory serves: its scores are dropped
       const long page = table[key / kPageTokens + (j < found.pages ? j : 0)];
@@ -141,10 +146,10 @@ struct Attend {
   void block(long key) {
     Block own = locate(key);
     // The first tile of a block fetches the next one.
-    const Block next = key + kBlockKeys <= last_position() ? locate(key + kBlockKeys) : own;
+    const Block next = key + kBlockKeys < end ? locate(key + kBlockKeys) : own;
     const bool made = keeps_values(args.kv);
     if (made) make_values(own);
-    const long skipped = key > first_position ? (key - first_position) * group : 0;
+    const long skipped = (args.rule.first_seer(key, first_position) - first_position) * group;
     const long last = args.rule.last_seer(key + kBlockKeys - 1, last_position());
     const long active = (last - first_position + 1) * group - skipped;
     const long tiles = (active + kAttentionRows - 1) / kAttentionRows;
@@ -153,10 +158,24 @@ struct Attend {
       const int count = static_cast<int>(skipped + (t + 1) * active / tiles - row);
       score(row, count, own, t == 0 ? &next : nullptr);
       for (int m = 0; m < count; ++m)
-        now.soften<D>(row + m, seen(row + m, key), args.softmax, scores + m * kBlockKeys,
+        now.soften<D>(row + m, seen(row + m, key), args.softmax, scores + m * kBlockKeys, bias(row + m, key),
                       weights + m * kBlockKeys);
       gather(row, count, own, t == 0 && !made ? &next : nullptr);
     }
+  }
+
+  // What is added to a row's scaled scores of the 64 keys from `key` on; null: nothing.
+  const float* bias(long row, long key) const {
+    const BiasView& how = args.bias;
+    if (how.table == nullptr) return nullptr;
+    const float* middle = how.table + (kv_head * group + row % group) * (2 * how.reach + 1) + how.reach;
+    const long apart = key - (first_position + row / group);
+    if (apart >= -how.reach && apart + kBlockKeys - 1 <= how.reach) return middle + apart;
+    for (long j = 0; j < kBlockKeys; ++j) {
+      const long near = min_of(how.reach, apart + j);
+      biases[j] = middle[near < -how.reach ? -how.reach : near];
+    }
+    return biases;
   }
 
   // scores[m][key] = q . k for all 64 keys of the block.

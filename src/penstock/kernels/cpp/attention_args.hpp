@@ -73,6 +73,7 @@ struct RopeView {
 struct RopeArgs {
   const float* qkv;  // [tokens, (heads + kv_heads) * key_dim + kv_heads * value_dim]
   RopeView rope;
+  const int32_t* angles_of;    // [tokens]: row of the table
   const float* q_scale;        // [positions], or null
   const int32_t* sequence_of;  // [tokens]
   BatchView batch;
@@ -83,15 +84,26 @@ struct RopeArgs {
 };
 
 // Which keys a position sees: none behind it, and of those before it the last `window`, or those with the same
-// floor(position / chunk); 0 means all.
+// floor(position / chunk); 0 means all.  `both`: as far behind it as before it; then there are no chunks.
 struct KeyRule {
   long window;
   long chunk;
+  bool both = false;
 
   PS_EVERYWHERE long first_key(long position) const {
     const long left = window > 0 && position >= window ? position - window + 1 : 0;
     const long begun = chunk > 0 ? position / chunk * chunk : 0;
     return left > begun ? left : begun;
+  }
+  // One behind the last key that a position of a sequence of `length` tokens sees.
+  PS_EVERYWHERE long end_key(long position, long length) const {
+    if (!both) return position + 1;
+    return window > 0 && position + window < length ? position + window : length;
+  }
+  // The first position, from `first` on, that sees this key.
+  PS_EVERYWHERE long first_seer(long key, long first) const {
+    const long from = !both ? key : window > 0 ? key - window + 1 : first;
+    return from > first ? from : first;
   }
   // The last position, up to `last`, that sees this key.
   PS_EVERYWHERE long last_seer(long key, long last) const {
@@ -131,7 +143,7 @@ struct Chunk {
   long token;       // first
   long tokens;
   long part;        // index of its first partition among those of all chunks
-  long parts;       // partitions from the first key that its first token sees to its last position
+  long parts;       // partitions from the first key that its first token sees to the last that its last token sees
   long first_part;  // the first of them, by absolute position
 };
 
@@ -142,6 +154,13 @@ struct Softmax {
   const float* sinks;  // [heads]: a score more for each row, whose weight goes nowhere; or null
 };
 
+// What is added to the scaled score of a position and a key: entry key - position + reach of a head's row, the first or
+// the last entry where they are further apart.
+struct BiasView {
+  const float* table;  // [heads, 2 * reach + 1]; null: nothing is added
+  long reach;
+};
+
 struct AttentionArgs {
   const void* q;  // [tokens, heads, key_dim]
   KvView kv;
@@ -150,6 +169,7 @@ struct AttentionArgs {
   int heads;
   KeyRule rule;
   Softmax softmax;
+  BiasView bias;
   const Chunk* chunks;
   long chunk_count;
   long part_count;

@@ -22,17 +22,21 @@ class AttentionCut {
     args.heads = heads;
     args.rule = rule;
     chunks_.clear();
-    for (long s = 0; s < batch.sequences; ++s)
+    for (long s = 0; s < batch.sequences; ++s) {
+      if (batch.starts[s] == batch.starts[s + 1]) continue;
+      const long length = batch.positions[batch.starts[s + 1] - 1] + 1;
       for (long t = batch.starts[s]; t < batch.starts[s + 1]; t += tokens) {
         const long count = std::min<long>(tokens, batch.starts[s + 1] - t);
-        const long first = rule.first_key(batch.positions[t]), last = batch.positions[t + count - 1];
-        const long first_part = first / kPartitionKeys, parts = last / kPartitionKeys - first_part + 1;
+        const long first = rule.first_key(batch.positions[t]);
+        const long end = rule.end_key(batch.positions[t + count - 1], length);
+        const long first_part = first / kPartitionKeys, parts = (end - 1) / kPartitionKeys - first_part + 1;
         chunks_.push_back({s, t, count, args.part_count, parts, first_part});
         args.part_count += parts;
         args.max_rows = std::max(args.max_rows, count * group);
-        args.work += static_cast<double>(count * heads) * static_cast<double>(last - first + 1) *
+        args.work += static_cast<double>(count * heads) * static_cast<double>(end - first) *
                      static_cast<double>(kv.key_dim + kv.value_dim);
       }
+    }
     args.chunks = chunks_.data();
     args.chunk_count = static_cast<long>(chunks_.size());
     // Partitions are computed apart when there are too few chunks for the threads.

@@ -1,8 +1,10 @@
 // The Python face of the operations around attention.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include "attention_cut.hpp"
+#include "attention_once.hpp"
 #include "binding.hpp"
 #include "dispatch.hpp"
 #include "pool.hpp"
@@ -42,6 +44,7 @@ class AttentionKernels {
     check_out(q, static_cast<size_t>(batch.view.tokens * heads * view.key_dim));
     const RopeArgs args{qkv.data(),
                         rope == nullptr ? RopeView{} : rope->view,
+                        batch.view.positions,
                         q_scale ? q_scale->data() : nullptr,
                         batch.sequence_of.data(),
                         batch.view,
@@ -106,7 +109,47 @@ class AttentionKernels {
     without_gil([&] { family_->attention(args, compute_); });
   }
 
+  // Without a cache; `rule` says all but on which side.
+  void attention_once(const In<float, 2>& qkv, const In<int32_t, 1>& starts, const Rope* rope,
+                      const std::optional<In<int32_t, 1>>& rows, std::pair<int, int> heads, bool causal,
+                      const AttentionRule& rule, const std::optional<In<float, 2>>& bias, const AnyOut& out) {
+    const auto [query, kv] = heads;
+    require(kv > 0 && query > 0 && query % kv == 0, "query heads must be a multiple of key-value heads");
+    const long tokens = dim(qkv, 0), width = dim(qkv, 1), dims = width / (query + 2 * kv);
+    require(dims > 0 && width == dims * (query + 2 * kv), "qkv must be [T, (H + 2 G) C]");
+    require(dims % 2 == 0 && dims <= kMaxHeadDim, "head size must be even and at most 1024");
+    check_starts(starts, tokens);
+    if (rope != nullptr) check_rows(*rope, rows, starts, tokens, dims);
+    rule.check(query);
+    require(!bias || (dim(*bias, 0) == query && dim(*bias, 1) % 2 == 1), "bias must be [H, 2 R + 1]");
+    check_out(out, static_cast<size_t>(tokens * query * dims));
+    const KeyRule keys{rule.keys.window, rule.keys.chunk, !causal};
+    const BiasView added = bias ? BiasView{bias->data(), dim(*bias, 1) / 2} : BiasView{};
+    const OnceArgs args{qkv.data(), rope == nullptr ? RopeView{} : rope->view, rows ? rows->data() : nullptr,
+                        starts.data(), dim(starts, 0) - 1, query, kv, static_cast<int>(dims), keys, rule.softmax, added,
+                        out.data()};
+    without_gil([&] { once_.run(*family_, compute_, args); });
+  }
+
  private:
+  static void check_starts(const In<int32_t, 1>& starts, long tokens) {
+    const long last = dim(starts, 0) - 1;
+    require(last >= 0 && starts.data()[0] == 0 && starts.data()[last] == tokens, "starts must span all tokens");
+    for (long s = 0; s < last; ++s) require(starts.data()[s] <= starts.data()[s + 1], "starts must ascend");
+  }
+
+  static void check_rows(const Rope& rope, const std::optional<In<int32_t, 1>>& rows, const In<int32_t, 1>& starts,
+                         long tokens, long dims) {
+    require(2 * rope.view.pairs <= dims, "the rope table has more columns than a head");
+    if (rows) {
+      require(dim(*rows, 0) == tokens, "a row of the rope table for every token");
+      require_ids(ids_of(*rows), rope.positions, "row outside the rope table");
+      return;
+    }
+    for (long s = 0; s + 1 < dim(starts, 0); ++s)
+      require(starts.data()[s + 1] - starts.data()[s] <= rope.positions, "the rope table must reach the last position");
+  }
+
   size_t size() const { return compute_ == Compute::kBf16 ? 2 : 4; }
 
   void check_out(const AnyOut& out, size_t count) const {
@@ -134,6 +177,7 @@ class AttentionKernels {
 
   const Family* family_;
   Compute compute_;
+  AttentionOnce once_;
 };
 
 }  // namespace
@@ -151,7 +195,9 @@ void bind_attention(nb::module_& m) {
       .def("latent_write", &AttentionKernels::latent_write)
       .def("latent_query", &AttentionKernels::latent_query)
       .def("heads_linear", &AttentionKernels::heads_linear)
-      .def("attention", &AttentionKernels::attention);
+      .def("attention", &AttentionKernels::attention)
+      .def("attention_once", &AttentionKernels::attention_once, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
 }
 
 }  // namespace penstock

@@ -29,7 +29,8 @@ int Program::rope_and_write(int qkv, const RopeView& rope, const float* q_scale,
   expect(in.rows == RowsOf::kTokens, "keys and values are those of all tokens");
   const auto run = [=, this, out = next_slot()](const StepView& step) {
     const auto* from = reinterpret_cast<const float*>(data(qkv));
-    family_.rope_and_write({from, rope, q_scale, step.sequence_of, step.batch, kv_, layer, heads, data(out)}, compute_);
+    const int32_t* angles = step.batch.positions;
+    family_.rope_and_write({from, rope, angles, q_scale, step.sequence_of, step.batch, kv_, layer, heads, data(out)}, compute_);
   };
   return add({.op = Op::kOther, .in = qkv, .out = -1, .writes = true, .other = run},
              static_cast<long>(heads) * kv_.key_dim, RowsOf::kTokens, true);

@@ -39,7 +39,7 @@ __attribute__((noinline)) void rotate_interleaved(const float* head, const float
   for (long i = 0; i < half; ++i) to[2 * i] = turned[i], to[2 * i + 1] = turned[half + i];
 }
 
-// What one position does to a head: its first 2 * pairs columns are turned, the others stay.
+// What one row of the table does to a head: its first 2 * pairs columns are turned, the others stay.
 // Plain: all columns are turned, as halves.
 template <bool kPlain>
 struct Turn {
@@ -47,8 +47,8 @@ struct Turn {
   long pairs, rest;
   bool interleaved;
 
-  PS_INLINE Turn(const RopeView& rope, long position, long head_dim)
-      : angles(rope.table + position * 2 * rope.pairs),
+  PS_INLINE Turn(const RopeView& rope, long row, long head_dim)
+      : angles(rope.table + row * 2 * rope.pairs),
         pairs(rope.pairs),
         rest(head_dim - 2 * rope.pairs),
         interleaved(rope.interleaved) {}
@@ -88,7 +88,7 @@ void rope_rows(const RopeArgs& args) {
     const float* head = args.qkv + token * width;
     const int32_t* table = args.batch.table + args.sequence_of[token] * args.batch.table_width;
     const long page = table[position / kPageTokens], slot = position % kPageTokens;
-    const Turn<kPlain> turn(args.rope, position, key_dim);
+    const Turn<kPlain> turn(args.rope, args.angles_of[token], key_dim);
     alignas(64) float turned[kMaxHeadDim];
     alignas(64) Value rounded[kMaxHeadDim];
     Value* q = static_cast<Value*>(args.q) + token * args.heads * key_dim;

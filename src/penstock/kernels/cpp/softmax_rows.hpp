@@ -29,13 +29,18 @@ struct SoftmaxRows {
     __builtin_memset(out, 0, static_cast<size_t>(rows * width) * 4);
   }
 
-  // Scores of one block to weights of row `row`; what was summed before is scaled to the new maximum.
+  // Scores of one block, and what is added to them unless null, to weights of row `row`; what was summed before is scaled
+  // to the new maximum.
   template <class D>
-  PS_INLINE void soften(long row, const Seen& seen, const Softmax& how, const float* scores,
+  PS_INLINE void soften(long row, const Seen& seen, const Softmax& how, const float* scores, const float* bias,
                         typename D::Value* weights) const {
     const F16 nothing = splat(-__builtin_inff());
     F16 s[4];
     scaled(how, scores, s);
+    if (bias != nullptr) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) s[j] = fma16(load(bias + j * 16), splat(kLog2E), s[j]);
+    }
     if (seen.end < kBlockKeys) {
       const I16 end = splat_int(static_cast<int32_t>(seen.end));
 #pragma GCC unroll 4
