@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Arrive, Drawn, Plan, Row
 from penstock.engine.core.request import Request
-from penstock.engine.models.port import Model
+from penstock.engine.images.stage import ImageStage
+from penstock.engine.models.port import Model, encoder_of
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.operands import Array, StepBatch
@@ -20,7 +21,16 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops
-from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.types import (
+    PAGE_TOKENS,
+    BlockHash,
+    Leg,
+    PageId,
+    Picture,
+    PlacedImage,
+    RequestId,
+    SamplingParams,
+)
 from penstock.weights.checkpoint import for_length, inspect_model
 from penstock.weights.load import load_model
 
@@ -47,7 +57,8 @@ class RunnerBench:
     """Requests of one model, with pages given out in a random order that depends on ``seed``.
 
     ``max_model_len``: by default as long as the model's context.  ``direct``: operation by operation, not as the
-    backend records a step.  ``ops``: further arguments of ``make_ops``.
+    backend records a step.  ``image_cache``: bytes of encoded images that are kept.  ``ops``: further arguments of
+    ``make_ops``.
     The kernel family is ``PENSTOCK_KERNELS``, if that is set.
     """
 
@@ -60,6 +71,7 @@ class RunnerBench:
         seed: int = 0,
         max_model_len: int | None = None,
         direct: bool = False,
+        image_cache: int = 1 << 30,
         **ops: Any,
     ) -> None:
         self.spec = inspect_model(folder)
@@ -73,12 +85,21 @@ class RunnerBench:
         program = self.ops.record(self.model.model, self.kv)
         if direct or not isinstance(program, RecordedProgram):
             program = DirectProgram(self.ops, self.model, self.kv)
-        self.runner = ModelRunner(self.model, self.ops, self.kv, program)
+        self.images = ImageStage(encoder_of(self.model.model), self.ops, cache_bytes=image_cache)
+        self.runner = ModelRunner(self.model, self.ops, self.kv, program, images=self.images)
         self._free = [PageId(int(page)) for page in np.random.default_rng(seed).permutation(pages)]
         self._serial = 0
         self.runner_steps = 0
 
-    def request(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, emitted: Sequence[int] = ()) -> Request:
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        emitted: Sequence[int] = (),
+        *,
+        images: Sequence[PlacedImage] = (),
+        pictures: Sequence[Picture] = (),
+    ) -> Request:
         """A request that owns pages for everything it may become."""
         self._serial += 1
         arrive = Arrive(
@@ -90,6 +111,8 @@ class RunnerBench:
             arrival=0.0,
             root=BlockHash(bytes(32)),
             emitted=emitted,
+            images=images,
+            pictures=pictures,
         )
         request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
         self.give_pages(request)

@@ -25,6 +25,7 @@
       ProtocolError     a frame that is not one of ours
       ModelError        a model that cannot be served, said before a process starts
       ConfigError       a setting that cannot be
+      ImageRefused      an image that a worker cannot read, or that is not what its request says
       GrammarRefused    a grammar that cannot be compiled, or not within the limits; intake says of which field
       KernelError       a kernel family that this machine or build does not have
 
@@ -191,6 +192,10 @@ class ModelError(PenstockError):
 
 class ConfigError(PenstockError):
     """A setting that cannot be; the message names it and says what would work."""
+
+
+class ImageRefused(PenstockError):
+    """An image that cannot be read, or is not what its request says; the message is the reason."""
 
 
 class GrammarRefused(PenstockError):

@@ -1,37 +1,59 @@
 """THE block-chain hash: what a full KV page contains, as 32 bytes.
 
-A page's hash covers its tokens, all tokens before it, and everything else that its bits depend on or that must
-keep tenants apart (the root).  Two pages with one hash hold the same bits.  BLAKE3 (https://github.com/BLAKE3-team).
+A page's hash covers its tokens, the images that they stand for, all tokens before it, and everything else that its bits
+depend on or that must keep tenants apart (the root).  Two pages with one hash hold the same bits.
+BLAKE3 (https://github.com/BLAKE3-team).
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 
 from blake3 import blake3
 
-from penstock.types import PAGE_TOKENS, BlockHash, ModelIdentity
+from penstock.types import PAGE_TOKENS, BlockHash, ModelIdentity, Picture, PlacedImage
 
 
-def chain_root(identity: ModelIdentity, *, adapter: str = "", image_hash: str = "", tenant_salt: str = "") -> BlockHash:
+def chain_root(identity: ModelIdentity, *, adapter: str = "", tenant_salt: str = "") -> BlockHash:
     """The parent of a prompt's first block.  Fields are length-prefixed, so no two sets of fields collide."""
     hasher = blake3(b"penstock/root/1")
-    for field in (identity.fingerprint, identity.numerics, adapter, image_hash, tenant_salt):
+    for field in (identity.fingerprint, identity.numerics, adapter, "", tenant_salt):
         raw = field.encode()
         hasher.update(len(raw).to_bytes(4, "little"))
         hasher.update(raw)
     return BlockHash(hasher.digest())
 
 
-def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    """Hash of one full block of ``PAGE_TOKENS`` token ids after ``parent``."""
-    return BlockHash(blake3(parent + array("I", tokens).tobytes()).digest())
+def picture_hash(picture: Picture) -> bytes:
+    """Names what a model sees: pixels, their arrangement, and how tones become numbers."""
+    tones = (picture.scale, *picture.mean, *picture.deviation)
+    head = struct.pack("<2I7d", picture.rows, picture.columns, *tones)
+    return blake3(b"penstock/image/1" + head).update(picture.pixels).digest()
 
 
-def block_hashes(root: BlockHash, tokens: Sequence[int], *, page_tokens: int = PAGE_TOKENS) -> Iterator[BlockHash]:
+def image_marks(images: Sequence[PlacedImage], start: int, stop: int) -> bytes:
+    """What tokens ``[start, stop)`` of a prompt show beside their ids: which images, and where each began."""
+    shown = (image for image in images if image.at < stop and start < image.end)
+    return b"".join(struct.pack("<Q", image.at) + image.content for image in shown)
+
+
+def block_hash(parent: BlockHash, tokens: Sequence[int], marks: bytes = b"") -> BlockHash:
+    """Hash of one full block of ``PAGE_TOKENS`` token ids after ``parent``; ``marks`` of the images that it shows."""
+    return BlockHash(blake3(parent + array("I", tokens).tobytes() + marks).digest())
+
+
+def block_hashes(
+    root: BlockHash,
+    tokens: Sequence[int],
+    *,
+    page_tokens: int = PAGE_TOKENS,
+    images: Sequence[PlacedImage] = (),
+) -> Iterator[BlockHash]:
     """Hashes of the full blocks of ``tokens``, in order; a last partial block has none."""
     parent = root
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        parent = block_hash(parent, tokens[start : start + page_tokens])
+        marks = image_marks(images, start, start + page_tokens) if images else b""
+        parent = block_hash(parent, tokens[start : start + page_tokens], marks)
         yield parent

@@ -117,6 +117,40 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first, ties to the lower id
 
 
+IMAGE_HASH_BYTES = 32
+
+MAX_IMAGE_SIDE = 1 << 12
+"""Tokens a side of the largest image that may travel; what a client may send is limited further."""
+
+
+class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """An image in a prompt: tokens ``[at, end)`` stand for it, row by row."""
+
+    content: Annotated[bytes, msgspec.Meta(min_length=IMAGE_HASH_BYTES, max_length=IMAGE_HASH_BYTES)]
+    at: Annotated[int, msgspec.Meta(ge=0)]
+    rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # of tokens
+    columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.at + self.rows * self.columns
+
+
+class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """An image as its model reads it, brought to its size; ``hashing.picture_hash`` names it.
+
+    A tone ``t`` of colour c is read as ``(t * scale - mean[c]) / deviation[c]``.
+    """
+
+    rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # of tokens
+    columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
+    pixels: bytes  # red, green, blue; row by row
+    scale: float
+    mean: tuple[float, float, float]
+    deviation: tuple[float, float, float]
+
+
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and one choice, parsed and checked.  Below this there is no JSON and no text."""
 
@@ -126,6 +160,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     arrival: float  # monotonic seconds on the gateway's host
     priority: int = 0  # lower is served first
+    images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
+    pictures: tuple[Picture, ...] = ()  # one an image
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
 
 

@@ -114,6 +114,18 @@ LONG = {
 """Divisors for heads of 16 columns."""
 
 
+AXES = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "max_window_layers": 3}
+VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "in_chans": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+"""Small readers of images.  Texts without any are tested here, images in ``test_vision.py``."""
+
+
 MLA = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -400,5 +412,29 @@ CASES = (
         parameters=107_769_861_120,
         features="the text model by itself, plain heads",
         small=LLAMA4 | {"use_qk_norm": False},
+    ),
+    Case(
+        models="Qwen2-VL",
+        config="qwen_2_vl_2b",
+        parameters=2_208_985_600,
+        features="images ([vision.md](vision.md)): positions of three axes",
+        small=AXES | {"vision_config": VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}},
+    ),
+    Case(
+        models="Qwen2.5-VL",
+        config="qwen_2_5_vl_7b",
+        parameters=8_292_166_656,
+        features="images; windows and gated units in their reader",
+        small=AXES
+        | {
+            "vision_config": VISION
+            | {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            }
+        },
     ),
 )

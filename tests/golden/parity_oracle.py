@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tiny_models import write_tokenizer
@@ -30,7 +30,7 @@ class Oracle:
     def of(cls, folder: Path) -> Oracle:
         """The model in a folder."""
         config = _config(json.loads((folder / "config.json").read_text()))
-        return cls(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32))
+        return cls(_maker(config).from_pretrained(folder, config=config, dtype=torch.float32))
 
     def logprobs_TV(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Log-probability of every token after every position."""
@@ -43,7 +43,8 @@ class Oracle:
 def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Oracle:
     """A folder that can be served, with weights under which nothing is trivial, and the oracle on the same weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(config), dtype=torch.float32)
+    made = _config(config)
+    model = _maker(made).from_config(made, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_drawn(name, weight))
@@ -57,6 +58,11 @@ def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> O
     return Oracle(model)
 
 
+def _maker(config: AutoConfig) -> Any:
+    """What has the model: transformers files those that see under another heading."""
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+
+
 def _config(config: dict[str, Any]) -> AutoConfig:
     values = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
     return CONFIG_MAPPING[config["model_type"]].from_dict(values, attn_implementation="eager")
@@ -68,4 +74,5 @@ def _drawn(name: str, weight: torch.Tensor) -> torch.Tensor:
     if weight.ndim == 1:  # norms are ones (or zeros) when made, biases zeros
         return weight + 0.2 * noise
     gain = 2.5 if re.search("embed|head|wte", name) else 1.5 if re.search("q_proj|k_proj|qkv|c_attn", name) else 1.0
-    return noise * gain / weight.shape[-1] ** 0.5
+    inputs = weight[0].numel() if weight.ndim > 3 else weight.shape[-1]  # of a convolution, or of one of a stack
+    return noise * gain / inputs**0.5

@@ -47,6 +47,11 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--port", metavar="PORT", help="default: 8000; 0: any free one")
     group.add_argument("--api-key", metavar="KEY", help="clients must send it; PENSTOCK_API_KEY hides it from `ps`")
     group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
+    group.add_argument(
+        "--remote-images",
+        action="store_true",
+        help="fetch images of chats from public addresses (default: they come within the request only)",
+    )
     group.add_argument("--log-json", action="store_true", help="log one JSON object a line")
 
 

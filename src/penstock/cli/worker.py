@@ -47,6 +47,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", metavar="cpu|cuda", help="default: cpu")
     group.add_argument("--max-model-len", metavar="T", help="longest prompt and answer together (default: the model's)")
     group.add_argument("--kv-memory", metavar="SIZE", help="KV pages of each worker, as 512MiB or 2GB")
+    group.add_argument("--image-cache", metavar="SIZE", help="encoded images kept in each worker (default 256MiB)")
     group.add_argument("--dtype", metavar="auto|bf16|fp32", help="type of matrix products (default: auto, as stored)")
     group.add_argument("--kernels", metavar="FAMILY", help="avx512_bf16, amx_bf16, avx512, avx2, portable or reference")
     group.add_argument("--max-chunk-tokens", metavar="T", help="prompt tokens of one request in one step")

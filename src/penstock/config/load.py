@@ -172,7 +172,7 @@ def _known(key: str, source: str, names: Mapping[str, object]) -> str:
 def _parse(key: str, kind: Any, given: _Given) -> Any:
     value = given.value
     try:
-        if key == "kv_memory" and isinstance(value, str):
+        if key in ("kv_memory", "image_cache") and isinstance(value, str):
             value = parse_size(value)
         if key == "join" and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]

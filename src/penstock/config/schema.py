@@ -67,6 +67,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()  # processors it may run on; empty: all
     niceness: int = 0  # of all its threads: above 0 it gives way to others
     loans: tuple[Loan, ...] = ()  # whose cores it may borrow
+    image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
     gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
     report_min_s: float = 0.02  # between two reports at least
     report_max_s: float = 0.25  # between two reports at most
@@ -96,6 +97,12 @@ class Limits(Config, frozen=True, kw_only=True):
     max_grammar_s: float = 1.0  # CPU time to compile one
     max_grammar_memory_bytes: int = 512 << 20  # to compile one
     max_queued_grammars: int = 64  # that wait to be checked
+    max_images: int = 8  # of one chat
+    max_image_bytes: int = 12 << 20  # of one image as it is sent or fetched
+    max_image_pixels: int = 64_000_000  # of one image as it is stored; looked at before it is decoded
+    max_image_tokens: int = 1024  # that one image becomes; a larger one is made smaller
+    max_queued_images: int = 64  # that wait to be decoded, of all requests
+    remote_image_s: float = 10.0  # to fetch one image, redirects included
     default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
     max_queued_requests: int = 512  # accepted and without a first token
     max_queued_tokens: int = 262_144  # prompt tokens of those
@@ -131,6 +138,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     failover: FailoverConfig = FailoverConfig()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
+    remote_images: bool = False  # images may be fetched from public addresses
 
 
 class SuperviseConfig(Config, frozen=True, kw_only=True):
@@ -157,6 +165,7 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     model: str | None = None  # None: the bundled storyteller; a folder or .gguf file; or a Hub name as "org/name"
     max_model_len: Positive | None = None  # tokens of prompt and answer together
     kv_memory: Positive | None = None  # bytes of KV pages in each worker
+    image_cache: Positive = 256 << 20  # bytes of encoded images kept in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     threads: Positive | None = None  # own kernel threads of each worker
     max_chunk_tokens: Positive | None = None
@@ -189,6 +198,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     served_model_name: str | None = None
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class when its own has no worker left
+    remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
 

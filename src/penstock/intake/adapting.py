@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.intake.message_fields import Message
+from penstock.intake.message_fields import Message, with_text_before
 from penstock.intake.replies.detect import HERMES, detect
 from penstock.intake.replies.formats import JsonCalls
 from penstock.intake.replies.parser import ReplyFormat
@@ -150,7 +150,7 @@ def _results_as_text(messages: Sequence[Message]) -> Iterator[Message]:
             continue
         text, results = "\n".join(results), []
         if text and message["role"] == "user":
-            yield {**message, "content": f"{text}\n{message['content']}"}
+            yield {**message, "content": with_text_before(text, "\n", message["content"])}
             continue
         if text:
             yield {"role": "user", "content": text}
@@ -170,5 +170,5 @@ def _introduced(messages: list[Message], tools: Sequence[Mapping[str, Any]], tra
     at = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if at is None:
         return [{"role": "user", "content": text}, *messages]
-    joined = {**messages[at], "content": f"{text}\n\n{messages[at]['content']}"}
+    joined = {**messages[at], "content": with_text_before(text, "\n\n", messages[at]["content"])}
     return [*messages[:at], joined, *messages[at + 1 :]]

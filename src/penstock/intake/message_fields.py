@@ -1,7 +1,8 @@
 """The ``messages`` of a chat, rebuilt from known fields only: nothing else of a client's reaches a template.
 
-Text only.  Several text parts become one text, a line each, so that no control token can grow out of two of them.
-Arguments of tool calls stay text here.  Knows nothing about templates.
+Texts and images.  Text parts that follow one another become one text, a line each, so that no control token can grow
+out of two of them; only a message with images keeps parts.  Arguments of tool calls stay text here.  Knows nothing
+about templates.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
 
 from penstock.config.schema import Limits
 from penstock.errors import BadField, RequestError
@@ -32,8 +35,19 @@ _ARGUMENT_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 Message = dict[str, Any]
 
 
-def parse_messages(value: object, limits: Limits) -> list[Message]:
-    """At least one message, each with a role, and text or tool calls."""
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image of a chat, and which field named it.  Nothing of it was looked at."""
+
+    url: str
+    where: str
+
+
+def parse_messages(value: object, limits: Limits, images: list[ImageUrl] | None = None) -> list[Message]:
+    """At least one message, each with a role, and text or tool calls.
+
+    ``images`` gets the chat's images, in order; each leaves a part of the type "image" where it was.  None: the model
+    reads text only.
+    """
     items = array("messages", value, max_items=limits.max_messages, what="messages")
     if not items:
         raise BadField("messages", got="an empty array", want="at least one message", code="empty_array")
@@ -41,7 +55,7 @@ def parse_messages(value: object, limits: Limits) -> list[Message]:
     messages: list[Message] = []
     for i, item in enumerate(items):
         where = f"messages[{i}]"
-        message = _parse_message(where, mapping(where, item), limits)
+        message = _parse_message(where, mapping(where, item), limits, images)
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
@@ -50,7 +64,7 @@ def parse_messages(value: object, limits: Limits) -> list[Message]:
     return messages
 
 
-def _parse_message(where: str, item: Mapping[str, Any], limits: Limits) -> Message:
+def _parse_message(where: str, item: Mapping[str, Any], limits: Limits, images: list[ImageUrl] | None) -> Message:
     role = _parse_role(f"{where}.role", item.get("role"))
     _refuse_unknown(where, item, _KNOWN_BY_ROLE.get(role, _KNOWN))
     message: Message = {"role": _TEMPLATE_ROLES.get(role, role)}
@@ -61,7 +75,11 @@ def _parse_message(where: str, item: Mapping[str, Any], limits: Limits) -> Messa
     if content == [] and may_be_empty:
         content = None
     # A template decides what an absent text looks like (``intake.adapting``).
-    message["content"] = None if content is None and may_be_empty else _parse_content(f"{where}.content", content)
+    message["content"] = (
+        None
+        if content is None and may_be_empty
+        else _parse_content(f"{where}.content", content, (role, limits), images)
+    )
     if item.get("name") is not None:
         message["name"] = _parse_name(f"{where}.name", item["name"])
     if reasoning is not None and role == "assistant":
@@ -128,7 +146,9 @@ def _parse_name(where: str, name: object) -> str:
     return text
 
 
-def _parse_content(where: str, content: object) -> str:
+def _parse_content(
+    where: str, content: object, of: tuple[str, Limits], images: list[ImageUrl] | None
+) -> str | list[dict[str, str]]:
     if content is None:
         raise BadField(where, got=None, want="a string or an array of text parts", code=WRONG_TYPE)
     if isinstance(content, str):
@@ -137,18 +157,69 @@ def _parse_content(where: str, content: object) -> str:
         raise BadField(where, got=content, want="a string or an array of text parts", code=WRONG_TYPE)
     if not content:
         raise BadField(where, got="an empty array", want="at least one part", code="empty_array")
-    return "\n".join(_parse_part(f"{where}[{i}]", mapping(f"{where}[{i}]", part)) for i, part in enumerate(content))
+    parts: list[dict[str, str]] = []
+    for i, item in enumerate(content):
+        own, part = f"{where}[{i}]", mapping(f"{where}[{i}]", item)
+        if part.get("type") == "image_url" and images is not None:
+            images.append(_parse_image(own, part, of, len(images)))
+            parts.append({"type": "image"})
+            continue
+        text = _parse_part(own, part)
+        if parts and "text" in parts[-1]:
+            parts[-1]["text"] += f"\n{text}"
+        else:
+            parts.append({"type": "text", "text": text})
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+
+
+def _parse_image(where: str, part: Mapping[str, Any], of: tuple[str, Limits], before: int) -> ImageUrl:
+    """``detail`` changes nothing: every image is read at the size that the model's makers give it."""
+    role, limits = of
+    if role != "user":
+        raise unsupported(f"{where}.type", "images are read in messages of the user only. Nothing was fetched.")
+    if before == limits.max_images:
+        raise RequestError(
+            f"Too many images: at most {limits.max_images} are allowed in one chat (max_images).",
+            param=where,
+            code="too_many_images",
+        )
+    refuse_others(where, part, ("type", "image_url"))
+    image = mapping(f"{where}.image_url", part.get("image_url"))
+    refuse_others(f"{where}.image_url", image, ("url", "detail"))
+    if image.get("detail") not in (None, "auto", "low", "high"):
+        raise BadField(f"{where}.image_url.detail", got=image["detail"], want="'auto', 'low' or 'high'")
+    return ImageUrl(string(f"{where}.image_url.url", image.get("url"), max_chars=1 << 62), f"{where}.image_url.url")
+
+
+def refuse_others(where: str, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Fields that a part does not have."""
+    extra = next((key for key in part if key not in known), None)
+    if extra is not None:
+        raise RequestError(f"Unrecognized field in '{where}': '{extra[:64]}'.", param=where, code="unknown_parameter")
+
+
+def content_chars(content: str | Sequence[Mapping[str, str]] | None) -> int:
+    """Characters of a message's texts."""
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part.get("text", "")) for part in content)
+
+
+def with_text_before(text: str, between: str, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The content of a message with ``text`` at its beginning."""
+    if isinstance(content, str):
+        return f"{text}{between}{content}"
+    return [{"type": "text", "text": f"{text}{between}"}, *content]
 
 
 def _parse_part(where: str, part: Mapping[str, Any]) -> str:
     kind = part.get("type")
     if kind in ("image_url", "input_audio", "file", "refusal", "video_url", "audio_url"):
-        raise unsupported(f"{where}.type", f"this model reads text only, not '{kind}'. Nothing was fetched.")
+        reads = "text only" if kind == "image_url" else "neither sound nor films nor files here"
+        raise unsupported(f"{where}.type", f"this model reads {reads}, not '{kind}'. Nothing was fetched.")
     if kind != "text":
         raise BadField(f"{where}.type", got=kind, want="'text'")
-    extra = next((key for key in part if key not in ("type", "text")), None)
-    if extra is not None:
-        raise RequestError(f"Unrecognized field in '{where}': '{extra[:64]}'.", param=where, code="unknown_parameter")
+    refuse_others(where, part, ("type", "text"))
     return _text(f"{where}.text", part.get("text"))
 
 

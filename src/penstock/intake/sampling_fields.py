@@ -38,6 +38,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocabulary: int  # rows of the embedding: token ids below it exist
     end_tokens: tuple[int, ...]  # any of them ends an answer
+    sees: bool = False  # images can be read into its chats
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,11 @@ from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
 from penstock.intake.chat import Chats, Wish, Written, text_size
 from penstock.intake.fields import unsupported
 from penstock.intake.grammar_fields import Asked
+from penstock.intake.images.pixels import installed
+from penstock.intake.images.preparing import Images, Seen
+from penstock.intake.images.recipe import read_recipe
+from penstock.intake.images.remote import RemoteImages
+from penstock.intake.message_fields import content_chars
 from penstock.intake.prompt_fields import Prompt
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.template import Conversation, TemplateLimits
@@ -52,8 +57,17 @@ _CHARS_OF_A_MESSAGE = 256
 class ModelIntake:
     """``wire.ports.Intake`` for one model folder or GGUF file."""
 
-    def __init__(self, folder: Path, *, name: str, max_model_len: int, limits: Limits, created: int) -> None:
-        """Reads tokenizer, template and end tokens.  Raises ModelError."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        max_model_len: int,
+        limits: Limits,
+        created: int,
+        remote_images: bool = False,
+    ) -> None:
+        """Reads tokenizer, template, end tokens, and how images are prepared.  Raises ModelError."""
         self._limits = limits
         files = small_files(folder)
         config = _read_json(files, CONFIG)
@@ -61,6 +75,7 @@ class ModelIntake:
         special = _named_tokens(tokenizer_config, _read_json(files, "special_tokens_map.json", required=False))
         sources = load_sources(folder, tokenizer_config)
         self._chats = Chats(_templates(sources, special, limits)) if sources else None
+        recipe = read_recipe(files)
         literals = self._chats.literals if self._chats else ()
         self._tokenizer = TextTokenizer(folder, config=tokenizer_config, literals=literals)
         self._facts = ModelFacts(
@@ -68,7 +83,9 @@ class ModelIntake:
             max_model_len=max_model_len,
             vocabulary=_vocabulary(config),
             end_tokens=_end_tokens(files, config, self._tokenizer.token_id(special.get("eos_token", ""))),
+            sees=recipe is not None,
         )
+        self._images = None if recipe is None else Images(recipe, limits, _remote(limits) if remote_images else None)
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len)
         bounds = GrammarLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecks(self.vocabulary, bounds, max_waiting=limits.max_queued_grammars)
@@ -77,6 +94,8 @@ class ModelIntake:
         """Ends the checks of grammars, and lets the tokenizer's threads end."""
         self._grammars.close()
         self._tokenizer.close()
+        if self._images is not None:
+            self._images.close()
 
     def vocabulary(self) -> Vocabulary:
         """The model's tokens as grammars see them."""
@@ -96,20 +115,20 @@ class ModelIntake:
         wish = Wish(tooling=checked.text.tooling, constrained=checked.call.grammar is not None)
         written = await self._write_chat(checked.text, wish)
         call = await self._with_calls_demanded(checked.call, written.grammars)
-        prompt = written.tokens
+        prompt = await self._see(written.tokens, checked.text)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
-        room = self._facts.max_model_len - len(prompt)
+        room = self._facts.max_model_len - len(prompt.tokens)
         max_tokens = call.sampling.max_tokens
         if max_tokens is None:
             max_tokens = max(1, min(room, self._limits.default_max_tokens), call.sampling.min_tokens)
-        self._check_room(len(prompt), max_tokens, param="messages")
+        self._check_room(len(prompt.tokens), max_tokens, param="messages")
         return await self._prepare(call, [(prompt, wanted)], max_tokens, envelope)
 
     async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """See ``wire.ports.Intake``."""
         checked = parse_completion(body, self._limits, self._facts)
         max_tokens = checked.call.sampling.max_tokens or 0
-        prompts: list[tuple[tuple[int, ...], Wanted]] = []
+        prompts: list[tuple[Seen, Wanted]] = []
         for given in checked.prompts:
             tokens = await self._encode_prompt(given, add_special_tokens=checked.add_special_tokens)
             self._check_room(len(tokens), max(1, max_tokens), param="prompt")
@@ -119,7 +138,7 @@ class ModelIntake:
                 wanted = msgspec.structs.replace(
                     wanted, echo=Echo(text=text, tokens=tokens), prompt_only=max_tokens == 0
                 )
-            prompts.append((tokens, wanted))
+            prompts.append((Seen(tokens), wanted))
         return await self._prepare(checked.call, prompts, max(1, max_tokens), envelope)
 
     async def tokenize(self, body: JsonObject) -> Tokenized:
@@ -127,7 +146,7 @@ class ModelIntake:
         what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._facts)
         if isinstance(what, ChatText):
             wish = Wish(tooling=what.tooling, add_special_tokens=add_special_tokens)
-            tokens = (await self._write_chat(what, wish)).tokens
+            tokens = (await self._see((await self._write_chat(what, wish)).tokens, what)).tokens
         else:
             text = what
             tokens = await self._tokenizer.run(
@@ -154,7 +173,7 @@ class ModelIntake:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template"
             )
-        self._check_size(sum(len(message["content"] or "") for message in text.messages), param="messages")
+        self._check_size(sum(content_chars(message["content"]) for message in text.messages), param="messages")
         conversation = Conversation(
             messages=text.messages,
             documents=text.documents,
@@ -168,6 +187,16 @@ class ModelIntake:
         )
         self._check_known(written.tokens, param="messages")
         return written
+
+    async def _see(self, tokens: tuple[int, ...], text: ChatText) -> Seen:
+        """The prompt with the images of its chat."""
+        if self._images is None:
+            return Seen(tokens)
+        if text.images and not installed():
+            raise unsupported(
+                text.images[0].where, "images need Pillow on the server; pip install 'penstock[vision]' brings it."
+            )
+        return await self._images.see(tokens, text.images)
 
     async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -238,7 +267,7 @@ class ModelIntake:
         return call
 
     async def _prepare(
-        self, call: Call, prompts: Sequence[tuple[tuple[int, ...], Wanted]], max_tokens: int, envelope: Envelope
+        self, call: Call, prompts: Sequence[tuple[Seen, Wanted]], max_tokens: int, envelope: Envelope
     ) -> Prepared:
         grammar = await self._checked_grammar(call)
         root = chain_root(envelope.identity, tenant_salt=call.cache_salt)
@@ -252,10 +281,12 @@ class ModelIntake:
                 requests.append(
                     ValidRequest(
                         id=RequestId(f"{envelope.id}/{choice}"),
-                        prompt=prompt,
+                        prompt=prompt.tokens,
                         block_hashes=hashes,
                         sampling=msgspec.structs.replace(sampling, choice=choice),
                         arrival=envelope.arrival,
+                        images=prompt.images,
+                        pictures=prompt.pictures,
                         cache_salt=call.cache_salt,
                     )
                 )
@@ -293,9 +324,13 @@ def _sampling_params(call: Call, max_tokens: int, grammar: Grammar | None, *, ec
     )
 
 
-async def _hash_blocks(root: BlockHash, tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
+def _remote(limits: Limits) -> RemoteImages:
+    return RemoteImages(max_bytes=limits.max_image_bytes, max_seconds=limits.remote_image_s)
+
+
+async def _hash_blocks(root: BlockHash, prompt: Seen) -> tuple[BlockHash, ...]:
     hashes: list[BlockHash] = []
-    for block in block_hashes(root, tokens):
+    for block in block_hashes(root, prompt.tokens, images=prompt.images):
         hashes.append(block)
         if len(hashes) % _HASHES_AT_A_TIME == 0:
             await asyncio.sleep(0)
@@ -333,8 +368,14 @@ def _named_tokens(*sources: dict[str, Any]) -> dict[str, str]:
     return named
 
 
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Where the configuration of a model that also sees has what concerns text."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else {}
+
+
 def _vocabulary(config: dict[str, Any]) -> int:
-    size = config.get("vocab_size")
+    size = config.get("vocab_size", _text_part(config).get("vocab_size"))
     if type(size) is not int or size < 1:
         raise ModelError("config.json has no vocab_size.")
     return size
@@ -343,6 +384,6 @@ def _vocabulary(config: dict[str, Any]) -> int:
 def _end_tokens(files: SmallFiles, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
     """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
     generation = _read_json(files, GENERATION_CONFIG, required=False)
-    given = generation.get("eos_token_id", config.get("eos_token_id"))
+    given = generation.get("eos_token_id", config.get("eos_token_id", _text_part(config).get("eos_token_id")))
     ids = given if isinstance(given, list) else [given]
     return tuple(dict.fromkeys(token for token in (*ids, eos_token) if type(token) is int))

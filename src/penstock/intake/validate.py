@@ -17,7 +17,13 @@ from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, mapping, refuse_unknown, string, unsupported
 from penstock.intake.grammar_fields import NAMES as GRAMMAR
 from penstock.intake.grammar_fields import Asked, parse_grammar
-from penstock.intake.message_fields import Message, parse_documents, parse_messages, parse_template_arguments
+from penstock.intake.message_fields import (
+    ImageUrl,
+    Message,
+    parse_documents,
+    parse_messages,
+    parse_template_arguments,
+)
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
 from penstock.intake.sampling_fields import NAMES as SAMPLING
 from penstock.intake.sampling_fields import ModelFacts, Sampling, parse_sampling
@@ -55,6 +61,7 @@ class ChatText(msgspec.Struct, frozen=True, kw_only=True):
     """What a template is given."""
 
     messages: list[Message]
+    images: list[ImageUrl] = []
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     arguments: dict[str, Any] = {}
@@ -95,11 +102,12 @@ def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> Ch
     refuse_unknown(body, CHAT)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
-    messages = parse_messages(fields.required("messages"), limits)
+    images: list[ImageUrl] = []
+    messages = parse_messages(fields.required("messages"), limits, images if facts.sees else None)
     refuse_later_chat_fields(fields)
     call = _parse_call(fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits))
     refuse_no_tokens(call)
-    return ChatCall(call=call, text=parse_chat_text(fields, messages, limits))
+    return ChatCall(call=call, text=parse_chat_text(fields, (messages, images), limits))
 
 
 def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> CompletionCall:
@@ -136,8 +144,9 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
     if (fields.raw("prompt") is None) == (fields.raw("messages") is None):
         raise RequestError("Exactly one of 'prompt' and 'messages' is needed.", param="prompt")
     if fields.raw("messages") is not None:
-        messages = parse_messages(fields.raw("messages"), limits)
-        return parse_chat_text(fields, messages, limits), fields.boolean("add_special_tokens"), strings
+        images: list[ImageUrl] = []
+        messages = parse_messages(fields.raw("messages"), limits, images if facts.sees else None)
+        return parse_chat_text(fields, (messages, images), limits), fields.boolean("add_special_tokens"), strings
     prompt = fields.raw("prompt")
     return (
         string("prompt", prompt, max_chars=limits.max_tokenize_chars),
@@ -168,8 +177,9 @@ def parse_model(fields: Fields, facts: ModelFacts, *, required: bool) -> None:
         raise UnknownModel(name[:128], facts.name)
 
 
-def parse_chat_text(fields: Fields, messages: list[Message], limits: Limits) -> ChatText:
-    """The messages, the tools, and how the template is to end."""
+def parse_chat_text(fields: Fields, given: tuple[list[Message], list[ImageUrl]], limits: Limits) -> ChatText:
+    """The messages and their images, the tools, and how the template is to end."""
+    messages, images = given
     continues = fields.boolean("continue_final_message")
     adds = fields.boolean("add_generation_prompt", default=not continues)
     if continues and adds:
@@ -182,6 +192,7 @@ def parse_chat_text(fields: Fields, messages: list[Message], limits: Limits) -> 
         raise BadField("continue_final_message", got=True, want="a last message of the assistant, with text")
     return ChatText(
         messages=messages,
+        images=images,
         add_generation_prompt=adds,
         continue_final_message=continues,
         arguments=_parse_effort(fields) | parse_template_arguments(fields.raw("chat_template_kwargs"), RESERVED),

@@ -169,10 +169,11 @@ class NativeOps:
         attention_factor: float = 1.0,
         *,
         interleaved: bool = False,
+        axes_C2: Sequence[int] | None = None,
     ) -> _native.Rope:
         """See ``Ops.rope_table``."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
-        return angle_table(angles, attention_factor, interleaved=interleaved)
+        return angle_table(angles, attention_factor, interleaved=interleaved, axes_C2=axes_C2)
 
     def angle_table(
         self, angles_PC2: NDArray[np.float64], attention_factor: float = 1.0, *, interleaved: bool = False
@@ -219,6 +220,15 @@ class NativeOps:
     def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Array) -> None:
         """See ``Ops.embed_add``."""
         self.add(hidden_TD, self.embed(table, positions_T))
+
+    def place_rows(self, hidden_TD: Array, batch: StepBatch) -> None:
+        """See ``Ops.place_rows``."""
+        if batch.given is not None:
+            hidden_TD[batch.given.rows_G] = batch.given.values_GD
+
+    def joined_rows(self, x_TK: Array, count: int) -> Array:
+        """See ``Ops.joined_rows``."""
+        return x_TK.reshape(-1, count * x_TK.shape[1])
 
     def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
         """See ``Ops.rms_norm``."""
@@ -429,5 +439,5 @@ class NativeOps:
         """The step's tokens as the kernels hold them, made once a step."""
         if self._batch is None or self._batch[0] is not batch:
             table_SP = np.ascontiguousarray(batch.table_SP, np.int32)
-            self._batch = (batch, _native.Batch(batch.positions_T, batch.starts_S1, table_SP))
+            self._batch = (batch, _native.Batch(batch.positions_T, batch.starts_S1, table_SP, batch.turns_T3))
         return self._batch[1]

@@ -75,12 +75,14 @@ def attention_rule(
     return _native.AttentionRule(scale, window or 0, chunk or 0, softcap or 0.0, sinks_H)
 
 
-def angle_table(angles_PC2: NDArray[np.float64], factor: float, *, interleaved: bool) -> _native.Rope:
-    """See ``Ops.angle_table``."""
+def angle_table(
+    angles_PC2: NDArray[np.float64], factor: float, *, interleaved: bool, axes_C2: Sequence[int] | None = None
+) -> _native.Rope:
+    """See ``Ops.angle_table``; ``axes_C2`` as in ``Ops.rope_table``."""
     table = np.empty((len(angles_PC2), 2, angles_PC2.shape[1]), np.float32)
     table[:, 0] = np.cos(angles_PC2) * factor
     table[:, 1] = np.sin(angles_PC2) * factor
-    return _native.Rope(table, interleaved)
+    return _native.Rope(table, interleaved, None if axes_C2 is None else np.array(axes_C2, np.uint8))
 
 
 def draw_row(row: SampleRow) -> _native.DrawRow:

@@ -69,6 +69,14 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Rows of the residual stream that begin with values of their own (an image's) instead of an embedding."""
+
+    rows_G: NDArray[np.int32]  # indices into T, each once
+    values_GD: Array  # fp32
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The tokens of one step, as the kernels want them.  Sequence s owns tokens ``starts[s]:starts[s + 1]``."""
 
@@ -77,3 +85,5 @@ class StepBatch:
     starts_S1: NDArray[np.int32]  # S + 1 entries
     table_SP: NDArray[np.int32]  # page of each block; read below ceil((last position + 1) / 16) only
     sample_rows_R: NDArray[np.int32]  # indices into T whose logits are wanted
+    turns_T3: NDArray[np.int32] | None = None  # from 0 to the position; None: all three are the position
+    given: GivenRows | None = None

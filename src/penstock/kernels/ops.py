@@ -147,11 +147,15 @@ class Ops(Protocol):
         attention_factor: float = 1.0,
         *,
         interleaved: bool = False,
+        axes_C2: Sequence[int] | None = None,
     ) -> Array:
         """cos and sin times ``attention_factor`` for every position, computed in float64 and rounded once to fp32.
 
         Rotates the first ``2 * len(inv_freq)`` columns of a head, the others stay.  Pairs are columns (i, i + half) as
         in Hugging Face's order, or, interleaved, (2 i, 2 i + 1).
+
+        ``axes_C2``: which of a token's three turns (``StepBatch.turns_T3``) a pair follows (M-RoPE, arXiv:2409.12191);
+        without them every pair follows the position.
         """
         ...
 
@@ -162,15 +166,16 @@ class Ops(Protocol):
         ...
 
     def compute(self, values: NDArray[Any]) -> Array:
-        """An array in the compute type, rounded to nearest even (tests and tools; layers never make arrays)."""
+        """An array in the compute type, rounded to nearest even (an encoder's input, tests and tools; layers never
+        make arrays)."""
         ...
 
     def hidden(self, values: NDArray[Any]) -> Array:
-        """An fp32 array of the backend (tests and tools)."""
+        """An fp32 array of the backend (given rows, tests and tools)."""
         ...
 
     def to_numpy(self, array: Array) -> NDArray[np.float32]:
-        """What an array of hidden or compute type contains (tests and tools)."""
+        """What an array of hidden or compute type contains (an encoder's output, tests and tools)."""
         ...
 
     def record(self, steps: Steps, kv: Array) -> StepProgram:
@@ -183,6 +188,14 @@ class Ops(Protocol):
 
     def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Array) -> None:
         """hidden += rows of the table, in place: learned positions.  Recorded: the batch's ``positions_T`` only."""
+        ...
+
+    def place_rows(self, hidden_TD: Array, batch: StepBatch) -> None:
+        """The batch's given rows take the place of those of hidden; nothing where none are given."""
+        ...
+
+    def joined_rows(self, x_TK: Array, count: int) -> Array:
+        """compute [T / count, count K]: rows, ``count`` at a time, one after another in a row."""
         ...
 
     def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:

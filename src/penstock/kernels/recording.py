@@ -83,6 +83,12 @@ class RecordingOps:
             raise RecordingError("only the step's own positions are looked up")
         self.add(hidden_TD, Value(self.step.positions(table.data)))
 
+    def place_rows(self, hidden_TD: Value, batch: StepBatch) -> None:
+        """See ``Ops.place_rows``."""
+        if batch is not self.batch:
+            raise RecordingError("only the step's own rows are given")
+        self.step.place_rows(hidden_TD.slot)
+
     def rms_norm(self, hidden_TD: Value, weight_D: Array, eps: float) -> Value:
         """See ``Ops.rms_norm``."""
         return Value(self.step.rms_norm(hidden_TD.slot, weight_D, eps))
@@ -267,6 +273,10 @@ def recorded(steps: Steps, family: str, compute_dtype: str, kv: NativeKv) -> Rec
 
 def _inputs_of(batch: StepBatch, picks: Picks) -> _native.StepInputs:
     table_SP = np.ascontiguousarray(batch.table_SP, np.int32)
-    inputs = _native.StepInputs(batch.tokens_T, batch.positions_T, batch.starts_S1, table_SP, batch.sample_rows_R)
+    inputs = _native.StepInputs(
+        batch.tokens_T, batch.positions_T, batch.starts_S1, table_SP, batch.sample_rows_R, batch.turns_T3
+    )
+    if batch.given is not None:
+        inputs.give(batch.given.rows_G, batch.given.values_GD)
     inputs.pick(picks.seeds_F, picks.positions_F, picks.choices_F, picks.temperatures_F, picks.tokens_F)
     return inputs

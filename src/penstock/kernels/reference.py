@@ -6,11 +6,14 @@ of 16 positions aligned to absolute position, so a token stands in the same plac
 Products are in fp32 over operands rounded to the compute type.
 
 This module imports torch; nothing imports this module but ``select``, when it is asked for.
+
+Longer than 400 lines: every operation of ``Ops`` is here, each a few lines over functions of one tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -136,10 +139,12 @@ class ReferenceOps:
         attention_factor: float = 1.0,
         *,
         interleaved: bool = False,
+        axes_C2: Sequence[int] | None = None,
     ) -> ReferenceRope:
         """See ``Ops.rope_table``."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), np.asarray(inv_freq_C2, np.float64))
-        return self.angle_table(angles, attention_factor, interleaved=interleaved)
+        rope = self.angle_table(angles, attention_factor, interleaved=interleaved)
+        return rope if axes_C2 is None else replace(rope, axes=self._indices(np.array(axes_C2, np.int32)))
 
     def angle_table(
         self, angles_PC2: NDArray[np.float64], attention_factor: float = 1.0, *, interleaved: bool = False
@@ -176,6 +181,15 @@ class ReferenceOps:
     def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Tensor) -> None:
         """See ``Ops.embed_add``."""
         hidden_TD += self.embed(table, positions_T)
+
+    def place_rows(self, hidden_TD: Tensor, batch: StepBatch) -> None:
+        """See ``Ops.place_rows``."""
+        if batch.given is not None:
+            hidden_TD[self._indices(batch.given.rows_G)] = batch.given.values_GD
+
+    def joined_rows(self, x_TK: Tensor, count: int) -> Tensor:
+        """See ``Ops.joined_rows``."""
+        return x_TK.reshape(-1, count * x_TK.shape[1])
 
     def rms_norm(self, hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See ``Ops.rms_norm``."""
@@ -236,10 +250,11 @@ class ReferenceOps:
         q_TN, k_TN, v_TN = qkv_TN.split_with_sizes(widths, dim=1)
         pages_T, slots_T = self._places(batch)
         positions_T = self._indices(batch.positions_T)
-        k_TGC = rotated(k_TN.reshape(-1, kv_heads, key_dim), rope, positions_T)
+        turns_T3 = None if batch.turns_T3 is None else self._indices(batch.turns_T3)
+        k_TGC = rotated(k_TN.reshape(-1, kv_heads, key_dim), rope, positions_T, turns_T3)
         kv.keys[pages_T, layer, :, slots_T] = k_TGC.to(self._dtype)
         kv.values[pages_T, layer, :, slots_T] = v_TN.reshape(-1, kv_heads, value_dim).to(self._dtype)
-        q_THC = rotated(q_TN.reshape(-1, heads, key_dim), rope, positions_T)
+        q_THC = rotated(q_TN.reshape(-1, heads, key_dim), rope, positions_T, turns_T3)
         if q_scale is not None:
             q_THC = q_THC * q_scale[positions_T, None, None]
         return q_THC.to(self._dtype)

@@ -29,6 +29,16 @@ class ReferenceRope:
 
     table: Tensor  # [position, cos or sin, pairs of columns]
     interleaved: bool
+    axes: Tensor | None = None  # [pairs of columns]: which of a token's turns each follows
+
+    def angles(self, positions_T: Tensor, turns_T3: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of every token, [T, 1, pairs]."""
+        if self.axes is None or turns_T3 is None:
+            rows_T2C = self.table[positions_T]
+        else:
+            pairs = torch.arange(len(self.axes), device=self.axes.device)
+            rows_T2C = self.table[turns_T3[:, self.axes], :, pairs].transpose(1, 2)
+        return rows_T2C[:, :1], rows_T2C[:, 1:]
 
 
 def kv_over(numbers: Tensor, shape: KvShape) -> ReferenceKv:
@@ -42,11 +52,11 @@ def kv_over(numbers: Tensor, shape: KvShape) -> ReferenceKv:
     return ReferenceKv(shape, keys, values)
 
 
-def rotated(x_THC: Tensor, rope: ReferenceRope | None, positions_T: Tensor) -> Tensor:
+def rotated(x_THC: Tensor, rope: ReferenceRope | None, positions_T: Tensor, turns_T3: Tensor | None = None) -> Tensor:
     """Every head turned by its token's position: its first columns, as many as the table has."""
     if rope is None:
         return x_THC
-    cos_T1C, sin_T1C = rope.table[positions_T].unsqueeze(2).unbind(dim=1)
+    cos_T1C, sin_T1C = rope.angles(positions_T, turns_T3)
     columns = 2 * cos_T1C.shape[-1]
     turned, rest = x_THC[..., :columns], x_THC[..., columns:]
     if rope.interleaved:

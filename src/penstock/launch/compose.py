@@ -200,6 +200,7 @@ def _gateway_config(config: ServeConfig, located: Located, name: str, length: in
         failover=config.failover,
         join=config.join,
         allow_mixed_numerics=config.allow_mixed_numerics,
+        remote_images=config.remote_images,
     )
 
 

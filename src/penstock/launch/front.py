@@ -25,6 +25,7 @@ def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics
         max_model_len=config.max_model_len,
         limits=config.limits,
         created=created,
+        remote_images=config.remote_images,
     )
     return make_app(
         Behind(

@@ -121,6 +121,7 @@ class Workers:
             cpus=place.cpus,
             niceness=place.niceness,
             loans=place.loans,
+            image_cache_bytes=self._config.image_cache,
         )
         return Job(
             body=partial(self._run, config, place),

@@ -17,10 +17,12 @@ from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.images.stage import ImageStage
 from penstock.engine.loop import EngineLoop
-from penstock.engine.models.port import Model
+from penstock.engine.models.port import Model, encoder_of
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.service.hand_overs import HandOver
+from penstock.engine.service.held import Ready
 from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.engine.spec.speculator import LookupSpeculator
 from penstock.grammar.vocabulary import Vocabulary
@@ -83,17 +85,25 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         HandOverReceiver(config.hand_over, carrier),
     )
     grammars = Grammars(inherited.vocabulary)
-    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, grammars=grammars)
+    images = ImageStage(
+        encoder_of(inherited.model),
+        inherited.ops,
+        cache_bytes=config.image_cache_bytes,
+        covered=lambda event: scheduler.memory.covered(event.hashes),
+    )
+    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=Ready(grammars, images))
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
-    runner = ModelRunner(inherited.model, inherited.ops, kv, matcher_of=grammars.matcher)
+    runner = ModelRunner(inherited.model, inherited.ops, kv, matcher_of=grammars.matcher, images=images)
     loop = EngineLoop(mailbox, scheduler, runner, clock)
     pulse = _Pulse(inherited.slot, mailbox)
     loop.on_plan = pulse.on_plan
     inherited.slot.set_state(WorkerState.READY)
     cores = inherited.cores
     mailbox.reporter.borrowed_s = cores.borrowed_s
+    mailbox.reporter.images = images.counters
     while not stop.asked:
-        if not loop.step() and not mailbox.busy:
+        moved = loop.step()
+        if not images.work() and not moved and not mailbox.busy:
             cores.lend()
             transport.wait(min(_idle_s(scheduler, clock), mailbox.patience_s), mailbox.sources)
             cores.take()

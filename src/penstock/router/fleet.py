@@ -225,8 +225,9 @@ class Fleet:
         return self._identities
 
     def steps(self) -> int:
-        """Steps reported by the incarnations that are there now."""
-        return sum(report.steps for report in self.reports if report is not None)
+        """Steps reported by the incarnations that are there now, turns that worked at images among them."""
+        reports = [report for report in self.reports if report is not None]
+        return sum(report.steps + int(report.counters.get("image_slices", 0)) for report in reports)
 
     def step_s(self, slot: int) -> float:
         """The predicted seconds of this worker's latest step."""
@@ -309,4 +310,5 @@ class Fleet:
 def _work_done(report: Report) -> tuple[float, ...]:
     """Numbers that grow with everything that a worker computes or carries."""
     counters = report.counters
-    return report.steps, counters.get("pages_received", 0), counters.get("pages_sent", 0)
+    kinds = ("pages_received", "pages_sent", "image_slices")
+    return report.steps, *(counters.get(kind, 0) for kind in kinds)

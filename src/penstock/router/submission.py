@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.hashing import block_hash
+from penstock.hashing import block_hash, image_marks
 from penstock.router.decide import Chosen
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, ValidRequest
 from penstock.wire.messages import PageSource, Submit
@@ -36,6 +36,8 @@ def submissions(
             root=root,
             block_hashes=hashes,
             priority=request.priority,
+            images=request.images,
+            pictures=() if chosen.leg is Leg.DECODE else request.pictures,
             pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
         )
         for chosen in legs
@@ -49,4 +51,5 @@ def _source(chosen: Chosen) -> PageSource:
 def _hashed_for(request: ValidRequest, root: BlockHash) -> bool:
     """Were the request's hashes made for what the chosen workers serve?  Others would name wrong pages."""
     hashes = request.block_hashes
-    return bool(hashes) and hashes[0] == block_hash(root, request.prompt[:PAGE_TOKENS])
+    marks = image_marks(request.images, 0, PAGE_TOKENS)
+    return bool(hashes) and hashes[0] == block_hash(root, request.prompt[:PAGE_TOKENS], marks)

@@ -37,6 +37,11 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "spec_drafts",  # rows that had guessed tokens
     "spec_draft_tokens",  # guessed tokens computed
     "spec_accepted_tokens",  # of those, the ones that stood
+    "images_encoded",  # images encoded here
+    "image_slices",  # turns between steps in which an image was worked at
+    "image_seconds",  # spent in those
+    "image_cache_queries",  # images that requests came with and that no prefix cache covered
+    "image_cache_hits",  # of those, found encoded
 )
 """Names in ``Report.counters`` that only grow within one incarnation; the gateway adds them over incarnations."""
 
@@ -116,6 +121,11 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "spec_drafts": _counter("spec_decode_num_drafts", "Rows of steps that had guessed tokens.", "worker"),
     "spec_draft_tokens": _counter("spec_decode_num_draft_tokens", "Guessed tokens computed.", "worker"),
     "spec_accepted_tokens": _counter("spec_decode_num_accepted_tokens", "Guessed tokens that stood.", "worker"),
+    "images_encoded": _counter("images_encoded", "Images encoded.", "worker"),
+    "image_slices": _counter("image_slices", "Turns between steps that worked at an image.", "worker"),
+    "image_seconds": _counter("image_seconds", "Time spent on encoding images.", "worker"),
+    "image_cache_queries": _counter("image_cache_queries", "Images looked up in the image cache.", "worker"),
+    "image_cache_hits": _counter("image_cache_hits", "Images found encoded.", "worker"),
 }
 """The family of each name in ``WORKER_COUNTERS``."""
 

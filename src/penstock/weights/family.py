@@ -29,6 +29,7 @@ from penstock.weights import (
     phi,
     qwen,
     qwen_moe,
+    qwen_vl,
     smollm,
     stablelm,
 )
@@ -83,6 +84,8 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "Olmo2ForCausalLM": _decoder(olmo.parse_olmo2, olmo.layout),
         "Olmo3ForCausalLM": _decoder(olmo.parse_olmo3, olmo.layout),
         "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
+        "Qwen2VLForConditionalGeneration": _decoder(qwen_vl.parse_qwen2_vl, qwen_vl.layout),
+        "Qwen2_5_VLForConditionalGeneration": _decoder(qwen_vl.parse_qwen25_vl, qwen_vl.layout),
         "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
         "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.layout),
         "Qwen3MoeForCausalLM": _decoder(qwen_moe.parse, qwen_moe.layout),

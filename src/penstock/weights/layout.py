@@ -59,7 +59,7 @@ class Groups:
 @dataclass(frozen=True, slots=True)
 class Part:
     """A matrix or vector that one tensor of the checkpoint holds: all of it, or what is left after, in this order,
-    taking one of a stack, turning inputs and outputs round, and picking rows, or rows of groups."""
+    making it flat, taking one of a stack, turning inputs and outputs round, and picking rows, or rows of groups."""
 
     tensor: str
     shape: tuple[int, ...]  # that the tensor must have
@@ -67,6 +67,7 @@ class Part:
     transposed: bool = False  # stored as [K, N]
     rows: Rows | None = None
     groups: Groups | None = None
+    flat: bool = False  # stored as [N, ...]: all but its first axis is one
 
     @property
     def is_whole(self) -> bool:
@@ -86,6 +87,8 @@ class Part:
 
     def of(self, tensor: NDArray[Any]) -> NDArray[Any]:
         """The part of a tensor: a view where it can be one."""
+        if self.flat:
+            tensor = tensor.reshape(len(tensor), -1)
         if self.index is not None:
             tensor = tensor[self.index]
         if self.transposed:

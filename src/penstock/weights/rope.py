@@ -93,19 +93,42 @@ class LongFactors(Details, frozen=True, kw_only=True):
         return stretched
 
 
+class Axes(Details, frozen=True, kw_only=True):
+    """A token of an image has three positions: frame, row and column; so many pairs of columns follow each
+    (M-RoPE, arXiv:2409.12191).  Text has the same position three times, so it is turned as ever."""
+
+    pairs: tuple[int, int, int]
+
+    attention_factor = 1.0
+
+    def of(self, plain: NDArray[np.float64], theta: float) -> NDArray[np.float64]:
+        """The frequencies instead of ``plain``."""
+        return plain
+
+    @property
+    def of_pairs(self) -> tuple[int, ...]:
+        """Each pair's axis."""
+        return tuple(axis for axis, count in enumerate(self.pairs) for _ in range(count))
+
+
 class Rope(Details, frozen=True, kw_only=True):
     """The first ``columns`` of every head are rotated, in pairs (i, i + columns / 2) or, interleaved, (2i, 2i + 1)."""
 
     theta: float
     columns: int  # even
     interleaved: bool = False
-    scaling: Linear | Llama3 | Yarn | LongFactors | None = None
+    scaling: Linear | Llama3 | Yarn | LongFactors | Axes | None = None
 
     def inv_freq(self) -> NDArray[np.float64]:
         """Radians a position for each pair of columns; [columns / 2]."""
         exponents = np.arange(0, self.columns, 2, dtype=np.float64) / self.columns
         plain: NDArray[np.float64] = self.theta**-exponents
         return plain if self.scaling is None else self.scaling.of(plain, self.theta)
+
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """Which of a token's three positions each pair of columns follows, where they differ."""
+        return self.scaling.of_pairs if isinstance(self.scaling, Axes) else None
 
     @property
     def attention_factor(self) -> float:
@@ -173,9 +196,11 @@ def parse_two_ropes(config: Fields, head_dim: int, *, near: float, far: float) -
     )
 
 
-def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Llama3 | Yarn | LongFactors | None:
+def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Llama3 | Yarn | LongFactors | Axes | None:
     name = section.get("rope_type", str, section.get("type", str, "default"))
     match name:
+        case "default" | "mrope" if section.has("mrope_section"):
+            return _parse_axes(section, columns // 2)
         case "default":
             return None
         case "dynamic":  # stretched only beyond max_position_embeddings, and no longer context is served
@@ -192,6 +217,15 @@ def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Ll
         case "longrope":
             raise section.refuse("has no short_factor")
     raise section.refuse(f"rope_type {name!r} cannot be served; these can: {', '.join(KINDS)}")
+
+
+def _parse_axes(section: Fields, pairs: int) -> Axes:
+    counts = section.get("mrope_section", list)
+    if len(counts) != 3 or not all(type(count) is int and count >= 0 for count in counts) or sum(counts) != pairs:
+        raise section.refuse(f"mrope_section must be three numbers of pairs of columns, {pairs} in all, got {counts!r}")
+    if section.get("mrope_interleaved", bool, False):
+        raise section.refuse("mrope_interleaved is true; only axes one after another can be served")
+    return Axes(pairs=(counts[0], counts[1], counts[2]))
 
 
 def _original(config: Fields, section: Fields) -> int:

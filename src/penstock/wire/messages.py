@@ -27,6 +27,8 @@ from penstock.types import (
     Leg,
     ModelIdentity,
     PageId,
+    Picture,
+    PlacedImage,
     RequestId,
     Role,
     SamplingParams,
@@ -92,6 +94,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages
     priority: int = 0
     pages_from: PageSource | None = None  # with leg=decode
+    images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
+    pictures: tuple[Picture, ...] = ()  # one an image, where the prompt is read
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):

@@ -13,13 +13,13 @@ Knows nothing about steps, budgets or the order of service.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from penstock.engine.core.blocks import BlockPool, Leaks, Shortfall
 from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.core.request import Request
-from penstock.hashing import block_hash
+from penstock.hashing import block_hash, image_marks
 from penstock.types import BlockHash, Leg
 
 
@@ -41,6 +41,13 @@ class PageMemory:
         self.found_tokens = 0
         self._being_computed: dict[BlockHash, Request] = {}
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
+
+    def covered(self, hashes: Sequence[BlockHash]) -> int:
+        """Tokens of a prompt with these block hashes that the prefix cache has now."""
+        found = 0
+        while found < len(hashes) and hashes[found] in self.prefix:
+            found += 1
+        return found * self.page_tokens
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -127,4 +134,5 @@ class PageMemory:
         while len(hashes) < blocks:
             parent = hashes[-1] if hashes else request.root
             start = len(hashes) * size
-            hashes.append(block_hash(parent, request.tokens(start, start + size)))
+            marks = image_marks(request.images, start, start + size) if request.images else b""
+            hashes.append(block_hash(parent, request.tokens(start, start + size), marks))

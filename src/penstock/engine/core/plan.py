@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
+from penstock.types import (
+    BlockHash,
+    FinishReason,
+    Leg,
+    Picture,
+    PlacedImage,
+    RequestId,
+    SamplingParams,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
@@ -35,6 +44,8 @@ class Arrive:
     hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
     emitted: Sequence[int] = ()  # output tokens that the client has already
     priority: int = 0
+    images: Sequence[PlacedImage] = ()
+    pictures: Sequence[Picture] = ()  # one an image, where the prompt is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,12 +48,14 @@ class Request:
         "first_token",
         "hashes",
         "id",
+        "images",
         "known",
         "last",
         "leg",
         "order",
         "output",
         "pages",
+        "pictures",
         "preempted",
         "priority",
         "prompt",
@@ -72,6 +74,8 @@ class Request:
         self.epoch = event.epoch
         self.leg = event.leg
         self.prompt: Sequence[int] = event.prompt
+        self.images = event.images  # that tokens of the prompt stand for, from left to right
+        self.pictures = event.pictures  # one an image; none with leg=decode
         self.output: list[int] = list(event.emitted)  # emitted elsewhere, then drawn here
         self.emitted = len(self.output)
         self.sampling = event.sampling

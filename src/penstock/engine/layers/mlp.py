@@ -44,8 +44,9 @@ class PlainMlp:
     up: Linear
     down: Output
     activation: Activation
+    alpha: float = 1.0  # of silu
 
     def add_to(self, ops: Ops, hidden_TD: Array) -> None:
         """hidden += block(hidden), in place."""
         up_TI = self.up(ops, self.norm(ops, hidden_TD))
-        self.down.add_to(ops, ops.activate(up_TI, self.activation), hidden_TD)
+        self.down.add_to(ops, ops.activate(up_TI, self.activation, self.alpha), hidden_TD)

@@ -16,6 +16,7 @@ from penstock.engine.layers.latent import LatentAttention, QueryDown
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.moe import RoutedExperts, SharedExpert
+from penstock.engine.models.vision import ImageEncoder
 from penstock.kernels.kinds import Gate
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
@@ -24,6 +25,7 @@ from penstock.weights.latent import Latent
 from penstock.weights.moe import Moe
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
+from penstock.weights.vision import SeeingDecoder
 
 
 class Parts:
@@ -49,7 +51,11 @@ class Parts:
             return None
         if rope not in self._tables:
             self._tables[rope] = self._ops.rope_table(
-                rope.inv_freq(), self._max_positions, rope.attention_factor, interleaved=rope.interleaved
+                rope.inv_freq(),
+                self._max_positions,
+                rope.attention_factor,
+                interleaved=rope.interleaved,
+                axes_C2=rope.axes,
             )
         return self._tables[rope]
 
@@ -217,10 +223,11 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """See ``engine.models.port.Model``."""
+    """See ``engine.models.port.Model``.  ``vision``: what encodes the images of its prompts."""
 
-    def __init__(self, parts: Parts, *, tied: bool) -> None:
+    def __init__(self, parts: Parts, *, tied: bool, vision: ImageEncoder | None = None) -> None:
         decoder, weights = parts.decoder, parts.weights
+        self.vision = vision
         self.embed = weights["embed"]
         self.embed_scale = parts.embed_scale()
         self.positions = weights.get("positions")
@@ -237,6 +244,8 @@ class DecoderModel:
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         hidden_TD = ops.embed(self.embed, batch.tokens_T, self.embed_scale)
+        if self.vision is not None:
+            ops.place_rows(hidden_TD, batch)
         if self.positions is not None:
             ops.embed_add(self.positions, batch.positions_T, hidden_TD)
         for layer in self.layers[:-1]:
@@ -254,4 +263,14 @@ class DecoderModel:
 
 def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
     """The model over packed weights, for positions below ``max_positions``."""
-    return DecoderModel(Parts(spec.own(Decoder), weights, ops, max_positions), tied=spec.tied)
+    decoder = spec.own(Decoder)
+    vision = None
+    if isinstance(decoder, SeeingDecoder):
+        axes = any(isinstance(layer.attention, Attention) and has_axes(layer.attention) for layer in decoder.layers)
+        vision = ImageEncoder(decoder.vision, weights, axes=axes)
+    return DecoderModel(Parts(decoder, weights, ops, max_positions), tied=spec.tied, vision=vision)
+
+
+def has_axes(attention: Attention) -> bool:
+    """Do the columns of a head follow more positions than one?"""
+    return attention.rope is not None and attention.rope.axes is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from penstock.engine.models.vision import ImageEncoder
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 
@@ -21,3 +22,15 @@ class Model(Protocol):
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
         """hidden [R, V]: the head's scores for rows that ``forward`` returned.  R x V x 4 bytes: ask in pieces."""
         ...
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """What a model has besides, if images can be read into its prompts."""
+
+    vision: ImageEncoder | None
+
+
+def encoder_of(model: Model) -> ImageEncoder | None:
+    """What encodes images for this model; None for one that reads text only."""
+    return model.vision if isinstance(model, Seeing) else None

@@ -6,19 +6,20 @@ now and then.  Everything else is filled anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn
 from penstock.engine.core.speculation import standing
+from penstock.engine.images.turns import turns
 from penstock.engine.runner.answer import Answer
 from penstock.kernels.draws import Picks, Sampled, SampleRow
-from penstock.kernels.operands import StepBatch
-from penstock.types import PAGE_TOKENS, PageId, TokenLogprob
+from penstock.kernels.operands import Array, GivenRows, StepBatch
+from penstock.types import PAGE_TOKENS, PageId, Picture, PlacedImage, TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.engine.core.plan import Row
@@ -82,6 +83,19 @@ class Span:
         return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
 
 
+class Images(Protocol):
+    """Where the rows of images come from (``engine.images.stage.ImageStage``)."""
+
+    @property
+    def axes(self) -> bool:
+        """Have the model's positions three axes?"""
+        ...
+
+    def rows(self, image: PlacedImage, pictures: Sequence[Picture], index: int) -> NDArray[np.float32]:
+        """[tokens, D] of image ``index`` of a request."""
+        ...
+
+
 class StepArrays:
     """Owner of the arrays that ``batch`` and ``picks`` show, and of the spans that they stand for.
 
@@ -89,7 +103,10 @@ class StepArrays:
     the spans ``picked``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, images: Images | None = None, hidden: Callable[[NDArray[np.float32]], Array] = np.array) -> None:
+        """``hidden`` makes the backend's array of what ``images`` gives."""
+        self._images = images
+        self._hidden = hidden
         self._tokens = np.empty(0, np.int32)
         self._positions = np.empty(0, np.int32)
         self._starts = np.empty(0, np.int32)
@@ -126,14 +143,44 @@ class StepArrays:
             table_SP[index, : len(pages_P)] = pages_P
         self.spans = spans
         wanted_R = self._want()
+        turns_T3, given = self._see(spans)
         self.batch = StepBatch(
-            self._tokens[:count], self._positions[:count], self._starts[: len(spans) + 1], table_SP, wanted_R
+            self._tokens[:count],
+            self._positions[:count],
+            self._starts[: len(spans) + 1],
+            table_SP,
+            wanted_R,
+            turns_T3,
+            given,
         )
         self._fill_picks()
         self._requests = [span.answer.request for span in spans]
         self._pages = [request.pages for request in self._requests]
-        single = self.scored == 0 and count == len(spans) == len(wanted_R)
+        single = self.scored == 0 and count == len(spans) == len(wanted_R) and given is None
         self._at = [span.start for span in spans] if single else []
+
+    def _see(self, spans: list[Span]) -> tuple[NDArray[np.int32] | None, GivenRows | None]:
+        """How far the axes of the tokens are turned, if images turn them apart; the rows of images among them."""
+        if self._images is None or not any(span.answer.request.images for span in spans):
+            return None, None
+        turns_T3: NDArray[np.int32] | None = None
+        if self._images.axes:
+            turns_T3 = np.concatenate([turns(span.answer.request.images, span.start, span.stop) for span in spans])
+        places: list[NDArray[np.int32]] = []
+        values: list[NDArray[np.float32]] = []
+        begin = 0
+        for span in spans:
+            request = span.answer.request
+            for index, image in enumerate(request.images):
+                first, last = max(span.start, image.at), min(span.stop, image.end)
+                if first < last:
+                    rows_ND = self._images.rows(image, request.pictures, index)
+                    places.append(np.arange(begin + first - span.start, begin + last - span.start, dtype=np.int32))
+                    values.append(rows_ND[first - image.at : last - image.at])
+            begin += len(span.tokens)
+        if not places:
+            return turns_T3, None
+        return turns_T3, GivenRows(np.concatenate(places), self._hidden(np.concatenate(values)))
 
     def _want(self) -> NDArray[np.int32]:
         """Which rows are wanted, and in which order; sets ``scored``, ``listed`` and ``picked``."""
@@ -227,6 +274,8 @@ class StepArrays:
         self._at = at
         self.batch.tokens_T[:] = tokens
         self._positions[: len(at)] += 1
+        if self.batch.turns_T3 is not None:
+            np.add(self.batch.turns_T3, 1, out=self.batch.turns_T3)
         if self.picked:
             positions_F = self.picks.positions_F
             positions_F += 1

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.images.stage import ImageStage
 from penstock.engine.models.port import Model
 from penstock.engine.runner.answer import Answers, no_grammars
 from penstock.engine.runner.batch import Span, StepArrays, token_logprob
@@ -35,17 +36,21 @@ class ModelRunner:
         kv: Array,
         program: StepProgram | None = None,
         matcher_of: Callable[[Grammar], Matcher] = no_grammars,
+        *,
+        images: ImageStage | None = None,
     ) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of.
 
         ``program``: the model's step over this memory; by default as the backend records it.  ``matcher_of``: a
         grammar's matcher at the beginning of an answer, compiled before a request with that grammar is planned.
+        ``images``: where rows of images come from, for a model that reads them.
         """
         self._model = model
         self._ops = ops
         self.program = ops.record(model, kv) if program is None else program
         self._answers = Answers(matcher_of)
-        self._arrays = StepArrays()
+        self._images = images
+        self._arrays = StepArrays(images, ops.hidden)
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")  # has a thread once a grammar was followed
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
@@ -54,6 +59,7 @@ class ModelRunner:
         arrays = self._arrays
         if not arrays.go_on(plan.rows, spans=plan.steps > 1):
             arrays.fill([Span(row, self._answers.of(row.request)) for row in plan.rows])
+            self._let_go(plan)
         if plan.steps == 1 and arrays.only_picks:
             self.program.run(arrays.batch, 0, [], arrays.picks)
             return [Drawn((token,)) for token in arrays.picks.tokens_F.tolist()]
@@ -65,6 +71,17 @@ class ModelRunner:
 
     def forget(self, request: RequestId) -> None:
         self._answers.forget(request)
+        if self._images is not None:
+            self._images.forget(request)
+
+    def _let_go(self, plan: Plan) -> None:
+        """Requests whose images are in the arrays, or behind them, need them no longer."""
+        if self._images is None:
+            return
+        for row in plan.rows:
+            images = row.request.images
+            if images and row.start < images[-1].end <= row.start + row.count:
+                self._images.forget(row.request.id)
 
     def _step(self) -> None:
         """Compute every span; draw and score what was asked for."""

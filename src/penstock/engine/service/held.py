@@ -1,16 +1,17 @@
 """Requests that must wait before the scheduler hears of them, and with them whatever is said about them meanwhile.
 
-A grammar is compiled beside the loop; until it is, its request is kept here, in order with its credit, its pages and
-its first token.  Pure but for the port that it asks.
+A grammar is compiled beside the loop, images are encoded between steps; until that is done, a request is kept here, in
+order with its credit, its pages and its first token.  Pure but for the ports that it asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event
-from penstock.errors import GrammarRefused
+from penstock.errors import GrammarRefused, ImageRefused
 from penstock.types import Grammar, RequestId
 
 
@@ -30,12 +31,48 @@ class AlwaysReady:
         return True
 
 
+class ImageReadiness(Protocol):
+    """What encodes images (``engine.images.stage.ImageStage``)."""
+
+    def ready(self, event: Arrive) -> bool:
+        """Can the request's images be read now?  If not, they are being encoded.  Raises ImageRefused when they never
+        can."""
+        ...
+
+    def forget(self, request: RequestId) -> None:
+        """Nobody waits for this request any more."""
+        ...
+
+
+class NoImages:
+    """For engines that read text only."""
+
+    def ready(self, event: Arrive) -> bool:
+        """See ``ImageReadiness``."""
+        if event.images:
+            raise ImageRefused("this engine reads text only")
+        return True
+
+    def forget(self, request: RequestId) -> None:
+        """See ``ImageReadiness``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What makes requests ready."""
+
+    grammars: Readiness = field(default_factory=AlwaysReady)
+    images: ImageReadiness = field(default_factory=NoImages)
+
+
 class Held:
     """Events on their way to the scheduler."""
 
-    def __init__(self, grammars: Readiness, refuse: Callable[[Arrive, str], None]) -> None:
-        """``refuse`` is told of a request whose grammar cannot be followed here; it must not come back to this."""
-        self._grammars = grammars
+    def __init__(self, ready: Ready, refuse: Callable[[Arrive, str], None]) -> None:
+        """``refuse`` is told of a request whose grammar cannot be followed or whose images cannot be read here, and
+        why; it must not come back to this."""
+        self._grammars = ready.grammars
+        self._images = ready.images
         self._refuse = refuse
         self._kept: list[Event] = []
 
@@ -53,6 +90,7 @@ class Held:
         for event in todo:
             if isinstance(event, Cancelled):
                 self._kept = [kept for kept in self._kept if kept.id != event.id or kept.epoch > event.epoch]
+                self._images.forget(event.id)
                 passed.append(event)
             elif isinstance(event, Arrive):
                 (self._kept if self.holds(event.id) else self._place(event, passed)).append(event)
@@ -66,7 +104,11 @@ class Held:
         """Where this request belongs now.  What is said of a refused one later concerns nobody: it never came."""
         grammar = event.sampling.grammar
         try:
-            return passed if grammar is None or self._grammars.ready(grammar) else self._kept
+            ready = (grammar is None or self._grammars.ready(grammar)) and self._images.ready(event)
         except GrammarRefused as error:
-            self._refuse(event, str(error))
+            self._refuse(event, f"grammar: {error}")
             return []
+        except ImageRefused as error:
+            self._refuse(event, f"image: {error}")
+            return []
+        return passed if ready else self._kept

@@ -28,7 +28,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of
 from penstock.engine.service.asks import Asks, Gateway
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
-from penstock.engine.service.held import AlwaysReady, Held, Readiness
+from penstock.engine.service.held import Held, Ready
 from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
 from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
@@ -68,7 +68,7 @@ class WorkerMailbox:
         transport: Transport,
         clock: Clock,
         *,
-        grammars: Readiness | None = None,
+        ready: Ready | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -78,7 +78,7 @@ class WorkerMailbox:
         )
         self._asks = Asks(config.gateway_silence_s)
         self._events: list[Event] = []
-        self._held = Held(grammars or AlwaysReady(), self._refuse)
+        self._held = Held(ready or Ready(), self._refuse)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
         self._next_tick = 0.0
@@ -171,7 +171,7 @@ class WorkerMailbox:
 
     @property
     def patience_s(self) -> float:
-        """How long to sleep at most when there is nothing to do: a grammar may be ready any moment."""
+        """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment."""
         return GRAMMAR_LOOK_S if self._held else inf
 
     @property
@@ -275,6 +275,8 @@ class WorkerMailbox:
                 hashes=message.block_hashes,
                 emitted=message.emitted,
                 priority=message.priority,
+                images=message.images,
+                pictures=message.pictures,
             )
         )
         if message.leg is Leg.PREFILL:
@@ -358,8 +360,8 @@ class WorkerMailbox:
         self._give_back(ask.gateway, Returned(request=request, epoch=epoch, reason=reason))
 
     def _refuse(self, event: Arrive, reason: str) -> None:
-        """Its grammar cannot be followed here.  Another worker may be of another mind."""
-        self._return(event.id, event.epoch, f"grammar: {reason}")
+        """It cannot be served here.  Another worker may be of another mind."""
+        self._return(event.id, event.epoch, reason)
 
     def _give_back(self, gateway: Gateway, message: Returned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):

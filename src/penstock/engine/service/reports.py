@@ -8,6 +8,7 @@ from collections.abc import Callable
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.images.stage import Counters
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
@@ -28,6 +29,7 @@ class Reporter:
         self._told_at = float("-inf")
         self._leaked = 0
         self._step_s = 0.0
+        self.images = Counters()  # whoever encodes images puts its own here
         self.borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed at cores of other workers
         self.state = WorkerState.READY
 
@@ -86,6 +88,11 @@ class Reporter:
         counts["pages_corrupt"] = transfer.corrupt
         counts["dropped_frames"] = dropped_frames
         counts["borrowed_core_seconds"] = self.borrowed_s()
+        counts["images_encoded"] = self.images.images
+        counts["image_slices"] = self.images.slices
+        counts["image_seconds"] = self.images.seconds
+        counts["image_cache_queries"] = self.images.queries
+        counts["image_cache_hits"] = self.images.hits
         if settled and not load.running:
             # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
             self._leaked = scheduler.check().total + (0 if asked else load.pages_used)

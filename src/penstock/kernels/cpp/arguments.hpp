@@ -121,13 +121,19 @@ struct KvMemory {
 // A rotary table: cos and sin by position.
 struct Rope {
   In<float, 3> table;
+  std::optional<In<uint8_t, 1>> axes;
   RopeView view;
   long positions;
 
-  Rope(In<float, 3> angles, bool interleaved)
-      : table(std::move(angles)), view{table.data(), dim(table, 2), interleaved}, positions(dim(table, 0)) {
+  Rope(In<float, 3> angles, bool interleaved, std::optional<In<uint8_t, 1>> axes_C2)
+      : table(std::move(angles)),
+        axes(std::move(axes_C2)),
+        view{table.data(), dim(table, 2), interleaved, axes ? axes->data() : nullptr},
+        positions(dim(table, 0)) {
     require(dim(table, 1) == 2 && view.pairs > 0 && 2 * view.pairs <= kMaxHeadDim,
             "the rope table must be [positions, 2, pairs]");
+    require(!axes || dim(*axes, 0) == view.pairs, "an axis for every pair");
+    for (long i = 0; axes && i < view.pairs; ++i) require(view.axes[i] < 3, "there are three axes");
   }
 };
 
@@ -149,14 +155,20 @@ struct AttentionRule {
 struct Batch {
   In<int32_t, 1> positions, starts;
   In<int32_t, 2> table;
+  std::optional<In<int32_t, 2>> turns;
   BatchView view;
   std::vector<int32_t> sequence_of;
   long last_position = -1;
 
-  Batch(In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP)
-      : positions(std::move(positions_T)), starts(std::move(starts_S1)), table(std::move(table_SP)) {
-    view = {positions.data(), starts.data(),     table.data(),
-            dim(positions, 0), dim(starts, 0) - 1, dim(table, 1)};
+  Batch(In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP,
+        std::optional<In<int32_t, 2>> turns_T3)
+      : positions(std::move(positions_T)),
+        starts(std::move(starts_S1)),
+        table(std::move(table_SP)),
+        turns(std::move(turns_T3)) {
+    view = {positions.data(),   starts.data(),  table.data(),
+            dim(positions, 0),  dim(starts, 0) - 1, dim(table, 1), turns ? turns->data() : nullptr};
+    require(!turns || (dim(*turns, 0) == view.tokens && dim(*turns, 1) == 3), "turns must be [T, 3]");
     require(view.sequences >= 0 && dim(table, 0) >= view.sequences, "a table row for every sequence");
     sequence_of.resize(static_cast<size_t>(view.tokens));
     check();
@@ -167,6 +179,9 @@ struct Batch {
     require(view.starts[0] == 0 && view.starts[view.sequences] == view.tokens, "starts must span all tokens");
     last_position = -1;
     for (long s = 0; s < view.sequences; ++s) check_sequence(s);
+    // No axis is turned further than the position, so whatever reaches the last position reaches them too.
+    for (long i = 0; turns && i < 3 * view.tokens; ++i)
+      require(view.turns[i] >= 0 && view.turns[i] <= view.positions[i / 3], "a turn is 0 up to the position");
   }
 
   void check_sequence(long s) {

@@ -49,6 +49,7 @@ struct BatchView {
   long tokens;
   long sequences;
   long table_width;
+  const int32_t* turns = nullptr;  // [tokens, 3]: how far each axis is turned; null: by the position
 };
 
 // Root-mean-square norm of groups of columns, in place.
@@ -68,6 +69,7 @@ struct RopeView {
   const float* table;  // [positions, 2, pairs]; null with no pairs: nothing is rotated
   long pairs;
   bool interleaved;  // pairs are columns (2 i, 2 i + 1), else (i, i + pairs)
+  const uint8_t* axes = nullptr;  // [pairs]: which of a token's three turns each follows; null: all the position
 };
 
 struct RopeArgs {

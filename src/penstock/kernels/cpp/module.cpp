@@ -135,7 +135,9 @@ NB_MODULE(_native, m) {
       .def("fill", &Weights::fill)
       .def("fill_turned", &Weights::fill_turned);
   nb::class_<KvMemory>(m, "KvMemory").def(nb::init<Out<uint32_t, 1>, long, int, int, int, int, bool, int>());
-  nb::class_<Batch>(m, "Batch").def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>>());
+  nb::class_<Batch>(m, "Batch")
+      .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>, std::optional<In<int32_t, 2>>>(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg().none());
   nb::class_<DrawRow>(m, "DrawRow")
       .def(nb::init<uint64_t, uint32_t, uint32_t, float, std::optional<long>, float, float, std::optional<int>>(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none())

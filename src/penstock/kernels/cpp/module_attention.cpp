@@ -183,7 +183,8 @@ class AttentionKernels {
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  nb::class_<Rope>(m, "Rope").def(nb::init<In<float, 3>, bool>());
+  nb::class_<Rope>(m, "Rope").def(nb::init<In<float, 3>, bool, std::optional<In<uint8_t, 1>>>(), nb::arg(), nb::arg(),
+                                  nb::arg().none());
   nb::class_<AttentionRule>(m, "AttentionRule")
       .def(nb::init<float, long, long, float, const std::optional<In<float, 1>>&>(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg().none());

@@ -20,18 +20,29 @@ namespace {
 struct StepInputs {
   In<int32_t, 1> tokens, wanted;
   Batch batch;
+  In<int32_t, 1> given_rows;
+  In<float, 2> given;
   In<uint64_t, 1> seeds;
   In<uint32_t, 1> positions, choices;
   In<float, 1> temperatures;
   Out<int32_t, 1> drawn;
   std::vector<Pick> picks;
+  long given_count = 0;
 
   StepInputs(In<int32_t, 1> tokens_T, In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP,
-             In<int32_t, 1> wanted_R)
+             In<int32_t, 1> wanted_R, std::optional<In<int32_t, 2>> turns_T3)
       : tokens(std::move(tokens_T)),
         wanted(std::move(wanted_R)),
-        batch(std::move(positions_T), std::move(starts_S1), std::move(table_SP)) {
+        batch(std::move(positions_T), std::move(starts_S1), std::move(table_SP), std::move(turns_T3)) {
     require(dim(tokens, 0) == batch.view.tokens && batch.view.tokens > 0, "a position for every token");
+  }
+
+  // Rows of hidden values that stand instead of embeddings.
+  void give(In<int32_t, 1> rows_G, In<float, 2> values_GD) {
+    require(dim(rows_G, 0) == dim(values_GD, 0), "values for every given row");
+    given_rows = std::move(rows_G);
+    given = std::move(values_GD);
+    given_count = dim(given_rows, 0);
   }
 
   // How the last rows draw: seeds, positions, choices, temperatures; where their tokens go.
@@ -52,6 +63,7 @@ struct StepInputs {
   StepView view(long pages, long vocabulary, long scored) {
     require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
     require_ids(ids_of(wanted), batch.view.tokens, "a wanted row is no row of the step");
+    if (given_count > 0) require_ids(ids_of(given_rows), batch.view.tokens, "a given row is no row of the step");
     batch.check();
     batch.check_pages(pages);
     for (size_t i = 0; i < picks.size(); ++i) {
@@ -62,7 +74,7 @@ struct StepInputs {
       picks[i] = {0, key, temperature, temperature < kGreedyBelow};
     }
     return {tokens.data(), batch.view,   batch.sequence_of.data(),        wanted.data(), dim(wanted, 0),
-            scored,        picks.data(), static_cast<long>(picks.size())};
+            scored,        picks.data(), static_cast<long>(picks.size()), given_rows.data(), given.data(), given_count};
   }
 
   Draw draw_of(size_t pick) const {
@@ -91,6 +103,7 @@ class RecordedStep {
     tokens_below_ = outputs(matrix);
     return program_->embed(matrix);
   }
+  void place_rows(int hidden) { program_->place_rows(hidden); }
   int rms_norm(int hidden, const In<float, 1>& weight, float eps) {
     return program_->rms_norm(hidden, held(weight), dim(weight, 0), eps);
   }
@@ -161,6 +174,8 @@ class RecordedStep {
     require(scored >= 0 && scored + listed + picked == dim(inputs.wanted, 0), "a draw for every row that is not scored");
     require(program_->finished(), "the recording is not finished");
     const StepView step = inputs.view(pages_, tokens_below_, scored);
+    require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
+            "given rows must be [G, D], and the step must place them");
     require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
             "the tables of positions must reach the last one");
     for (const DrawRow* row : rows) row->check(program_->vocabulary());
@@ -252,11 +267,15 @@ class RecordedStep {
 
 void bind_program(nb::module_& m) {
   nb::class_<StepInputs>(m, "StepInputs")
-      .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>, In<int32_t, 1>>())
+      .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>, In<int32_t, 1>,
+                    std::optional<In<int32_t, 2>>>(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+      .def("give", &StepInputs::give)
       .def("pick", &StepInputs::pick);
   nb::class_<RecordedStep>(m, "RecordedStep")
       .def(nb::init<const std::string&, const std::string&, const KvMemory&>(), nb::keep_alive<1, 4>())
       .def("embed", &RecordedStep::embed)
+      .def("place_rows", &RecordedStep::place_rows)
       .def("rms_norm", &RecordedStep::rms_norm)
       .def("linear", &RecordedStep::linear)
       .def("linear_add", &RecordedStep::linear_add)

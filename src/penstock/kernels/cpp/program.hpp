@@ -34,6 +34,9 @@ struct StepView {
   long scored;  // the first wanted rows, of which only the hidden state is asked for
   Pick* picks;  // [picked]: of the last drawn rows, whose tokens are wanted without logits
   long picked;
+  const int32_t* given_rows = nullptr;  // [given_count], rows of the step
+  const float* given = nullptr;         // [given_count, given_width()]: what stands in them instead of embeddings
+  long given_count = 0;
 };
 
 // Every recording method returns the slot of its result.  They throw std::invalid_argument for what does not fit.
@@ -42,6 +45,7 @@ class Program {
   Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv);
 
   int embed(const Matrix& table);
+  void place_rows(int hidden);  // once: the step's given rows
   int rms_norm(int hidden, const float* weight, long width, float eps);
   int linear(int x, const Matrix& weight);
   void linear_add(int x, const Matrix& weight, int hidden);
@@ -73,6 +77,7 @@ class Program {
   const float* hidden() const { return reinterpret_cast<const float*>(data(hidden_)); }  // [wanted, hidden_width()]
   const float* logits() const { return reinterpret_cast<const float*>(data(logits_)); }  // [drawn, vocabulary()], see stored()
   long hidden_width() const { return slots_[static_cast<size_t>(hidden_)].width; }
+  long given_width() const { return given_width_; }  // 0: no rows can be given
   long vocabulary() const { return slots_[static_cast<size_t>(logits_)].width; }
   // Can tokens be picked without logits?  If not, every drawn row has logits.
   bool picks() const { return picks_; }
@@ -162,6 +167,7 @@ class Program {
   std::vector<long> widths_;             // largest bytes a row of each buffer
   int hidden_ = -1;
   int logits_ = -1;
+  long given_width_ = 0;
   bool picks_ = false;
   int head_ = -1;  // the node that computes the logits, when tokens can be picked
   Form head_form_{};

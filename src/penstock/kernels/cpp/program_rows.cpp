@@ -2,6 +2,7 @@
 #include "program.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "program_checks.hpp"
 
@@ -10,6 +11,18 @@ namespace penstock {
 int Program::positions(const Matrix& table) {
   expect(!nodes_.empty() && !finished_, "a step begins with its tokens");
   return add({.op = Op::kPositions, .in = -1, .out = -1, .matrix = table}, inputs(table), RowsOf::kTokens, false);
+}
+
+void Program::place_rows(int hidden) {
+  const Slot& in = given(hidden, false, "rows are given of hidden values");
+  expect(in.rows == RowsOf::kTokens && given_width_ == 0, "rows are given once, of the step's tokens");
+  given_width_ = in.width;
+  nodes_.push_back({.op = Op::kOther, .in = hidden, .out = hidden, .other = [=, this](const StepView& step) {
+    char* to = data(hidden);
+    const size_t bytes = row_bytes(slots_[static_cast<size_t>(hidden)]);
+    for (long row = 0; row < step.given_count; ++row)
+      std::memcpy(to + static_cast<size_t>(step.given_rows[row]) * bytes, step.given + row * given_width_, bytes);
+  }});
 }
 
 int Program::layer_norm(int hidden, const float* weight, const float* bias, long width, float eps) {

@@ -39,6 +39,14 @@ __attribute__((noinline)) void rotate_interleaved(const float* head, const float
   for (long i = 0; i < half; ++i) to[2 * i] = turned[i], to[2 * i + 1] = turned[half + i];
 }
 
+// cos and sin of a token whose axes are turned by rows of their own (M-RoPE, arXiv:2409.12191).
+inline void angles_by_axis(const RopeView& rope, const int32_t* turns, float* angles) {
+  for (long i = 0; i < rope.pairs; ++i) {
+    const float* row = rope.table + turns[rope.axes[i]] * 2 * rope.pairs;
+    angles[i] = row[i], angles[rope.pairs + i] = row[rope.pairs + i];
+  }
+}
+
 // What one row of the table does to a head: its first 2 * pairs columns are turned, the others stay.
 // Plain: all columns are turned, as halves.
 template <bool kPlain>
@@ -88,8 +96,12 @@ void rope_rows(const RopeArgs& args) {
     const float* head = args.qkv + token * width;
     const int32_t* table = args.batch.table + args.sequence_of[token] * args.batch.table_width;
     const long page = table[position / kPageTokens], slot = position % kPageTokens;
-    const Turn<kPlain> turn(args.rope, args.angles_of[token], key_dim);
-    alignas(64) float turned[kMaxHeadDim];
+    Turn<kPlain> turn(args.rope, args.angles_of[token], key_dim);
+    alignas(64) float angles[kMaxHeadDim], turned[kMaxHeadDim];
+    if (args.rope.axes != nullptr && args.batch.turns != nullptr) {
+      angles_by_axis(args.rope, args.batch.turns + token * 3, angles);
+      turn.angles = angles;
+    }
     alignas(64) Value rounded[kMaxHeadDim];
     Value* q = static_cast<Value*>(args.q) + token * args.heads * key_dim;
     for (int h = 0; h < args.heads; ++h, head += key_dim, q += key_dim) {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
-from penstock.engine.service.held import Held
+from penstock.engine.service.held import Held, Ready
 from penstock.errors import GrammarRefused
-from penstock.types import BlockHash, Grammar, GrammarKind, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
 
 SLOW = Grammar(kind=GrammarKind.REGEX, text="slow")
 NEVER = Grammar(kind=GrammarKind.REGEX, text="never")
@@ -36,7 +38,7 @@ def granted(name: str, epoch: int = 0) -> Event:
 
 
 def test_who_follows_no_grammar_passes():
-    held = Held(Compiler(), lambda event, reason: None)
+    held = Held(Ready(Compiler()), lambda event, reason: None)
     events = [arrive("a"), granted("a"), PagesArrived(id=RequestId("x"), epoch=0, computed=3)]
     assert held.sift(events) == events
     assert not held
@@ -45,7 +47,7 @@ def test_who_follows_no_grammar_passes():
 def test_what_is_said_of_a_request_waits_with_it_in_order():
     """A credit that came before its request would be lost, and the request would wait for it for ever."""
     compiler = Compiler()
-    held = Held(compiler, lambda event, reason: None)
+    held = Held(Ready(compiler), lambda event, reason: None)
     slow, credit, other = arrive("a", SLOW), granted("a"), arrive("b")
     assert held.sift([slow, other]) == [other]
     assert held.sift([credit, granted("b")]) == [granted("b")]
@@ -57,7 +59,7 @@ def test_what_is_said_of_a_request_waits_with_it_in_order():
 
 
 def test_who_leaves_while_waiting_never_arrives():
-    held = Held(Compiler(), lambda event, reason: None)
+    held = Held(Ready(Compiler()), lambda event, reason: None)
     cancelled = Cancelled(id=RequestId("a"), epoch=0)
     assert held.sift([arrive("a", SLOW), granted("a")]) == []
     assert held.sift([cancelled]) == [cancelled]
@@ -66,7 +68,7 @@ def test_who_leaves_while_waiting_never_arrives():
 
 def test_a_later_epoch_stays_when_an_earlier_one_is_cancelled():
     compiler = Compiler()
-    held = Held(compiler, lambda event, reason: None)
+    held = Held(Ready(compiler), lambda event, reason: None)
     later = arrive("a", SLOW, epoch=2)
     held.sift([arrive("a", SLOW, epoch=1), later])
     held.sift([Cancelled(id=RequestId("a"), epoch=1)])
@@ -76,7 +78,15 @@ def test_a_later_epoch_stays_when_an_earlier_one_is_cancelled():
 
 def test_a_refused_grammar_is_told_and_its_request_never_arrives():
     told: list[tuple[str, str]] = []
-    held = Held(Compiler(), lambda event, reason: told.append((event.id, reason)))
+    held = Held(Ready(Compiler()), lambda event, reason: told.append((event.id, reason)))
     assert held.sift([arrive("a", NEVER), arrive("b")]) == [arrive("b")]
-    assert told == [("a", "no")]
+    assert told == [("a", "grammar: no")]
     assert not held
+
+
+def test_images_of_a_model_that_reads_text_are_refused():
+    told: list[str] = []
+    held = Held(Ready(), lambda event, reason: told.append(reason))
+    shown = replace(arrive("a"), images=(PlacedImage(bytes(32), 0, 1, 1),))
+    assert held.sift([shown, arrive("b")]) == [arrive("b")]
+    assert told == ["image: this engine reads text only"]

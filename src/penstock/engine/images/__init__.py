@@ -1,0 +1,1 @@
+"""Images in prompts: encoded before their prompts are read, kept by content, put in the place of tokens."""

@@ -1,0 +1,183 @@
+"""Images from public addresses, for services whose operator allows it (``remote_images``).
+
+Never from an internal address: a name is resolved once, every address that it has must be public, and the connection
+goes to one of those very addresses; each redirect is looked at in the same way.  No proxy, no cookie, no credentials.
+One time limit holds for all of it, one size limit for the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
+
+import httptools
+
+from penstock.intake.images.pixels import bad_image
+
+MAX_REDIRECTS = 3
+MAX_HEAD_BYTES = 64 << 10
+MAX_URL_CHARS = 2048
+PORTS = {"http": 80, "https": 443}
+_REDIRECTS = (301, 302, 303, 307, 308)
+_CHUNK = 64 << 10
+_INWARD = tuple(
+    map(
+        ipaddress.ip_network,
+        ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16", "::/96", "192.0.0.0/24", "192.88.99.0/24"),
+    )
+)
+"""Networks in which other addresses hide (translated, tunnelled, compatible ones), or whose members are no hosts."""
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Host and port to addresses."""
+
+
+def is_public(address: str) -> bool:
+    """Is this an address of the public Internet?  One that cannot be read is not."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        return is_public(str(found.ipv4_mapped))
+    if any(found in network for network in _INWARD):
+        return False
+    return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """As the system resolves names.  Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+class RemoteImages:
+    """Fetches over HTTP/1.1."""
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_seconds: float,
+        resolve: Resolve = resolve,
+        public: Callable[[str], bool] = is_public,
+    ) -> None:
+        """``resolve`` and ``public`` are exchanged in tests only."""
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self._resolve = resolve
+        self._public = public
+        self._tls = ssl.create_default_context()
+
+    async def fetch(self, url: str, where: str) -> bytes:
+        """The body at ``url``.  Raises RequestError, naming ``where``; what an internal server said is not told."""
+        try:
+            async with asyncio.timeout(self._max_seconds):
+                return await self._follow(url, where)
+        except TimeoutError:
+            raise bad_image(where, f"fetching it took more than {self._max_seconds:g} s (remote_image_s).") from None
+        except (OSError, ValueError, httptools.HttpParserError):
+            raise bad_image(where, "it could not be fetched.") from None
+
+    async def _follow(self, url: str, where: str) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            answer = await self._get(_split(url, where), where)
+            if answer.status in _REDIRECTS and answer.location:
+                url = urljoin(url, answer.location)
+                continue
+            if answer.status != 200:
+                raise bad_image(where, f"its server answered with status {answer.status}.")
+            return bytes(answer.body)
+        raise bad_image(where, f"it is behind more than {MAX_REDIRECTS} redirects.")
+
+    async def _get(self, url: SplitResult, where: str) -> _Answer:
+        host, port = str(url.hostname), PORTS[url.scheme]
+        addresses = await self._resolve(host, port)
+        if not addresses or not all(map(self._public, addresses)):
+            raise bad_image(where, "its address is not a public one.")
+        tls = self._tls if url.scheme == "https" else None
+        name = host if tls is not None else None
+        reader, writer = await asyncio.open_connection(addresses[0], port, ssl=tls, server_hostname=name)
+        try:
+            writer.write(_request(url))
+            await writer.drain()
+            return await self._read(reader, where)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _read(self, reader: asyncio.StreamReader, where: str) -> _Answer:
+        answer = _Answer()
+        parser = httptools.HttpResponseParser(answer)
+        answer.parser = parser
+        received = 0
+        while not answer.complete:
+            data = await reader.read(_CHUNK)
+            if not data:
+                break  # a body without a length ends so
+            received += len(data)
+            parser.feed_data(data)
+            if len(answer.body) > self._max_bytes or received > self._max_bytes + MAX_HEAD_BYTES:
+                raise bad_image(where, f"it is larger than {self._max_bytes} bytes (max_image_bytes).")
+        if not answer.status:
+            raise bad_image(where, "its server gave no answer.")
+        return answer
+
+
+class _Answer:
+    """What ``httptools`` calls while it reads a response."""
+
+    def __init__(self) -> None:
+        self.parser: httptools.HttpResponseParser | None = None
+        self.status = 0
+        self.location = ""
+        self.body = bytearray()
+        self.complete = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"location":
+            self.location = value.decode("latin-1")[:MAX_URL_CHARS]
+
+    def on_headers_complete(self) -> None:
+        if self.parser is not None:
+            self.status = self.parser.get_status_code()
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+def _split(url: str, where: str) -> SplitResult:
+    """The parts of a URL that may be fetched."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise bad_image(where, "its URL cannot be read.") from None
+    if parts.scheme not in PORTS or not parts.hostname:
+        raise bad_image(where, "its URL must begin with data:, https:// or http://.")
+    if parts.username is not None or parts.password is not None or port not in (None, PORTS[parts.scheme]):
+        raise bad_image(where, "its URL may name neither a user nor another port than its scheme's.")
+    return parts
+
+
+def _request(url: SplitResult) -> bytes:
+    path = quote(url._replace(scheme="", netloc="", fragment="").geturl() or "/", safe="!$%&'()*+,/:;=?@[]~")
+    host = str(url.hostname)
+    lines = [
+        f"GET {path if path.startswith('/') else '/' + path} HTTP/1.1",
+        f"Host: [{host}]" if ":" in host else f"Host: {host.encode('idna').decode()}",
+        "Accept: image/*",
+        "Accept-Encoding: identity",
+        "User-Agent: penstock",
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("ascii")

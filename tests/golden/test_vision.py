@@ -1,0 +1,217 @@
+"""Models that see compute what transformers computes, both in fp32, and keep law 1 with images in the prompt."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity_oracle import Oracle
+from PIL import Image
+from test_parity import check_rows, whole_rows
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from penstock.config.schema import Limits
+from penstock.engine.core.request import Request
+from penstock.engine.models.vision import Grid, patches_of
+from penstock.hashing import picture_hash
+from penstock.intake.images.pixels import picture_of
+from penstock.intake.images.preparing import Seen, expanded
+from penstock.intake.images.recipe import read_recipe
+from penstock.kernels.recording import RecordedProgram
+from penstock.types import PAGE_TOKENS, Picture, SamplingParams, TokenLogprob
+from penstock.weights.small_files import small_files
+from penstock.weights.vision import SeeingDecoder
+from runner_bench import RunnerBench
+from vision_models import IMAGE_TOKEN, KINDS, PREPROCESSOR, VOCAB, encoded, picture, write_vision_model
+
+ANSWER = 4
+SIZES = ((149, 90), (61, 230), (30, 30))
+"""Width and height: 5 x 3, 2 x 8 and (made larger) 2 x 2 tokens."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tiny model behind the runner and behind transformers, and a prompt with three images."""
+
+    folder: Path
+    bench: RunnerBench
+    oracle: Oracle
+    images: list[Image.Image]
+    prompt: Seen
+
+    def request(self, *, told: bool = False, pictures: Sequence[Picture] | None = None) -> Request:
+        sampling = SamplingParams(
+            seed=3, max_tokens=ANSWER, temperature=0.8, logprobs=VOCAB, prompt_logprobs=VOCAB if told else None
+        )
+        shown = self.prompt.pictures if pictures is None else pictures
+        return self.bench.request(self.prompt.tokens, sampling, images=self.prompt.images, pictures=shown)
+
+
+def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1, 7, 40)) -> Seen:
+    """A prompt with ``words`` of text before, between and after the images."""
+    recipe = read_recipe(small_files(folder))
+    assert recipe is not None
+    assert recipe.token == IMAGE_TOKEN
+    rng = np.random.default_rng(5)
+    tokens: list[int] = rng.integers(0, 150, words[0]).tolist()
+    for count in words[1 : len(images) + 1]:
+        tokens += [IMAGE_TOKEN, *rng.integers(0, 150, count).tolist()]
+    pictures = [picture_of(encoded(image), recipe, Limits(), "here") for image in images]
+    return expanded(tokens, IMAGE_TOKEN, [(one, picture_hash(one)) for one in pictures])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = write_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+    images = [picture(*size, seed=index) for index, size in enumerate(SIZES)]
+    bench = RunnerBench(folder)
+    if bench.ops.numerics.startswith("cpp"):
+        assert isinstance(bench.runner.program, RecordedProgram)
+    return Place(folder, bench, Oracle.of(folder), images, seen(folder, images))
+
+
+def processed(images: list[Image.Image]) -> dict[str, Any]:
+    """As transformers prepares them."""
+    options = {name: value for name, value in PREPROCESSOR.items() if name != "image_processor_type"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(Qwen2VLImageProcessorPil(**options)(images, return_tensors="pt"))
+
+
+def of_transformers(place: Place, seen: Seen, images: list[Image.Image]) -> NDArray[np.float64]:
+    """Log-probabilities after every position."""
+    ids = torch.tensor([seen.tokens])
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        told = place.oracle.model(input_ids=ids, mm_token_type_ids=(ids == IMAGE_TOKEN).int(), **processed(images))
+    return torch.log_softmax(told.logits[0].double(), dim=-1).numpy()
+
+
+def test_images_are_prepared_as_transformers_prepares_them(place: Place) -> None:
+    vision = place.bench.spec.own(SeeingDecoder).vision
+    wanted = processed(place.images)
+    grids = [[1, one.rows * 2, one.columns * 2] for one in place.prompt.pictures]
+    assert wanted["image_grid_thw"].tolist() == grids
+    got = np.concatenate([patches_of(vision, one) for one in place.prompt.pictures])
+    np.testing.assert_allclose(got, wanted["pixel_values"].numpy(), atol=1e-5)
+
+
+def test_log_probabilities_are_those_of_transformers(place: Place) -> None:
+    request = place.request(told=True)
+    drawn = place.bench.read(request, len(place.prompt.tokens))
+    got_TV = whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), VOCAB)
+    check_rows(got_TV, of_transformers(place, place.prompt, place.images))
+    place.bench.release(request)
+    others = [picture(*size, seed=index + 7) for index, size in enumerate(SIZES)]
+    same_ids = seen(place.folder, others)
+    assert same_ids.tokens == place.prompt.tokens
+    assert np.abs(of_transformers(place, same_ids, others) - got_TV).max() > 0.1  # images matter
+
+
+def test_a_text_without_images_is_that_of_a_model_that_reads_text_only(place: Place) -> None:
+    tokens = [token for token in place.prompt.tokens if token != IMAGE_TOKEN]
+    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=VOCAB, prompt_logprobs=VOCAB)
+    request = place.bench.request(tokens, sampling)
+    drawn = place.bench.read(request, 33)
+    check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), VOCAB), place.oracle.logprobs_TV(tokens))
+    place.bench.release(request)
+
+
+def test_no_bit_depends_on_the_way(place: Place) -> None:
+    want = alone(place, len(place.prompt.tokens))
+    assert alone(place, 7) == want  # chunks begin and end within images
+    assert in_company(place) == want
+    assert on_cached_pages(place) == want
+    assert after_a_preemption(place) == want
+
+
+def test_rows_do_not_depend_on_the_memory_for_them(place: Place) -> None:
+    want = alone(place, 11)
+    assert (
+        alone(Place(place.folder, RunnerBench(place.folder, image_cache=1), place.oracle, [], place.prompt), 11) == want
+    )
+
+
+def test_bf16_keeps_law_1(place: Place) -> None:
+    narrow = Place(place.folder, RunnerBench(place.folder, "bf16"), place.oracle, [], place.prompt)
+    assert alone(narrow, 9) == alone(narrow, len(place.prompt.tokens))
+
+
+def test_windows_hold_all_patches_once(place: Place) -> None:
+    vision = place.bench.spec.own(SeeingDecoder).vision
+    for rows, columns in ((1, 1), (3, 5), (4, 4), (2, 9)):
+        grid = Grid(vision, rows, columns)
+        assert sorted(grid.patches_T) == list(range(4 * rows * columns))
+        assert grid.windows_S1[-1] == grid.whole_S1[-1] == 4 * rows * columns
+        assert (np.diff(grid.windows_S1) > 0).all()
+
+
+Told = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]
+
+
+def alone(place: Place, chunk: int) -> Told:
+    request = place.request()
+    told = answered(place, request, [*place.bench.read(request, chunk).logprobs])
+    place.bench.release(request)
+    return told
+
+
+def in_company(place: Place) -> Told:
+    """Beside one that writes after an image of its own, and one that reads text."""
+    bench = place.bench
+    own = seen(place.folder, [picture(120, 60, seed=9)])
+    writer = bench.request(own.tokens, SamplingParams(seed=9, max_tokens=60), images=own.images, pictures=own.pictures)
+    bench.read(writer, 90)
+    reader = bench.request([5] * 90, SamplingParams(seed=9, max_tokens=1))
+    request = place.request()
+    logprobs: list[TokenLogprob] = []
+    while len(request.output) < ANSWER:
+        work = [(writer, 1), (request, min(30, request.missing)), (reader, min(15, reader.missing - 1))]
+        logprobs += bench.step([item for item in work if item[1] > 0])[1].logprobs
+    told = (tuple(request.output), tuple(logprobs))
+    for one in (writer, reader, request):
+        bench.release(one)
+    return told
+
+
+def on_cached_pages(place: Place) -> Told:
+    """The prompt's first pages, which end within an image, were computed for another request."""
+    first, second = place.request(), place.request()
+    place.bench.read(first, 64)
+    image = place.prompt.images[1]
+    pages = (image.end - 1) // PAGE_TOKENS
+    assert image.at < pages * PAGE_TOKENS < image.end
+    own, second.pages[:pages] = second.pages[:pages], first.pages[:pages]
+    second.computed = pages * PAGE_TOKENS
+    told = answered(place, second, [*place.bench.read(second, 64).logprobs])
+    second.pages[:pages] = own
+    place.bench.release(first)
+    place.bench.release(second)
+    return told
+
+
+def after_a_preemption(place: Place) -> Told:
+    """In mid-answer: prompt and answer are computed anew, on other pages."""
+    request = place.request()
+    logprobs = [*place.bench.read(request, 64).logprobs]
+    logprobs += place.bench.step([(request, 1)])[0].logprobs
+    place.bench.release(request)
+    place.bench.give_pages(request)
+    logprobs += place.bench.read(request, 10).logprobs
+    told = answered(place, request, logprobs)
+    place.bench.release(request)
+    return told
+
+
+def answered(place: Place, request: Request, logprobs: list[TokenLogprob]) -> Told:
+    """The rest of the answer, token by token."""
+    while len(request.output) < ANSWER:
+        logprobs += place.bench.step([(request, 1)])[0].logprobs
+    return tuple(request.output), tuple(logprobs)

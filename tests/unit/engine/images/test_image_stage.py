@@ -1,0 +1,190 @@
+"""Images on their way to the scheduler: encoded once, kept while they are needed, refused when they are others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock.engine.core.plan import Arrive
+from penstock.engine.images.stage import ImageStage
+from penstock.engine.models.vision import ImageEncoder
+from penstock.errors import ImageRefused
+from penstock.hashing import picture_hash
+from penstock.kernels.ops import Ops
+from penstock.types import BlockHash, Leg, Picture, PlacedImage, RequestId, SamplingParams
+
+SIDE, WIDTH, LAYERS = 2, 8, 3
+TOKENS = 6
+BYTES = TOKENS * WIDTH * 4
+
+
+class _Encoding:
+    def __init__(self, picture: Picture) -> None:
+        self._left = LAYERS
+        self.rows: NDArray[np.float32] = np.full((TOKENS, WIDTH), picture.pixels[0], np.float32)
+
+    def advance(self, ops: Ops) -> bool:
+        self._left -= 1
+        return self._left == 0
+
+
+class _Encoder:
+    """Its rows are the first tone of the picture."""
+
+    token_side, width, axes = SIDE, WIDTH, True
+
+    def begin(self, ops: Ops, picture: Picture) -> _Encoding:
+        return _Encoding(picture)
+
+
+class Clock:
+    """Every look takes a second: one layer a turn."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def stage(limit: int = 1 << 20, covered: int = 0) -> ImageStage:
+    encoder = cast(ImageEncoder, _Encoder())
+    return ImageStage(encoder, cast(Ops, None), cache_bytes=limit, covered=lambda event: covered, clock=Clock())
+
+
+def shown(tone: int) -> Picture:
+    pixels = bytes([tone] * (3 * TOKENS * SIDE**2))
+    return Picture(2, 3, pixels, 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def arrive(name: str, tones: Sequence[int], leg: Leg = Leg.WHOLE) -> Arrive:
+    pictures = [shown(tone) for tone in tones]
+    images = [
+        PlacedImage(picture_hash(one), index * TOKENS, one.rows, one.columns) for index, one in enumerate(pictures)
+    ]
+    return Arrive(
+        id=RequestId(name), epoch=1, leg=leg, prompt=(5,) * 40, sampling=SamplingParams(seed=1, max_tokens=4),
+        arrival=0.0, root=BlockHash(bytes(32)), images=images, pictures=() if leg is Leg.DECODE else pictures,
+    )  # fmt: skip
+
+
+def rows(stage: ImageStage, event: Arrive, index: int = 0) -> float:
+    return float(stage.rows(event.images[index], event.pictures, index)[0, 0])
+
+
+def test_a_request_waits_for_its_images_layer_by_layer():
+    own, event = stage(), arrive("a", [7, 9])
+    turns = 0
+    while not own.ready(event):
+        assert own.work()
+        turns += 1
+    assert turns == 2 * LAYERS
+    assert not own.work()
+    assert [rows(own, event, index) for index in (0, 1)] == [7, 9]
+    assert own.counters.images == 2
+    assert own.counters.slices == turns
+
+
+def test_an_image_is_encoded_once():
+    own = stage()
+    finish(own, arrive("a", [7]))
+    assert own.ready(arrive("b", [7]))
+    assert (own.counters.images, own.counters.queries, own.counters.hits) == (1, 2, 1)
+
+
+def test_the_prefix_cache_spares_encoding():
+    own = stage(covered=2 * TOKENS)
+    assert own.ready(arrive("a", [7, 9]))
+    assert not own.ready(arrive("b", [7, 9, 11]))
+    assert finish(own, arrive("b", [7, 9, 11])) == LAYERS
+
+
+def test_whoever_only_writes_the_answer_waits_for_nothing():
+    assert stage().ready(arrive("a", [7], Leg.DECODE))
+
+
+def test_rows_held_stay_and_others_go_by_age():
+    own = stage(limit=2 * BYTES)
+    for name, tone in (("a", 1), ("b", 2)):
+        finish(own, arrive(name, [tone]))
+    own.forget(RequestId("a"))
+    own.forget(RequestId("b"))
+    finish(own, arrive("c", [3]))
+    assert own.counters.images == 3
+    assert own.ready(arrive("b2", [2]))
+    assert not own.ready(arrive("a2", [1]))  # used longest ago
+
+
+def test_no_more_is_encoded_ahead_than_there_is_room_for():
+    own = stage(limit=2 * BYTES)
+    first, second = arrive("a", [1, 2]), arrive("b", [3])
+    finish(own, first)
+    assert not own.ready(second)
+    assert not own.work()  # until somebody has read what there is
+    own.forget(first.id)
+    finish(own, second)
+
+
+def test_more_than_the_room_is_encoded_for_one_request():
+    own = stage(limit=BYTES)
+    event = arrive("a", [1, 2, 3])
+    finish(own, event)
+    assert [rows(own, event, index) for index in range(3)] == [1, 2, 3]
+    assert own.counters.images == 3
+
+
+def test_what_was_lost_is_encoded_anew_in_a_step():
+    own, event = stage(limit=1), arrive("a", [7])
+    finish(own, event)
+    own.forget(event.id)
+    assert rows(own, event) == 7
+    assert own.counters.images == 2
+    with pytest.raises(ValueError, match="picture is not here"):
+        own.rows(arrive("b", [8]).images[0], (), 0)
+
+
+def test_a_request_that_goes_leaves_nothing_to_do():
+    own, event = stage(), arrive("a", [7])
+    assert not own.ready(event)
+    own.forget(event.id)
+    assert not own.work()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"images": [PlacedImage(bytes(32), 38, 2, 3)]}, "within the prompt"),
+        ({"images": [PlacedImage(bytes(32), 0, 2, 3), PlacedImage(bytes(32), 5, 2, 3)]}, "over another"),
+        ({"pictures": []}, "1 images, 0 pictures"),
+        ({"pictures": [msgspec.structs.replace(shown(7), rows=3)]}, "another size"),
+        ({"pictures": [msgspec.structs.replace(shown(7), pixels=b"x")]}, "number of pixels"),
+        ({"pictures": [shown(8)]}, "damaged"),
+    ],
+)
+def test_what_is_not_itself_is_refused(change: dict[str, Any], why: str):
+    event = arrive("a", [7])
+    fields = {name: getattr(event, name) for name in Arrive.__dataclass_fields__}
+    with pytest.raises(ImageRefused, match=why):
+        stage().ready(Arrive(**fields | change))
+
+
+def test_a_model_that_reads_text_refuses_images():
+    blind = ImageStage(None, cast(Ops, None), cache_bytes=1)
+    assert blind.ready(arrive("a", []))
+    with pytest.raises(ImageRefused, match="text only"):
+        blind.ready(arrive("a", [7]))
+
+
+def finish(stage: ImageStage, event: Arrive) -> int:
+    """Until the request may go on; how many turns that took."""
+    turns = 0
+    while not stage.ready(event):
+        assert stage.work()
+        turns += 1
+    return turns

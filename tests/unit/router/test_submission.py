@@ -1,0 +1,54 @@
+"""What a leg is sent: everybody learns where images stand, and who reads the prompt gets their pixels too."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.hashing import block_hashes, chain_root
+from penstock.router.decide import Chosen
+from penstock.router.submission import submissions
+from penstock.types import (
+    Leg,
+    ModelIdentity,
+    Picture,
+    PlacedImage,
+    RequestId,
+    SamplingParams,
+    ValidRequest,
+    WorkerId,
+)
+
+ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
+IMAGE = PlacedImage(bytes(32), 3, 4, 5)
+PICTURE = Picture(4, 5, b"xyz", 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def request() -> ValidRequest:
+    prompt = (7,) * 40
+    return ValidRequest(
+        id=RequestId("r/0"),
+        prompt=prompt,
+        block_hashes=tuple(block_hashes(ROOT, prompt, images=(IMAGE,))),
+        sampling=SamplingParams(seed=1, max_tokens=4),
+        arrival=0.0,
+        images=(IMAGE,),
+        pictures=(PICTURE,),
+    )
+
+
+def chosen(leg: Leg) -> Chosen:
+    return Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
+
+
+@pytest.mark.parametrize(("leg", "reads"), [(Leg.WHOLE, True), (Leg.PREFILL, True), (Leg.DECODE, False)])
+def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
+    (sent,) = submissions(request(), 1, (), [chosen(leg)], ROOT)
+    assert sent.images == (IMAGE,)
+    assert sent.pictures == ((PICTURE,) if reads else ())
+    assert sent.block_hashes == request().block_hashes  # the first block begins with the image
+
+
+def test_hashes_of_another_identity_stay_away():
+    other = chain_root(ModelIdentity(fingerprint="other", numerics="n"))
+    (sent,) = submissions(request(), 1, (), [chosen(Leg.WHOLE)], other)
+    assert sent.block_hashes == ()

@@ -1,0 +1,50 @@
+"""The block chain knows which images its tokens stand for, and where each began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.hashing import block_hashes, chain_root, picture_hash
+from penstock.types import BlockHash, ModelIdentity, Picture, PlacedImage
+
+ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
+TOKENS = [7] * 64
+
+
+def chain(*images: PlacedImage, tokens: Sequence[int] = TOKENS) -> list[BlockHash]:
+    return list(block_hashes(ROOT, tokens, images=images))
+
+
+def placed(name: int, at: int, rows: int = 4, columns: int = 5) -> PlacedImage:
+    return PlacedImage(bytes([name] * 32), at, rows, columns)
+
+
+def test_blocks_before_an_image_are_shared_and_none_behind():
+    plain, one, other = chain(), chain(placed(1, 20)), chain(placed(2, 20))
+    assert plain[:1] == one[:1] == other[:1]
+    assert not set(one[1:]) & set(other[1:])
+    assert not set(one[1:]) & set(plain[1:])
+
+
+def test_an_image_elsewhere_is_another_block():
+    assert len({tuple(chain(placed(1, at))) for at in range(20, 24)}) == 4
+    assert chain(placed(1, 20, 4, 5))[-1] == chain(placed(1, 20, 4, 5))[-1]
+
+
+def test_two_images_in_one_block_are_told_from_their_exchange():
+    assert chain(placed(1, 16, 1, 4), placed(2, 22, 1, 4)) != chain(placed(2, 16, 1, 4), placed(1, 22, 1, 4))
+
+
+def test_a_picture_is_named_by_all_that_a_model_sees_of_it():
+    one = Picture(2, 3, b"abc" * 6, 0.5, (0.0, 0.1, 0.2), (1.0, 1.0, 1.0))
+    changes = (
+        {"rows": 3, "columns": 2},
+        {"pixels": b"abd" * 6},
+        {"scale": 0.25},
+        {"mean": (0.0, 0.1, 0.3)},
+        {"deviation": (1.0, 2.0, 1.0)},
+    )
+    names = {picture_hash(one), *(picture_hash(msgspec.structs.replace(one, **change)) for change in changes)}
+    assert len(names) == 1 + len(changes)
