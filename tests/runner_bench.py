@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Arrive, Drawn, Plan, Row
 from penstock.engine.core.request import Request
 from penstock.engine.images.stage import ImageStage
@@ -121,7 +122,8 @@ class RunnerBench:
     def give_pages(self, request: Request) -> None:
         """As many as it can ever need."""
         need = -(-request.last // PAGE_TOKENS)
-        request.adopt([self._free.pop() for _ in range(need)], page_tokens=PAGE_TOKENS)
+        held = [Holding(0, [self._free.pop() for _ in range(need)]) for _ in self.spec.kv.reaches]
+        request.adopt(held, page_tokens=PAGE_TOKENS)
 
     def release(self, request: Request) -> None:
         """Take the pages back and forget what was computed, as a preemption does."""

@@ -215,10 +215,13 @@ def on_cached_pages(place: Place) -> Told:
     first, second = place.request(), place.request()
     place.bench.read(first, 64)
     pages = LENGTH // PAGE_TOKENS - 2
-    own, second.pages[:pages] = second.pages[:pages], first.pages[:pages]
+    own = [held.pages[:pages] for held in second.held]
+    for held, shared in zip(second.held, first.held, strict=True):
+        held.pages[:pages] = shared.pages[:pages]
     second.computed = pages * PAGE_TOKENS
     told = answered(place, second, [*place.bench.read(second, LENGTH).logprobs])
-    second.pages[:pages] = own
+    for held, pages_before in zip(second.held, own, strict=True):
+        held.pages[:pages] = pages_before
     place.bench.release(first)
     place.bench.release(second)
     return told

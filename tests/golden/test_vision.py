@@ -188,10 +188,11 @@ def on_cached_pages(place: Place) -> Told:
     image = place.prompt.images[1]
     pages = (image.end - 1) // PAGE_TOKENS
     assert image.at < pages * PAGE_TOKENS < image.end
-    own, second.pages[:pages] = second.pages[:pages], first.pages[:pages]
+    (mine,), (theirs,) = second.held, first.held
+    own, mine.pages[:pages] = mine.pages[:pages], theirs.pages[:pages]
     second.computed = pages * PAGE_TOKENS
     told = answered(place, second, [*place.bench.read(second, 64).logprobs])
-    second.pages[:pages] = own
+    mine.pages[:pages] = own
     place.bench.release(first)
     place.bench.release(second)
     return told

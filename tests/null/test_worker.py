@@ -159,7 +159,7 @@ def test_a_flipped_bit_is_found_and_the_request_returned():
     decode.stopped = True  # what is announced now is copied later
     while not prefill.sender.open_legs or not prefill.scheduler.find("r").announced:
         stage.turn()
-    prefill.memory.view(prefill.scheduler.find("r").pages[0])[5] ^= 1
+    prefill.memory.view(prefill.scheduler.find("r").held[0].pages[0])[12] ^= 1
     decode.stopped = False
     stage.run()
     assert [(name, r.reason) for name, r in stage.returned][:1] == [("d", "pages_lost: corrupt")]

@@ -25,12 +25,17 @@ from penstock.kv.transfer.memory import MemoryCarrier
 from penstock.kv.transfer.port import PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
+from penstock.reach import EVERYTHING, Reach
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Hello, PageSource, Report, Returned, Submit, TokenItem, Tokens
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
+WINDOW = 40
+WINDOWED = KvLayout.of(  # the same pages, for a layer that reads everything and one that reads the last 40
+    KvShape.plain(layers=2, kv_heads=1, head_dim=2).grouped([EVERYTHING, Reach(window=WINDOW)]), "fp32"
+)
 VOCAB = 1000
 
 
@@ -43,21 +48,24 @@ class MarkingRunner(NullRunner):
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
         for row in plan.rows:
-            self._check(row)
-            for position in range(row.start, row.start + row.count):
-                self._place(row, position)[:4] = struct.pack("<I", row.request.tokens(position, position + 1)[0])
+            for group, reach in enumerate(self._memory.layout.shape.reaches):
+                self._check(row, group, reach.first(row.start))
+                for position in range(row.start, row.start + row.count):
+                    token = row.request.tokens(position, position + 1)[0]
+                    self._place(row, group, position)[:8] = struct.pack("<II", token, group)
         return super().run(plan)
 
-    def _check(self, row: Row) -> None:
-        known = row.request.tokens(0, row.start)
-        found = tuple(struct.unpack("<I", self._place(row, position)[:4])[0] for position in range(row.start))
+    def _check(self, row: Row, group: int, first: int) -> None:
+        known = [(token, group) for token in row.request.tokens(first, row.start)]
+        found = [struct.unpack("<II", self._place(row, group, at)[:8]) for at in range(first, row.start)]
         assert found == known, f"{row.request.id}: pages hold {found}, not {known}"
 
-    def _place(self, row: Row, position: int) -> memoryview:
-        page = self._memory.view(row.request.pages[position // LAYOUT.page_tokens])
+    def _place(self, row: Row, group: int, position: int) -> memoryview:
+        block, slot = divmod(position, LAYOUT.page_tokens)
+        own = row.request.held[group]
+        assert own.begin <= block, f"{row.request.id}: block {block} was given back"
         size = LAYOUT.page_bytes // LAYOUT.page_tokens
-        start = position % LAYOUT.page_tokens * size
-        return page[start : start + size]
+        return self._memory.view(own.pages[block])[slot * size : (slot + 1) * size]
 
 
 class StageWorker:
@@ -76,7 +84,7 @@ class StageWorker:
         self.name = WorkerId(name)
         self.incarnation = incarnation
         self.endpoint = f"memory://{name}" if incarnation == 1 else f"memory://{name}-{incarnation}"
-        self.memory = KvMemory.anonymous(LAYOUT, scheduler.setdefault("pages", 64))
+        self.memory = KvMemory.anonymous(stage.layout, scheduler.setdefault("pages", 64))
         stage.memories[self.name] = self.memory
         scheduler.setdefault("max_model_len", 256)
         config = WorkerConfig(
@@ -85,10 +93,10 @@ class StageWorker:
             role=role,
             endpoint=self.endpoint,
             carrier="memory",
-            scheduler=SchedulerConfig(**scheduler),
+            scheduler=SchedulerConfig(reaches=stage.layout.shape.reaches, **scheduler),
             hand_over=stage.hand_over,
         )
-        carrier = MemoryCarrier(self.memory, stage.memories, PageSeal(identity, LAYOUT))
+        carrier = MemoryCarrier(self.memory, stage.memories, PageSeal(identity, stage.layout))
         self.scheduler = Scheduler(config.scheduler)
         self.sender = HandOverSender(config.hand_over, carrier, config.incarnation)
         self.receiver = HandOverReceiver(config.hand_over, carrier)
@@ -116,7 +124,8 @@ class StageWorker:
 class Stage:
     """Workers, a hub between them, a clock, and a gateway that writes down what it is told."""
 
-    def __init__(self, *, lease_s: float = 1.0, hub: MemoryHub | None = None) -> None:
+    def __init__(self, *, lease_s: float = 1.0, hub: MemoryHub | None = None, layout: KvLayout = LAYOUT) -> None:
+        self.layout = layout
         self.clock = VirtualClock(100.0)
         self.hub = hub or MemoryHub()
         self.hand_over = HandOverConfig(lease_s=lease_s)
@@ -224,8 +233,8 @@ def expected(prompt_len: int, *, seed: int = 7, tokens: int = 8) -> list[int]:
     return [null_token(sampling, prompt_len + i, vocab=VOCAB) for i in range(tokens)]
 
 
-def split(**scheduler: int) -> tuple[Stage, StageWorker, StageWorker]:
-    stage = Stage()
+def split(layout: KvLayout = LAYOUT, **scheduler: int) -> tuple[Stage, StageWorker, StageWorker]:
+    stage = Stage(layout=layout)
     return stage, stage.worker("p", Role.PREFILL, **scheduler), stage.worker("d", Role.DECODE, **scheduler)
 
 

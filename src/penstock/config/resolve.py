@@ -6,11 +6,19 @@ Knows no processes, weights or kernels; what it leaves out (a shorter context, a
 
 from __future__ import annotations
 
-import msgspec
-
 from penstock.config.cores import Core, Places, Share, Wishes, divide
-from penstock.config.schema import Config, EngineSettings, Loan, SchedulerConfig, ServeConfig, WorkerServeConfig
+from penstock.config.schema import (
+    MAX_CHUNK_TOKENS,
+    MAX_STEP_TOKENS,
+    Config,
+    EngineSettings,
+    Loan,
+    SchedulerConfig,
+    ServeConfig,
+    WorkerServeConfig,
+)
 from penstock.errors import ConfigError
+from penstock.reach import EVERYTHING, Reach, most_pages, tokens_held
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 REFERENCE = "reference"
@@ -43,7 +51,24 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     max_positions: int
     parameters: int
     auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
-    page_bytes_bf16: int  # of one KV page of 16 tokens, with 2-byte elements
+    page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
+    reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each such group
+
+
+class PageSize(Config, frozen=True, kw_only=True):
+    """What a token takes of KV memory."""
+
+    page_bytes: int
+    reaches: tuple[Reach, ...]  # of each group of layers
+    ahead: int  # tokens of one request that a step computes at most
+
+    def pages(self, tokens: int) -> int:
+        """Pages that one context of so many tokens takes at most at any time."""
+        return most_pages(self.reaches, tokens, ahead=self.ahead, page_tokens=PAGE_TOKENS)
+
+    def tokens(self, pages: int, longest: int) -> int:
+        """Tokens, up to ``longest``, of a context that so many pages hold."""
+        return tokens_held(self.reaches, pages, longest, ahead=self.ahead, page_tokens=PAGE_TOKENS)
 
 
 class WorkerPlan(Config, frozen=True, kw_only=True):
@@ -114,19 +139,21 @@ def _resolve(
 ) -> ServePlan:
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
     page_bytes = model.page_bytes_bf16 * (2 if dtype == "fp32" else 1)
-    pages, max_model_len, note = _memory(config, machine, model, page_bytes, len(places))
+    chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
+    size = PageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
+    pages, max_model_len, note = _memory(config, machine, model, size, len(places))
     carrier, wishes = how
     cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
     division = divide(places, cores, machine.cores, wishes)
     scheduler = SchedulerConfig(
         pages=pages,
+        reaches=model.reaches,
         max_model_len=max_model_len,
         max_running=config.max_running,
+        max_chunk_tokens=chunk,
         even_pace=any(share.loans for share in division.shares),
         max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
     )
-    if config.max_chunk_tokens is not None:
-        scheduler = msgspec.structs.replace(scheduler, max_chunk_tokens=config.max_chunk_tokens)
     return ServePlan(
         workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
         carrier=carrier,
@@ -170,18 +197,18 @@ def _worker(name: WorkerId, role: Role, share: Share) -> WorkerPlan:
 
 
 def _memory(
-    config: EngineSettings, machine: MachineFacts, model: ModelFacts, page_bytes: int, workers: int
+    config: EngineSettings, machine: MachineFacts, model: ModelFacts, size: PageSize, workers: int
 ) -> tuple[int, int, str | None]:
     """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
     asked = config.max_model_len
     longest = context_length(config, model)
-    needed = pages_of(longest) * page_bytes
-    room = _room(machine, model, 4 if page_bytes > model.page_bytes_bf16 else 2)
+    needed = size.pages(longest) * size.page_bytes
+    room = _room(machine, model, 4 if size.page_bytes > model.page_bytes_bf16 else 2)
     budget, source = _budget(config, room, needed, workers)
-    pages = budget // page_bytes
-    if pages >= pages_of(longest):
+    pages = budget // size.page_bytes
+    if pages >= size.pages(longest):
         return pages, longest, None
-    fits = pages * PAGE_TOKENS
+    fits = size.tokens(pages, longest)
     ample = f"--kv-memory {show_bytes(needed, up=True)}"
     if asked is not None or fits < min(MIN_CONTEXT, longest):
         raise ConfigError(
@@ -216,11 +243,6 @@ def _budget(config: EngineSettings, room: int, needed: int, workers: int) -> tup
             f"beside the weights: use --kv-memory {show_bytes(half)} or less"
         )
     return config.kv_memory, source
-
-
-def pages_of(tokens: int) -> int:
-    """KV pages that hold so many tokens."""
-    return -(-tokens // PAGE_TOKENS)
 
 
 def show_bytes(count: int, *, up: bool = False) -> str:

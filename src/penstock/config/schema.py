@@ -9,10 +9,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 BACKLOG = 2048
 """Connections that wait to be taken by a gateway."""
+
+MAX_STEP_TOKENS = 2048
+"""Tokens computed in one step unless told otherwise."""
+
+MAX_CHUNK_TOKENS = 2048
+"""Prompt tokens of one request in one step unless told otherwise."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,10 +31,11 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
 
     pages: int  # KV pages in this worker's memory
     page_tokens: int = PAGE_TOKENS
+    reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each group of layers that has pages of its own
     max_model_len: int = 2048
     max_running: int = 256  # requests in one step
-    max_step_tokens: int = 2048  # tokens computed in one step, all requests together
-    max_chunk_tokens: int = 2048  # prompt tokens of one request in one step
+    max_step_tokens: int = MAX_STEP_TOKENS  # tokens computed in one step, all requests together
+    max_chunk_tokens: int = MAX_CHUNK_TOKENS  # prompt tokens of one request in one step
     step_budget_ms: float = 100.0  # predicted time of a step that also decodes
     prefill_step_budget_ms: float = 250.0  # predicted time of a step that only reads prompts
     even_pace: bool = False  # answers give time to prompts that are read at cores which this worker lends

@@ -48,6 +48,7 @@ class KvMemory:
         value_dim: int,
         shared: bool,
         per_cell: int,
+        places: list[tuple[int, int]],
         /,
     ) -> None: ...
 

@@ -158,8 +158,8 @@ class NativeOps:
             if memory.nbytes < nbytes:
                 raise KernelError(f"{pages} pages need {nbytes} bytes of KV memory, given are {memory.nbytes}")
             cells = np.frombuffer(memory, np.uint32, count=nbytes // 4)
-        sizes = (shape.layers, shape.kv_heads, shape.key_dim, shape.value_dim)
-        handle = _native.KvMemory(cells, pages, *sizes, shape.shared, self._per_cell)
+        sizes = (shape.page_layers, shape.kv_heads, shape.key_dim, shape.value_dim)
+        handle = _native.KvMemory(cells, pages, *sizes, shape.shared, self._per_cell, list(shape.places))
         return NativeKv(memory=cells, handle=handle, shape=shape)
 
     def rope_table(

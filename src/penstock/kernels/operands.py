@@ -6,11 +6,15 @@ Knows no operation; ``ops`` says what the letters in the names mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.kernels.groups import LayerGroup, layer_groups
+from penstock.reach import EVERYTHING, Reach
 
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
@@ -37,7 +41,7 @@ class KvShape:
     """What one token leaves in the KV memory: in every layer, a key and a value of every key-value head.
 
     ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
-    one head a layer).
+    one head a layer).  ``groups``: layers that share pages; none: all layers stand in one page and read everything.
     """
 
     layers: int
@@ -45,16 +49,39 @@ class KvShape:
     key_dim: int  # even
     value_dim: int  # even
     shared: bool = False
+    groups: tuple[LayerGroup, ...] = ()
 
     @classmethod
     def plain(cls, *, layers: int, kv_heads: int, head_dim: int) -> KvShape:
         """Keys and values of one size."""
         return cls(layers=layers, kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
 
+    def grouped(self, reaches: Sequence[Reach]) -> KvShape:
+        """The same for layers that read so far back, one entry a layer."""
+        return replace(self, groups=layer_groups(reaches))
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """Of every group, how far back its layers read."""
+        return tuple(group.reach for group in self.groups) or (EVERYTHING,)
+
+    @property
+    def page_layers(self) -> int:
+        """Layers that a page has room for."""
+        return max((len(group.layers) for group in self.groups), default=self.layers)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of every layer: its group, and its place in that group's pages."""
+        found = {
+            layer: (group, place) for group, own in enumerate(self.groups) for place, layer in enumerate(own.layers)
+        }
+        return tuple(found.get(layer, (0, layer)) for layer in range(self.layers))
+
     @property
     def numbers(self) -> int:
-        """That one token leaves, in all layers."""
-        return self.layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
+        """That one token has room for in a page: in all layers of a group."""
+        return self.page_layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +110,14 @@ class StepBatch:
     tokens_T: NDArray[np.int32]
     positions_T: NDArray[np.int32]  # absolute, from 0
     starts_S1: NDArray[np.int32]  # S + 1 entries
-    table_SP: NDArray[np.int32]  # page of each block; read below ceil((last position + 1) / 16) only
+    table_SP: NDArray[np.int32]
+    """Page of each block, read below ceil((last position + 1) / 16) only; of several groups of layers (``KvShape``)
+    one after another, each P / groups columns."""
     sample_rows_R: NDArray[np.int32]  # indices into T whose logits are wanted
     turns_T3: NDArray[np.int32] | None = None  # from 0 to the position; None: all three are the position
     given: GivenRows | None = None
+
+    def table_of(self, group: int, groups: int) -> NDArray[np.int32]:
+        """The columns of one of ``groups`` groups."""
+        width = self.table_SP.shape[1] // groups
+        return self.table_SP[:, group * width : (group + 1) * width]

@@ -248,12 +248,12 @@ class ReferenceOps:
         key_dim, value_dim = kv.shape.key_dim, kv.shape.value_dim
         widths = [heads * key_dim, kv_heads * key_dim, kv_heads * value_dim]
         q_TN, k_TN, v_TN = qkv_TN.split_with_sizes(widths, dim=1)
-        pages_T, slots_T = self._places(batch)
+        place, pages_T, slots_T = self._places(kv, layer, batch)
         positions_T = self._indices(batch.positions_T)
         turns_T3 = None if batch.turns_T3 is None else self._indices(batch.turns_T3)
         k_TGC = rotated(k_TN.reshape(-1, kv_heads, key_dim), rope, positions_T, turns_T3)
-        kv.keys[pages_T, layer, :, slots_T] = k_TGC.to(self._dtype)
-        kv.values[pages_T, layer, :, slots_T] = v_TN.reshape(-1, kv_heads, value_dim).to(self._dtype)
+        kv.keys[pages_T, place, :, slots_T] = k_TGC.to(self._dtype)
+        kv.values[pages_T, place, :, slots_T] = v_TN.reshape(-1, kv_heads, value_dim).to(self._dtype)
         q_THC = rotated(q_TN.reshape(-1, heads, key_dim), rope, positions_T, turns_T3)
         if q_scale is not None:
             q_THC = q_THC * q_scale[positions_T, None, None]
@@ -272,10 +272,10 @@ class ReferenceOps:
     ) -> None:
         """See ``Ops.latent_write``."""
         plain = kv.shape.value_dim
-        pages_T, slots_T = self._places(batch)
+        place, pages_T, slots_T = self._places(kv, layer, batch)
         turned_T1R = rotated(latent_TC[:, None, plain:], rope, self._indices(batch.positions_T))
         normed_T1C = self.rms_norm(latent_TC[:, :plain], norm, eps).unsqueeze(1)
-        kv.keys[pages_T, layer, :, slots_T] = torch.cat([normed_T1C, turned_T1R.to(self._dtype)], dim=-1)
+        kv.keys[pages_T, place, :, slots_T] = torch.cat([normed_T1C, turned_T1R.to(self._dtype)], dim=-1)
 
     def latent_query(
         self, q_TN: Tensor, absorb: PackedLinear, rope: ReferenceRope, kv: ReferenceKv, batch: StepBatch, *, heads: int
@@ -311,6 +311,7 @@ class ReferenceOps:
     ) -> Tensor:
         """See ``Ops.paged_attention``."""
         rule = Rule(scale, window, chunk, softcap, sinks_H)
+        place, table_SP = kv.table(layer, batch)
         out_THC = q_THC.new_empty((*q_THC.shape[:2], kv.shape.value_dim))
         for s in range(len(batch.starts_S1) - 1):
             start, end = int(batch.starts_S1[s]), int(batch.starts_S1[s + 1])
@@ -319,10 +320,10 @@ class ReferenceOps:
                 position = int(batch.positions_T[token])
                 block = position // PAGE_TOKENS
                 count = min(end - token, (block + 1) * PAGE_TOKENS - position)
-                rows, pages = slice(token, token + count), self._indices(batch.table_SP[s, : block + 1])
-                seen = (rule.first_key(block * PAGE_TOKENS), position + count)
-                k_GNC = gathered(kv.keys[:, layer], pages, seen)
-                v_GNC = gathered(kv.values[:, layer], pages, seen)
+                rows, pages = slice(token, token + count), self._indices(table_SP[s, : block + 1])
+                seen = (rule.first_key(position), position + count)
+                k_GNC = gathered(kv.keys[:, place], pages, seen)
+                v_GNC = gathered(kv.values[:, place], pages, seen)
                 out_THC[rows] = attend_tile(q_THC[rows], k_GNC, v_GNC, position, rule).to(self._dtype)
                 token += count
         return out_THC.flatten(1)
@@ -408,8 +409,9 @@ class ReferenceOps:
     def _indices(self, values: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device)
 
-    def _places(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """Page and place in it of every token."""
+    def _places(self, kv: ReferenceKv, layer: int, batch: StepBatch) -> tuple[int, Tensor, Tensor]:
+        """The layer's place in its pages; of every token, page and place in it."""
+        place, table_SP = kv.table(layer, batch)
         sequences_T = np.repeat(np.arange(len(batch.starts_S1) - 1), np.diff(batch.starts_S1))
-        pages_T = batch.table_SP[sequences_T, batch.positions_T // PAGE_TOKENS]
-        return self._indices(pages_T), self._indices(batch.positions_T % PAGE_TOKENS)
+        pages_T = table_SP[sequences_T, batch.positions_T // PAGE_TOKENS]
+        return place, self._indices(pages_T), self._indices(batch.positions_T % PAGE_TOKENS)

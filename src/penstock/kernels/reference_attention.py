@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.operands import KvShape
+from penstock.kernels.operands import KvShape, StepBatch
 from penstock.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKv:
-    """A page holds of every layer keys, then values, a head's tokens one after another; both are views of it."""
+    """A page holds of each of its layers keys, then values, a head's tokens one after another; both are views of it."""
 
     shape: KvShape
-    keys: Tensor  # [P, L, G, 16, C]
+    keys: Tensor  # [P, L, G, 16, C], L layers a page
     values: Tensor  # [P, L, G, 16, value_dim]
+
+    def table(self, layer: int, batch: StepBatch) -> tuple[int, NDArray[np.int32]]:
+        """The place of a layer in its pages, and the table of these pages [S, P]."""
+        group, place = self.shape.places[layer]
+        return place, batch.table_of(group, len(self.shape.reaches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class ReferenceRope:
 def kv_over(numbers: Tensor, shape: KvShape) -> ReferenceKv:
     """KV memory over so many numbers."""
     key_dim, value_dim = shape.key_dim, 0 if shape.shared else shape.value_dim
-    layers = numbers.view(-1, shape.layers, shape.kv_heads * PAGE_TOKENS * (key_dim + value_dim))
+    layers = numbers.view(-1, shape.page_layers, shape.kv_heads * PAGE_TOKENS * (key_dim + value_dim))
     places = (*layers.shape[:2], shape.kv_heads, PAGE_TOKENS)
     of_keys = shape.kv_heads * PAGE_TOKENS * key_dim
     keys = layers[..., :of_keys].view(*places, key_dim)

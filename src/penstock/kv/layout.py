@@ -1,7 +1,7 @@
 """How many bytes a KV page has, and the name of what is in them.
 
 Outside the engine a page is opaque: two workers may exchange pages when their layouts have the same name, and nobody
-here looks inside.
+here looks inside.  Where layers read differently far back, a page holds one group of them (``KvShape.groups``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.kernels.operands import KvShape
+from penstock.reach import Pieces
 from penstock.types import PAGE_TOKENS
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -37,10 +38,24 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if size < 1:
                 raise ConfigError(f"{field} of a KV page must be at least 1, not {size}")
         kind = "latent" if shape.shared else "full"
+        sizes_name = f"h{shape.kv_heads}-t{page_tokens}-k{shape.key_dim}-v{shape.value_dim}-{dtype}"
         return cls(
-            name=f"{kind}-l{shape.layers}-h{shape.kv_heads}-t{page_tokens}-k{shape.key_dim}-v{shape.value_dim}-{dtype}",
+            name=f"{kind}-l{shape.layers}-{sizes_name}{_groups_name(shape)}",
             page_bytes=shape.numbers * page_tokens * DTYPE_BYTES[dtype],
             page_tokens=page_tokens,
             shape=shape,
             dtype=dtype,
         )
+
+    def pieces(self, tokens: int) -> Pieces:
+        """The pages that a sequence needs to go on behind so many tokens, in the order in which they travel."""
+        return Pieces(self.shape.reaches, tokens, self.page_tokens)
+
+
+def _groups_name(shape: KvShape) -> str:
+    """How the layers are divided among pages; nothing where one page has all of them."""
+    parts = [
+        "+".join(map(str, group.layers)) + f"w{group.reach.window or 0}c{group.reach.chunk or 0}"
+        for group in shape.groups
+    ]
+    return "".join(f"-g{part}" for part in parts)

@@ -218,6 +218,7 @@ def _model_facts(name: str, spec: ModelSpec) -> ModelFacts:
         parameters=spec.parameters,
         auto_dtype=compute_dtype_for(spec, "auto"),
         page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
+        reaches=spec.kv.reaches,
     )
 
 

@@ -8,11 +8,14 @@ devices; ``parallel.plan`` lays the result over them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.errors import ModelError
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
+from penstock.reach import Reach, most_blocks
+from penstock.types import PAGE_TOKENS
 from penstock.weights.decoder import Decoder
 from penstock.weights.fields import Fields
 from penstock.weights.formats.quantization import Quantization, parse_quantization
@@ -33,6 +36,9 @@ STEP_DRAWS = 256
 """Rows of that step whose logits are stored (``max_running``)."""
 
 CACHE_BYTES = 2  # of a number in the KV cache
+
+UNBOUNDED = 1 << 40
+"""Tokens of a sequence that is longer than any."""
 
 
 class Form(StrEnum):
@@ -157,19 +163,26 @@ class _Layer:
 
 
 def cache_sizes(spec: ModelSpec) -> list[CacheSize]:
-    """What each layer keeps of a sequence."""
+    """What each layer keeps of a sequence, its part of what is left empty in pages included.
+
+    A layer with a window grows until it has the blocks that it reads and those that one step computes.
+    """
     kv = spec.kv
-    a_token = CACHE_BYTES * (kv.key_dim if kv.shared else kv.kv_heads * (kv.key_dim + kv.value_dim))
+    a_head = CACHE_BYTES * (kv.key_dim + (0 if kv.shared else kv.value_dim))
     heads = 1 if kv.shared else kv.kv_heads
-    return [CacheSize(a_token, heads, window) for window in windows(spec)]
-
-
-def windows(spec: ModelSpec) -> list[int | None]:
-    """Of each layer, after how many tokens its cache grows no more."""
-    if not isinstance(spec.details, Decoder):
-        return [None] * spec.layers
-    spans = [(layer.attention.window, layer.attention.chunk) for layer in spec.details.layers]
-    return [min((span for span in both if span is not None), default=None) for both in spans]
+    slots, layers = Counter[Reach](), Counter[Reach]()
+    for own in kv.groups:
+        slots[own.reach] += kv.page_layers
+        layers[own.reach] += len(own.layers)
+    found = []
+    for group, _ in kv.places:
+        reach = kv.reaches[group]
+        padded = -(-a_head * slots[reach] // layers[reach]) if kv.groups else a_head
+        most = None
+        if reach.span is not None:
+            most = PAGE_TOKENS * most_blocks(reach, UNBOUNDED, ahead=STEP_TOKENS, page_tokens=PAGE_TOKENS)
+        found.append(CacheSize(padded * heads, heads, most))
+    return found
 
 
 def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:

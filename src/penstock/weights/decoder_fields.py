@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.kernels.kinds import Activation
 from penstock.kernels.operands import KvShape
+from penstock.reach import EVERYTHING, Reach
 from penstock.weights.decoder import Attention, Decoder, Layer
 from penstock.weights.fields import Fields
 from penstock.weights.rope import Rope
@@ -119,11 +120,19 @@ def decoder_spec(
         vocab=config.size("vocab_size"),
         hidden=sizes.hidden,
         layers=len(decoder.layers),
-        kv=kv or sizes.kv(),
+        kv=(kv or sizes.kv()).grouped([reach_of(layer) for layer in decoder.layers]),
         max_positions=max(positions, default=sizes.max_positions),
         tied=config.get("tie_word_embeddings", bool, tied),
         details=decoder,
     )
+
+
+def reach_of(layer: Layer) -> Reach:
+    """How far back a layer reads."""
+    attention = layer.attention
+    if not isinstance(attention, Attention):
+        return EVERYTHING
+    return Reach(window=attention.window, chunk=attention.chunk)
 
 
 def at_length(spec: ModelSpec, positions: int) -> ModelSpec:

@@ -169,7 +169,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
 
 
 class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
-    """Decode to prefill: I have room for all pages of this request; send those from block ``skip_blocks`` on.
+    """Decode to prefill: I have room for all pages that I need of this request; send those from ``skip_blocks`` on.
 
     Said again with a higher ``skip_blocks`` it acknowledges the blocks below, and renews the lease in any case.
     Refused (``HandOverFailed``) unless identity, layout and carrier fit.
@@ -190,7 +190,7 @@ class PageReady(Message, frozen=True, kw_only=True, tag="page"):
 
     request: RequestId
     epoch: int
-    block: int  # position of the page in the request
+    block: int  # position of the page among those that travel: by block, within a block by group of layers
     tokens: int  # how many tokens of it are filled (16, or fewer in the last)
     page: PageId  # where it lies in the sender's memory
     generation: int  # how often the sender's page had been given out when it was filled

@@ -12,6 +12,7 @@ from penstock.config.load import parse_size
 from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, resolve_worker, show_bytes
 from penstock.config.schema import ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
+from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 GIB = 1 << 30
@@ -102,6 +103,18 @@ def test_a_long_context_is_cut_to_the_memory_and_told() -> None:
     (note,) = made.notes
     assert "context cut from 131072" in note
     assert "--kv-memory 16GiB would hold all" in note
+
+
+def test_windows_take_less_and_leave_longer_contexts() -> None:
+    """A group of layers with a window of 1024 needs 64 pages for it, 128 for a step, and one that is given back."""
+    windowed = msgspec.structs.replace(STORY, max_positions=16_384, reaches=(EVERYTHING, Reach(window=1024)))
+    made = plan(model=windowed, kv_memory=1200 * STORY.page_bytes_bf16)
+    assert made.scheduler.reaches == windowed.reaches
+    assert made.scheduler.max_model_len == (1200 - 64 - 128 - 1) * PAGE_TOKENS
+    small = plan(model=windowed, kv_memory=1200 * STORY.page_bytes_bf16, max_chunk_tokens=64)
+    assert small.scheduler.max_model_len == 16_384
+    refused("one context of 16384 tokens needs", "--max-model-len 112", model=windowed, max_model_len=16_384,
+            kv_memory=15 * STORY.page_bytes_bf16)  # fmt: skip
 
 
 def test_a_context_that_was_asked_for_fits_or_is_refused() -> None:

@@ -10,8 +10,11 @@ import pytest
 
 from penstock.bundled import storyteller
 from penstock.errors import ModelError
-from penstock.parallel.plan import ModelSize
-from penstock.weights.census import Form, coding, model_size, stored_coding
+from penstock.kv.layout import KvLayout
+from penstock.parallel.devices import Devices
+from penstock.parallel.plan import ModelSize, lay_out
+from penstock.reach import tokens_held
+from penstock.weights.census import STEP_TOKENS, Form, coding, model_size, stored_coding
 from penstock.weights.fields import Fields
 from penstock.weights.layout import Matrix
 from penstock.weights.outline import Outline, read_outline
@@ -109,3 +112,28 @@ def test_parts_of_latent_attention_are_held_plain(tmp_path: Path) -> None:
 def test_an_unknown_form_names_the_flag_that_helps() -> None:
     with pytest.raises(ModelError, match=r"quant_method 'squeeze' is not known; .*; give --weights"):
         stored_coding(Fields({"quantization_config": {"quant_method": "squeeze"}}, "config.json"))
+
+
+@pytest.mark.parametrize(("sliding", "layers"), [(0, 4), (2, 4), (3, 4), (4, 4), (23, 34)])
+def test_tokens_of_a_plan_are_those_that_the_pages_hold(tmp_path: Path, sliding: int, layers: int) -> None:
+    """Of a model with windows, without and with empty places in its pages."""
+    outline = outline_of(
+        tmp_path,
+        architectures=["SmolLM3ForCausalLM"],
+        model_type="smollm3",
+        num_hidden_layers=layers,
+        use_sliding_window=True,
+        sliding_window=100,
+        layer_types=["sliding_attention"] * sliding + ["full_attention"] * (layers - sliding),
+    )
+    size, layout = size_in(outline, Form.BF16), KvLayout.of(outline.spec.kv, "bf16")
+    for room in (1 << 20, 5 << 20, 40 << 20):
+        bare = lay_out(size, Devices(count=1, name="cpu", memory_bytes=1 << 40, is_cpu=True), 1)
+        memory = room + (1 << 40) - bare.kv_bytes
+        plan = lay_out(size, Devices(count=1, name="cpu", memory_bytes=memory, is_cpu=True), 1)
+        assert plan.kv_bytes == room
+        pages = room // layout.page_bytes
+        held = tokens_held(layout.shape.reaches, pages, 1 << 40, ahead=STEP_TOKENS, page_tokens=16)
+        if layers == len(layout.shape.reaches) * layout.shape.page_layers:
+            assert plan.kv_tokens == held
+        assert 0.98 * held - 16 <= plan.kv_tokens <= held

@@ -8,6 +8,10 @@ Knows page numbers only: not what stands in a page, nor where it lies in memory.
         free      nobody holds it, nothing worth keeping in it
         cached    nobody holds it, its content has a name (a label): evictable, oldest first; counts as available
         leased    held by one or more owners (its reference count)
+
+A page that moves (of layers with a window) is given back while its owner goes on, which then takes another in its
+place.  So that this never fails, sharing one saves computing but no room: for each further owner a page is promised,
+which nobody else is given.
 """
 
 from __future__ import annotations
@@ -16,8 +20,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 from penstock.types import BlockHash, PageId
+
+
+class Label(NamedTuple):
+    """The name of what stands in a full and final page."""
+
+    group: int  # of layers
+    block: BlockHash
+    moves: bool = False  # it is given back before its owners end
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,7 @@ class Leaks:
 
     leaked: int = 0  # held more often than owners know of
     double: int = 0  # owned more often than held, owned though given up, or unlabelled with several owners
-    lost: int = 0  # in none of the three places, or in two
+    lost: int = 0  # in none of the three places, or in two; or promised wrongly
 
     @property
     def total(self) -> int:
@@ -70,13 +83,14 @@ class Lease:
 class BlockPool:
     """A fixed number of pages, counted.  ``on_evict`` is told the label of every cached page that is given away."""
 
-    def __init__(self, pages: int, on_evict: Callable[[BlockHash], None] | None = None) -> None:
+    def __init__(self, pages: int, on_evict: Callable[[Label], None] | None = None) -> None:
         self.pages = pages
         self.on_evict = on_evict
         self.releases = 0  # how often something was given back: who waits for room need not ask again before
         self._references = [0] * pages
         self._generations = [0] * pages
-        self._labels: list[BlockHash | None] = [None] * pages
+        self._labels: list[Label | None] = [None] * pages
+        self._promised = 0  # pages, for owners of shared ones that move
         self._free = [PageId(page) for page in range(pages - 1, -1, -1)]
         self._cached: OrderedDict[PageId, None] = OrderedDict()  # oldest first
 
@@ -98,13 +112,13 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Pages that can be reserved now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) - self._promised
 
     def generation(self, page: PageId) -> int:
         """How often ``page`` has been given out."""
         return self._generations[page]
 
-    def label(self, page: PageId) -> BlockHash | None:
+    def label(self, page: PageId) -> Label | None:
         """The name of what stands in ``page``, when it is full and final."""
         return self._labels[page]
 
@@ -116,11 +130,13 @@ class BlockPool:
         return Lease(self, [self._give_out() for _ in range(count)])
 
     def retain(self, pages: Iterable[PageId]) -> Lease:
-        """Hold labelled pages once more."""
+        """Hold labelled pages once more.  Ask ``reserve`` before going on: what is promised by it may be too much."""
         held = list(pages)
         for page in held:
             if self._references[page] == 0:
                 del self._cached[page]
+            elif self._moves(page):
+                self._promised += 1
             self._references[page] += 1
         return Lease(self, held)
 
@@ -136,8 +152,14 @@ class BlockPool:
                     self._free.append(page)
                 else:
                     self._cached[page] = None
+            elif self._moves(page):
+                self._promised -= 1
 
-    def set_label(self, page: PageId, label: BlockHash) -> None:
+    def _moves(self, page: PageId) -> bool:
+        label = self._labels[page]
+        return label is not None and label.moves
+
+    def set_label(self, page: PageId, label: Label) -> None:
         """Name the content of a page that is held; it stays cached when the last owner has gone."""
         self._labels[page] = label
 
@@ -150,7 +172,9 @@ class BlockPool:
         places = [0] * self.pages
         for page in (*self._free, *self._cached):
             places[page] += 1
-        leaked = double = lost = 0
+        leaked = double = 0
+        promised = sum(held - 1 for page, held in enumerate(self._references) if held > 1 and self._moves(PageId(page)))
+        lost = abs(promised - self._promised) + max(0, -self.available)
         for index, held in enumerate(self._references):
             leaked += held > owned[index]
             double += held < owned[index] or (owned[index] > 1 and self._labels[index] is None)

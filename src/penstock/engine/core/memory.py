@@ -8,6 +8,11 @@
     full   | known already | named by their hash, offered to the prefix cache |
     at end | -1 reference each; what has a name stays cached, the rest is free
 
+Layers that read equally far back are a group with pages of its own (``penstock.reach``); all groups' pages come out of
+one pool.  What a group with a window does not read any more is given back while the request goes on.  While a prompt is
+being read such a group holds as many pages as it will ever need at once, and takes a new one for each that fell out: so
+a request that was admitted never waits for others' memory before its prompt is read.
+
 Knows nothing about steps, budgets or the order of service.
 """
 
@@ -16,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from penstock.engine.core.blocks import BlockPool, Leaks, Shortfall
+from penstock.engine.core.blocks import BlockPool, Leaks, Lease, Shortfall
+from penstock.engine.core.holding import Holding, all_pages
 from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.core.request import Request
 from penstock.hashing import block_hash, image_marks
+from penstock.reach import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
 from penstock.types import BlockHash, Leg
 
 
@@ -33,29 +40,45 @@ class Refusal(Enum):
 class PageMemory:
     """The pool and the prefix cache of one worker, as requests use them."""
 
-    def __init__(self, *, pages: int, page_tokens: int) -> None:
+    def __init__(
+        self, *, pages: int, page_tokens: int, reaches: Sequence[Reach] = (EVERYTHING,), ahead: int = 1
+    ) -> None:
+        """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most."""
         self.page_tokens = page_tokens
+        self.reaches = tuple(reaches)
         self.pool = BlockPool(pages)
-        self.prefix = PrefixCache(self.pool)
+        self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
         self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
         self.found_tokens = 0
+        self._ahead = ahead
+        self._moving = [group for group, reach in enumerate(self.reaches) if reach.span is not None]
         self._being_computed: dict[BlockHash, Request] = {}
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
 
     def covered(self, hashes: Sequence[BlockHash]) -> int:
         """Tokens of a prompt with these block hashes that the prefix cache has now."""
-        found = 0
-        while found < len(hashes) and hashes[found] in self.prefix:
-            found += 1
-        return found * self.page_tokens
+        return self.prefix.longest(hashes, len(hashes)) * self.page_tokens
 
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
-        return -(-tokens // self.page_tokens)
+    @property
+    def groups(self) -> int:
+        """Groups of layers: pages that one more block takes."""
+        return len(self.reaches)
+
+    def most_pages(self, tokens: int) -> int:
+        """Pages that a request of so many tokens holds at most at any time."""
+        return most_pages(self.reaches, tokens, ahead=self._ahead, page_tokens=self.page_tokens)
+
+    def missing_pages(self, request: Request, tokens: int) -> int:
+        """Pages that ``request`` lacks for its first ``tokens`` tokens."""
+        return sum(self._missing(request, tokens))
+
+    def pieces(self, request: Request) -> Pieces:
+        """The pages that are handed over with everything that is known of ``request`` elsewhere."""
+        return Pieces(self.reaches, len(request.prompt) + request.emitted, self.page_tokens)
 
     def admit(self, request: Request, *, spare: int) -> Refusal | None:
-        """Give ``request`` pages for all its known tokens, as many as possible from the prefix cache, which count as
-        computed.  All or nothing; ``spare`` pages stay available for the growth of others.
+        """Give ``request`` pages to read all its known tokens, as many as possible from the prefix cache, which count
+        as computed.  All or nothing; ``spare`` pages stay available for the growth of others.
         """
         if request.waits_for in self._being_computed:
             return Refusal.BEING_COMPUTED
@@ -64,51 +87,104 @@ class PageMemory:
         request.waits_for = None
         self._hash(request, request.known // self.page_tokens)
         limit = self._shareable(request)
-        with self.prefix.match(request.hashes, limit) as shared:
-            found = len(shared)
+        match = self.prefix.match(request.hashes, limit, self._next(request))
+        found = match.blocks
+        with match.lease as shared:
             if found < limit and request.leg is not Leg.DECODE and request.hashes[found] in self._being_computed:
                 request.waits_for = request.hashes[found]
                 return Refusal.BEING_COMPUTED
-            fresh = self.pool.reserve(self.pages_for(request.known) - found, spare=spare)
+            spans = [self._span(request, group, found) for group in range(self.groups)]
+            fresh = self.pool.reserve(sum(end - max(begin, found) for begin, end in spans), spare=spare)
             if isinstance(fresh, Shortfall):
-                self._refused = (request, self.pool.releases + (found > 0))  # ``shared`` is released on leaving
+                self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
                 return Refusal.NO_ROOM
             with fresh:
-                request.adopt(shared.take() + fresh.take(), page_tokens=self.page_tokens)
+                known, new = iter(shared.take()), iter(fresh.take())
+                held = [
+                    Holding(begin, [next(known if block < found else new) for block in range(begin, end)])
+                    for begin, end in spans
+                ]
+                request.adopt(held, page_tokens=self.page_tokens)
         self._count_found(request, found, limit)
         return None
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
-        fresh = self.pool.reserve(self.pages_for(tokens) - len(request.pages))
+        missing = self._missing(request, tokens)
+        fresh = self.pool.reserve(sum(missing))
         if isinstance(fresh, Shortfall):
             return False
-        with fresh:
-            request.adopt(fresh.take(), page_tokens=self.page_tokens)
+        self._extend(request, missing, fresh)
         return True
 
+    def read_on(self, request: Request) -> None:
+        """A piece of a prompt was read and settled: have pages for the next in place of those that fell out."""
+        if not self._moving:
+            return
+        blocks = blocks_of(request.known, self.page_tokens)
+        missing = [0] * self.groups
+        for group in self._moving:
+            own = request.held[group]
+            end = min(blocks, own.begin + self._ring(group, request.known))
+            missing[group] = max(0, end - len(own.pages))
+        fresh = self.pool.reserve(sum(missing))
+        assert isinstance(fresh, Lease), "each page that fell out made room for another"
+        self._extend(request, missing, fresh)
+
     def settle(self, request: Request) -> None:
-        """Name the pages that have become full and final, and offer them to the prefix cache."""
+        """Name the pages that have become full and final, offer them to the prefix cache, and give back what no later
+        position reads."""
         full = request.computed // self.page_tokens
         self._hash(request, full)
         while request.settled < full:
-            name = request.hashes[request.settled]
-            self.prefix.insert(name, request.pages[request.settled])
+            block = request.settled
+            name = request.hashes[block]
+            for group, own in enumerate(request.held):
+                if block >= own.begin:
+                    self.prefix.insert(name, own.pages[block], group)
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
             request.settled += 1
+        for group in self._moving:
+            self.pool.release(request.held[group].drop(self.reaches[group].kept(request.computed, self.page_tokens)))
 
     def release(self, request: Request) -> None:
         """Take everything back; ``request`` has nothing computed any more."""
         for name in request.hashes[request.settled :]:
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
-        if request.pages:
+        if request.held:
             self.pool.release(request.surrender())
 
     def check(self, requests: Iterable[Request]) -> Leaks:
         """The pool's integrity check, with ``requests`` as all the owners there are."""
-        return self.pool.check(request.pages for request in requests)
+        return self.pool.check(all_pages(request.held) for request in requests)
+
+    def _next(self, request: Request) -> int:
+        """The position that is computed next after the known ones, if those are computed elsewhere; else 0."""
+        return request.known if request.leg is Leg.DECODE else 0
+
+    def _ring(self, group: int, tokens: int) -> int:
+        """Blocks that a group holds at most at once while so many tokens are read."""
+        return most_blocks(self.reaches[group], tokens, ahead=self._ahead, page_tokens=self.page_tokens)
+
+    def _span(self, request: Request, group: int, found: int) -> tuple[int, int]:
+        """Blocks [begin, end) that a group needs to begin with, the first ``found`` blocks being known."""
+        begin = self.prefix.needed(group, found, self._next(request))
+        blocks = blocks_of(request.known, self.page_tokens)
+        return begin, min(blocks, begin + self._ring(group, request.known))
+
+    def _missing(self, request: Request, tokens: int) -> list[int]:
+        blocks = blocks_of(tokens, self.page_tokens)
+        return [max(0, blocks - len(own.pages)) for own in request.held]
+
+    def _extend(self, request: Request, missing: Sequence[int], fresh: Lease) -> None:
+        with fresh:
+            pages = fresh.take()
+            for own, count in zip(request.held, missing, strict=True):
+                own.pages += pages[:count]
+                del pages[:count]
+            request.measure(self.page_tokens)
 
     def _shareable(self, request: Request) -> int:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""

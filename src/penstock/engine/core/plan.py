@@ -162,10 +162,12 @@ class Progress(msgspec.Struct, frozen=True, gc=False):
 
 
 class PageDone(msgspec.Struct, frozen=True, gc=False):
-    """leg=prefill: page ``block`` of the request is final with ``tokens`` tokens in it, and may be sent."""
+    """leg=prefill: one page is final with ``tokens`` tokens in it, and may be sent as ``piece`` (``reach.Pieces``)."""
 
     request: Request
+    piece: int
     block: int
+    group: int
     tokens: int
 
 

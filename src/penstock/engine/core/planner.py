@@ -85,7 +85,7 @@ class Planner:
         return others
 
     def _make_room(self, needy: list[Request], draft: Draft) -> bool:
-        """A page for each of ``needy``, oldest first, taken from the youngest when none is left.
+        """A block for each of ``needy``, oldest first, taken from the youngest when none is left.
 
         True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
         need no further page, and they end by themselves.  Who could take from nobody but itself misses a step.
@@ -124,7 +124,7 @@ class Planner:
             return
         limit = min(limit, *(row.request.last - row.request.known for row in draft.rows))
         steps = draft.affordable_steps(limit)
-        fresh = sum(self._memory.pages_for(row.start + steps) - len(row.request.pages) for row in draft.rows)
+        fresh = sum(self._memory.missing_pages(row.request, row.start + steps) for row in draft.rows)
         if steps > 1 and fresh <= self._memory.pool.available:
             draft.steps = steps
             for row in draft.rows:
@@ -133,19 +133,19 @@ class Planner:
     def _admit(self, draft: Draft, *, resting: bool = False) -> None:
         """Let in whoever waits, strictly in order, while there is room, and work left to grant in this step.
 
-        A page for each request that still grows stays free: who is admitted into the last page is preempted at once.
+        A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
-        table = self._table
+        table, groups = self._table, self._memory.groups
         if not table.queue:
             return
-        spare = sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
+        growing = sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
         while (request := table.queue.head()) is not None:
             elsewhere = request.leg is Leg.DECODE
             if table.active >= self._max_active or not (elsewhere or (not resting and draft.can_begin(request))):
                 return
-            if self._memory.admit(request, spare=spare) is not None:
+            if self._memory.admit(request, spare=growing * groups) is not None:
                 return
-            spare += grows(request)
+            growing += grows(request)
             table.admit(request)
             draft.admitted.append(request)
             if not elsewhere and not draft.add_chunk(request):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from penstock.engine.core.holding import Holding, all_pages
 from penstock.engine.core.plan import Arrive
 from penstock.types import BlockHash, FinishReason, Leg, PageId, TokenLogprob
 
@@ -27,15 +28,16 @@ class Status(Enum):
 
 
 class Request:
-    """Tokens ``[0, computed)`` stand in ``pages``; tokens ``[0, known)`` are known.  The rest of the engine is
-    bringing the first number up to the second.
+    """Tokens ``[0, computed)`` stand in the pages ``held``, as far as they are still read; tokens ``[0, known)`` are
+    known.  The rest of the engine is bringing the first number up to the second.
 
     ::
 
         prompt ..................... | emitted elsewhere | drawn here     known = len(prompt) + len(output)
         computed ................................. |       missing = known - computed
         page | page | page | page | page | page | page |   room = tokens that fit the pages held
-        settled: pages full, final and hashed |
+        settled: blocks full, final and hashed |
+             fallen out | page | page | page | page |      of a group of layers with a window (``reach``)
     """
 
     __slots__ = (
@@ -47,6 +49,7 @@ class Request:
         "epoch",
         "first_token",
         "hashes",
+        "held",
         "id",
         "images",
         "known",
@@ -54,7 +57,6 @@ class Request:
         "leg",
         "order",
         "output",
-        "pages",
         "pictures",
         "preempted",
         "priority",
@@ -70,6 +72,7 @@ class Request:
     )
 
     def __init__(self, event: Arrive, *, serial: int, max_model_len: int) -> None:
+        """Holds no page yet."""
         self.id = event.id
         self.epoch = event.epoch
         self.leg = event.leg
@@ -87,11 +90,11 @@ class Request:
         self.computed = 0
         self.last = min(len(event.prompt) + event.sampling.max_tokens, max_model_len)  # ``known`` at which it ends
         self.stops = frozenset(event.sampling.stop_token_ids)
-        self.pages: list[PageId] = []
+        self.held: list[Holding] = []  # one a group of layers; empty: no pages.  Made anew at every admission
         self.room = 0
         self.hashes: list[BlockHash] = list(event.hashes)
-        self.settled = 0  # pages whose content is final and was offered to the prefix cache
-        self.announced = 0  # leg=prefill: full pages the receiver has been told of
+        self.settled = 0  # blocks whose content is final and was offered to the prefix cache
+        self.announced = 0  # leg=prefill: pieces (reach.Pieces) that the receiver has been told of
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.preempted = 0  # how often its pages were taken back
         self.first_token = False  # leg=decode: the prefill worker's token is here
@@ -126,14 +129,18 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.known >= self.last else None
 
-    def adopt(self, pages: list[PageId], *, page_tokens: int) -> None:
-        """Own these pages, after those owned already."""
-        self.pages.extend(pages)
-        self.room = len(self.pages) * page_tokens
+    def adopt(self, held: list[Holding], *, page_tokens: int) -> None:
+        """Own these pages, one entry a group."""
+        self.held = held
+        self.measure(page_tokens)
+
+    def measure(self, page_tokens: int) -> None:
+        """After the pages held have become more."""
+        self.room = min(len(own.pages) for own in self.held) * page_tokens
 
     def surrender(self) -> list[PageId]:
         """Own no page, and have nothing computed; the caller gives the pages back."""
-        pages, self.pages = self.pages, []
+        pages, self.held = all_pages(self.held), []
         self.room = self.computed = self.settled = 0
         self.prompt_logprobs.clear()
         return pages

@@ -66,8 +66,13 @@ class Scheduler:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
         self.config = config
         self.cost = StepCost() if cost is None else cost
-        self.memory = PageMemory(pages=config.pages, page_tokens=config.page_tokens)
-        needed = self.memory.pages_for(config.max_model_len)
+        self.memory = PageMemory(
+            pages=config.pages,
+            page_tokens=config.page_tokens,
+            reaches=config.reaches,
+            ahead=min(config.max_chunk_tokens, config.max_step_tokens),
+        )
+        needed = self.memory.most_pages(config.max_model_len)
         if needed > config.pages:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} needs {needed} KV pages of {config.page_tokens} tokens, "
@@ -126,7 +131,7 @@ class Scheduler:
     def _refusal(self, request: Request) -> str | None:
         config = self.config
         most = request.known if request.leg is Leg.PREFILL else len(request.prompt) + request.sampling.max_tokens
-        if request.known >= config.max_model_len or self.memory.pages_for(most) > config.pages:
+        if request.known >= config.max_model_len or self.memory.most_pages(most) > config.pages:
             return "too_long"
         if request.known == 0:
             return "empty"
@@ -219,6 +224,7 @@ class Scheduler:
         request.computed = row.start + row.count
         request.prompt_logprobs.extend(new.prompt_logprobs)
         self.memory.settle(request)
+        self.memory.read_on(request)
         if request.leg is Leg.PREFILL:
             self._announce(request, outcome)
 
@@ -254,13 +260,16 @@ class Scheduler:
             self._table.forget(request)
 
     def _announce(self, request: Request, outcome: Outcome) -> None:
-        """Tell of pages that are final: full ones, and the partial one when nothing more comes into it."""
+        """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""
         size = self.config.page_tokens
-        for block in range(request.announced, request.settled):
-            outcome.pages_done.append(PageDone(request, block, size))
-        request.announced = request.settled
-        if request.status is Status.HANDOVER and request.computed % size:
-            outcome.pages_done.append(PageDone(request, request.announced, request.computed % size))
+        pieces = self.memory.pieces(request)
+        partial = request.computed % size if request.status is Status.HANDOVER else 0
+        final = pieces.before(request.settled + (partial > 0))
+        for piece in range(request.announced, final):
+            block, group = pieces.place(piece)
+            tokens = size if block < request.settled else partial
+            outcome.pages_done.append(PageDone(request, piece, block, group, tokens))
+        request.announced = final
 
     def _take_pending(self) -> Outcome:
         """What became known outside a step, without those who have gone since."""

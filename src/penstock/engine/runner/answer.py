@@ -97,8 +97,8 @@ class Answer:
         self._plain = constraint is None and not (
             cut or penalised or sampling.logit_bias or sampling.logprobs is not None
         )
-        self._pages: list[int] = []
-        self._pages_P = np.empty(0, np.int32)
+        self._pages: list[list[int]] = []
+        self._pages_P: list[NDArray[np.int32]] = []
 
     def row(self, position: int, drawn: Sequence[int]) -> SampleRow:
         """How the token at ``position`` is drawn, after the request's output and ``drawn``, drawn since.
@@ -148,11 +148,13 @@ class Answer:
     def _is_short(self, position: int) -> bool:
         return position - len(self.request.prompt) < self.request.sampling.min_tokens
 
-    def pages(self) -> NDArray[np.int32]:
-        """The request's pages, in order.  Compared on every call: a preempted request comes back with others."""
-        if self.request.pages != self._pages:
-            self._pages = list(self.request.pages)
-            self._pages_P = np.array(self._pages, np.int32)
+    def pages(self) -> list[NDArray[np.int32]]:
+        """The request's pages by block, one array a group of layers.  Compared on every call: a preempted request comes
+        back with others."""
+        held = [own.pages for own in self.request.held]
+        if held != self._pages:
+            self._pages = [list(pages) for pages in held]
+            self._pages_P = [np.array(pages, np.int32) for pages in held]
         return self._pages_P
 
     def _count(self, counts: Counts, drawn: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

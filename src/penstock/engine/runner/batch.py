@@ -19,14 +19,16 @@ from penstock.engine.images.turns import turns
 from penstock.engine.runner.answer import Answer
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, GivenRows, StepBatch
-from penstock.types import PAGE_TOKENS, PageId, Picture, PlacedImage, TokenLogprob
+from penstock.reach import blocks_of
+from penstock.types import PAGE_TOKENS, Picture, PlacedImage, TokenLogprob
 
 if TYPE_CHECKING:
+    from penstock.engine.core.holding import Holding
     from penstock.engine.core.plan import Row
     from penstock.engine.core.request import Request
 
 SPARE_BLOCKS = 8
-"""Columns of the page table beyond those that a step needs, for the steps after it."""
+"""Columns of a group's page table beyond those that a step needs, for the steps after it."""
 
 
 class Span:
@@ -112,7 +114,7 @@ class StepArrays:
         self._starts = np.empty(0, np.int32)
         self._table = np.empty(0, np.int32)
         self._requests: list[Request] = []
-        self._pages: list[list[PageId]] = []
+        self._held: list[list[Holding]] = []
         self._at: list[int] = []  # position of each span's only token; empty when some span has more
         self.spans: list[Span] = []
         self.listed: list[Span] = []
@@ -126,9 +128,10 @@ class StepArrays:
     def fill(self, spans: list[Span]) -> None:
         """The arrays of these spans, one after another."""
         count = sum(len(span.tokens) for span in spans)
-        blocks = max(-(-span.stop // PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
-        self._reserve(count, len(spans), blocks)
-        table_SP = self._table[: len(spans) * blocks].reshape(len(spans), blocks)
+        blocks = max(blocks_of(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
+        columns = blocks * len(spans[0].answer.request.held)
+        self._reserve(count, len(spans), columns)
+        table_SP = self._table[: len(spans) * columns].reshape(len(spans), columns)
         begin = 0
         for index, span in enumerate(spans):
             end = begin + len(span.tokens)
@@ -139,8 +142,9 @@ class StepArrays:
                 self._tokens[begin:end] = span.tokens
                 self._positions[begin:end] = np.arange(span.start, span.stop, dtype=np.int32)
             self._starts[index + 1] = begin = end
-            pages_P = span.answer.pages()[: -(-span.stop // PAGE_TOKENS)]
-            table_SP[index, : len(pages_P)] = pages_P
+            for group, pages_P in enumerate(span.answer.pages()):
+                own_P = pages_P[: blocks_of(span.stop, PAGE_TOKENS)]
+                table_SP[index, group * blocks : group * blocks + len(own_P)] = own_P
         self.spans = spans
         wanted_R = self._want()
         turns_T3, given = self._see(spans)
@@ -155,7 +159,7 @@ class StepArrays:
         )
         self._fill_picks()
         self._requests = [span.answer.request for span in spans]
-        self._pages = [request.pages for request in self._requests]
+        self._held = [request.held for request in self._requests]
         single = self.scored == 0 and count == len(spans) == len(wanted_R) and given is None
         self._at = [span.start for span in spans] if single else []
 
@@ -216,14 +220,14 @@ class StepArrays:
             picks.temperatures_F[rows] = sampling.temperature
             begin = rows.stop
 
-    def _reserve(self, tokens: int, spans: int, blocks: int) -> None:
+    def _reserve(self, tokens: int, spans: int, columns: int) -> None:
         if tokens > len(self._tokens):
             self._tokens = np.empty(_room(tokens), np.int32)
             self._positions = np.empty(_room(tokens), np.int32)
         if spans + 1 > len(self._starts):
             self._starts = np.zeros(_room(spans + 1), np.int32)
-        if spans * blocks > len(self._table):
-            self._table = np.zeros(_room(spans * blocks), np.int32)
+        if spans * columns > len(self._table):
+            self._table = np.zeros(_room(spans * columns), np.int32)
 
     # --- one token further --------------------------------------------------------------------------------------------
 
@@ -239,12 +243,12 @@ class StepArrays:
         """
         if len(rows) != len(self._at):
             return False
-        for row, request, pages, at in zip(rows, self._requests, self._pages, self._at, strict=True):
+        for row, request, held, at in zip(rows, self._requests, self._held, self._at, strict=True):
             start = row.start
             if row.request is not request or start != at + 1 or request.known != start + 1 or row.count != 1:
                 return False
             # Pages taken back and given anew are another list.
-            if not row.samples or row.draft or request.pages is not pages or not request.output:
+            if not row.samples or row.draft or request.held is not held or not request.output:
                 return False
         tokens = [request.output[-1] for request in self._requests]
         if not self._move(tokens):
@@ -265,12 +269,14 @@ class StepArrays:
         """One position further with these tokens.  False, and nothing changed, when the table is too narrow."""
         table_SP = self.batch.table_SP
         at = [position + 1 for position in self._at]
-        if max(at) >= table_SP.shape[1] * PAGE_TOKENS:
+        blocks = table_SP.shape[1] // len(self._held[0])
+        if max(at) >= blocks * PAGE_TOKENS:
             return False
         for index, position in enumerate(at):
             if position % PAGE_TOKENS == 0:
                 block = position // PAGE_TOKENS
-                table_SP[index, block] = self._pages[index][block]
+                for group, own in enumerate(self._held[index]):
+                    table_SP[index, group * blocks + block] = own.pages[block]
         self._at = at
         self.batch.tokens_T[:] = tokens
         self._positions[: len(at)] += 1

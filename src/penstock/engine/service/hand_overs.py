@@ -64,7 +64,7 @@ class HandOvers:
         self._clock = clock
         self._tell = tell
         self._peers = peers
-        self._page_tokens = ends.receiver.page_tokens
+        self._layout = ends.receiver.layout
 
     # --- what other workers say --------------------------------------------------------------------------------------
 
@@ -104,12 +104,13 @@ class HandOvers:
             self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
             return
         tokens = len(request.prompt) + request.emitted
+        pieces = self._layout.pieces(tokens)
         pull = Pull(
             request=request.id,
             epoch=request.epoch,
             source=source,
-            pages=tuple(request.pages[: self._blocks(tokens)]),
-            skip_blocks=request.computed // self._page_tokens,
+            pages=tuple(request.held[group].pages[block] for block, group in pieces),
+            skip_blocks=pieces.before(request.computed // self._layout.page_tokens),
             tokens=tokens,
         )
         self._receiving(self._receiver.expect(pull, now))
@@ -120,7 +121,7 @@ class HandOvers:
 
     def done(self, first: TokenItem, tokens: int, now: float) -> None:
         """The pages of all ``tokens`` were offered, and this is the first token."""
-        self._sending(self._sender.done(first, self._blocks(tokens), now))
+        self._sending(self._sender.done(first, self._layout.pieces(tokens).total, now))
 
     def cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """Nobody wants the request any more: both ends forget it."""
@@ -150,9 +151,6 @@ class HandOvers:
         return self._peers.links()
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
 
     def _receiving(self, turn: ReceiverTurn) -> None:
         now = self._clock.now()

@@ -129,11 +129,11 @@ class WorkerMailbox:
             self.reporter.count_step(plan, now - self._step_began)
         pool = self._scheduler.memory.pool
         for done in outcome.pages_done:
-            request, page = done.request, done.request.pages[done.block]
+            request, page = done.request, done.request.held[done.group].pages[done.block]
             offer = Offer(
                 request=request.id,
                 epoch=request.epoch,
-                block=done.block,
+                block=done.piece,
                 page=page,
                 tokens=done.tokens,
                 generation=pool.generation(page),

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "layer_places.hpp"
 #include "packing.hpp"
 #include "sampler.hpp"
 
@@ -101,15 +102,17 @@ inline Form form_of(float scale, float cap) {
   return {scale, cap};
 }
 
-// KV memory over a buffer that Python owns.
+// KV memory over a buffer that Python owns; a page has room for `layers` layers of one group.
 struct KvMemory {
   Out<uint32_t, 1> memory;
   KvView view;
+  LayerPlaces places;
 
   KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int key_dim, int value_dim, bool shared,
-           int per_cell)
+           int per_cell, std::vector<std::pair<int, int>> layer_places)
       : memory(std::move(cells)),
-        view{memory.data(), pages, layers, kv_heads, key_dim, value_dim, shared, per_cell} {
+        view{memory.data(), pages, layers, kv_heads, key_dim, value_dim, shared, per_cell},
+        places(std::move(layer_places), layers) {
     require(pages > 0 && layers > 0 && kv_heads > 0, "KV memory needs pages, layers and heads");
     for (const int size : {key_dim, value_dim})
       require(size > 0 && size % 2 == 0 && size <= kMaxHeadDim, "head size must be even and at most 1024");
@@ -197,11 +200,16 @@ struct Batch {
     last_position = std::max(last_position, last);
   }
 
-  void check_pages(long pages) const {
+  // The tables of all groups of layers, side by side.
+  void check_pages(long pages, long groups) const {
+    const long width = view.table_width / groups;
+    require(width * groups == view.table_width, "a table of equal width for every group of layers");
     for (long s = 0; s < view.sequences; ++s) {
       if (view.starts[s] == view.starts[s + 1]) continue;
-      const long last = view.positions[view.starts[s + 1] - 1];
-      require_ids({view.table + s * view.table_width, last / kPageTokens + 1}, pages, "page outside the memory");
+      const long blocks = view.positions[view.starts[s + 1] - 1] / kPageTokens + 1;
+      require(blocks <= width, "the table is too short for the last position");
+      for (long group = 0; group < groups; ++group)
+        require_ids({view.table + s * view.table_width + group * width, blocks}, pages, "page outside the memory");
     }
   }
 };

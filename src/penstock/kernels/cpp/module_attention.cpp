@@ -47,9 +47,9 @@ class AttentionKernels {
                         batch.view.positions,
                         q_scale ? q_scale->data() : nullptr,
                         batch.sequence_of.data(),
-                        batch.view,
+                        kv.places.of(batch.view, layer),
                         view,
-                        layer,
+                        kv.places.place(layer),
                         heads,
                         q.data()};
     without_gil([&] { family_->rope_and_write(args, compute_); });
@@ -61,8 +61,8 @@ class AttentionKernels {
     check_latent(kv.view, rope, batch);
     require(dim(latent, 0) == batch.view.tokens && dim(latent, 1) == kv.view.key_dim, "latent must be [T, C]");
     require(dim(weight, 0) == kv.view.value_dim, "weight must be [value_dim]");
-    const LatentWriteArgs args{latent.data(), weight.data(), eps,     rope.view, batch.sequence_of.data(),
-                               batch.view,    kv.view,       layer};
+    const LatentWriteArgs args{latent.data(), weight.data(), eps, rope.view, batch.sequence_of.data(),
+                               kv.places.of(batch.view, layer), kv.view, kv.places.place(layer)};
     without_gil([&] { family_->latent_write(args, compute_); });
   }
 
@@ -101,9 +101,9 @@ class AttentionKernels {
     rule.check(heads);
     AttentionCut cut;
     AttentionArgs args;
-    cut.cut(kv.view, batch.view, heads, rule.keys, args);
+    cut.cut(kv.view, kv.places.of(batch.view, layer), heads, rule.keys, args);
     args.q = q.data();
-    args.layer = layer;
+    args.layer = kv.places.place(layer);
     args.softmax = rule.softmax;
     args.out = out.data();
     without_gil([&] { family_->attention(args, compute_); });
@@ -170,9 +170,9 @@ class AttentionKernels {
 
   void check_kv(const KvMemory& kv, int layer, const Batch& batch, int heads) const {
     require(kv.view.per_cell == (compute_ == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
-    require(layer >= 0 && layer < kv.view.layers, "no such layer");
+    require(kv.places.has(layer), "no such layer");
     require(heads > 0 && heads % kv.view.kv_heads == 0, "query heads must be a multiple of key-value heads");
-    batch.check_pages(kv.view.pages);
+    batch.check_pages(kv.view.pages, kv.places.groups());
   }
 
   const Family* family_;

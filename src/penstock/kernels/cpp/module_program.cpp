@@ -60,12 +60,12 @@ struct StepInputs {
     picks.resize(static_cast<size_t>(count));
   }
 
-  StepView view(long pages, long vocabulary, long scored) {
+  StepView view(long pages, long groups, long vocabulary, long scored) {
     require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
     require_ids(ids_of(wanted), batch.view.tokens, "a wanted row is no row of the step");
     if (given_count > 0) require_ids(ids_of(given_rows), batch.view.tokens, "a given row is no row of the step");
     batch.check();
-    batch.check_pages(pages);
+    batch.check_pages(pages, groups);
     for (size_t i = 0; i < picks.size(); ++i) {
       const uint64_t seed = seeds.data()[i];
       const DrawKey key{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), positions.data()[i],
@@ -90,12 +90,12 @@ struct StepInputs {
 class RecordedStep {
  public:
   RecordedStep(const std::string& family, const std::string& compute, const KvMemory& kv)
-      : family_(find_family(family.c_str())), pages_(kv.view.pages) {
+      : family_(find_family(family.c_str())), pages_(kv.view.pages), groups_(kv.places.groups()) {
     require(family_ != nullptr, "this kernel family cannot run here");
     require(compute == "bf16" || compute == "fp32", "the compute type must be bf16 or fp32");
     per_cell_ = compute == "bf16" ? 2 : 1;
     program_ = std::make_unique<Program>(*family_, compressed_family(family.c_str()),
-                                         per_cell_ == 2 ? Compute::kBf16 : Compute::kFp32, kv.view);
+                                         per_cell_ == 2 ? Compute::kBf16 : Compute::kFp32, kv.view, kv.places);
   }
 
   int embed(const nb::object& table) {
@@ -173,7 +173,7 @@ class RecordedStep {
     const auto picked = static_cast<long>(inputs.picks.size()), listed = static_cast<long>(rows.size());
     require(scored >= 0 && scored + listed + picked == dim(inputs.wanted, 0), "a draw for every row that is not scored");
     require(program_->finished(), "the recording is not finished");
-    const StepView step = inputs.view(pages_, tokens_below_, scored);
+    const StepView step = inputs.view(pages_, groups_, tokens_below_, scored);
     require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
             "given rows must be [G, D], and the step must place them");
     require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
@@ -254,6 +254,7 @@ class RecordedStep {
 
   const Family* family_;
   long pages_;
+  long groups_;  // of layers
   int per_cell_;
   long tokens_below_ = 0;
   long positions_below_ = -1;  // rows of the shortest table by position

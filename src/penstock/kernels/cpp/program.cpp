@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "program_checks.hpp"
 
@@ -13,8 +14,10 @@ constexpr size_t kLine = 64;
 
 }  // namespace
 
-Program::Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv)
-    : family_(family), compressed_(compressed), quantised_(quantised_family(family.name)), compute_(compute), kv_(kv), expert_run_(family, compressed, compute) {
+Program::Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv,
+                 LayerPlaces places)
+    : family_(family), compressed_(compressed), quantised_(quantised_family(family.name)), compute_(compute), kv_(kv),
+      places_(std::move(places)), expert_run_(family, compressed, compute) {
   expect(kv.per_cell == (compute == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
 }
 

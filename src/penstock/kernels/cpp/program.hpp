@@ -13,6 +13,7 @@
 #include "arena.hpp"
 #include "attention_cut.hpp"
 #include "expert_run.hpp"
+#include "layer_places.hpp"
 #include "matrix.hpp"
 
 namespace penstock {
@@ -42,7 +43,8 @@ struct StepView {
 // Every recording method returns the slot of its result.  They throw std::invalid_argument for what does not fit.
 class Program {
  public:
-  Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv);
+  Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv,
+          LayerPlaces places);
 
   int embed(const Matrix& table);
   void place_rows(int hidden);  // once: the step's given rows
@@ -160,6 +162,7 @@ class Program {
   const QuantFamily& quantised_;
   Compute compute_;
   KvView kv_;
+  LayerPlaces places_;
   std::vector<Slot> slots_;
   std::vector<Node> nodes_;
   std::vector<std::vector<int>> users_;  // slots of each buffer

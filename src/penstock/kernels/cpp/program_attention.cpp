@@ -5,7 +5,7 @@
 namespace penstock {
 
 void Program::check_heads(int layer, int heads) const {
-  expect(layer >= 0 && layer < kv_.layers, "no such layer");
+  expect(places_.has(layer), "no such layer");
   expect(heads > 0 && heads % kv_.kv_heads == 0, "query heads must be a multiple of key-value heads");
 }
 
@@ -29,8 +29,9 @@ int Program::rope_and_write(int qkv, const RopeView& rope, const float* q_scale,
   expect(in.rows == RowsOf::kTokens, "keys and values are those of all tokens");
   const auto run = [=, this, out = next_slot()](const StepView& step) {
     const auto* from = reinterpret_cast<const float*>(data(qkv));
-    const int32_t* angles = step.batch.positions;
-    family_.rope_and_write({from, rope, angles, q_scale, step.sequence_of, step.batch, kv_, layer, heads, data(out)}, compute_);
+    family_.rope_and_write({from, rope, step.batch.positions, q_scale, step.sequence_of, places_.of(step.batch, layer), kv_,
+                            places_.place(layer), heads, data(out)},
+                           compute_);
   };
   return add({.op = Op::kOther, .in = qkv, .out = -1, .writes = true, .other = run},
              static_cast<long>(heads) * kv_.key_dim, RowsOf::kTokens, true);
@@ -51,7 +52,8 @@ int Program::attention(int q, int layer, const KeyRule& rule, const Softmax& sof
     if (!cut.made) cut.cut.cut(kv_, step.batch, heads, rule, cut.args);
     cut.made = true;
     cut.args.q = data(q);
-    cut.args.layer = layer;
+    cut.args.batch = places_.of(step.batch, layer);
+    cut.args.layer = places_.place(layer);
     cut.args.softmax = softmax;
     cut.args.out = data(out);
     family_.attention(cut.args, compute_);
@@ -78,7 +80,9 @@ void Program::latent_write(int latent, const float* weight, float eps, const Rop
   expect(in.width == kv_.key_dim && in.rows == RowsOf::kTokens, "latent must be [T, C]");
   nodes_.push_back({.op = Op::kOther, .in = latent, .out = latent, .writes = true, .other = [=, this](const StepView& step) {
     const auto* from = reinterpret_cast<const float*>(data(latent));
-    family_.latent_write({from, weight, eps, rope, step.sequence_of, step.batch, kv_, layer}, compute_);
+    family_.latent_write({from, weight, eps, rope, step.sequence_of, places_.of(step.batch, layer), kv_,
+                          places_.place(layer)},
+                         compute_);
   }});
 }
 

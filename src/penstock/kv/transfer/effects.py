@@ -22,7 +22,9 @@ from penstock.wire.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One final page: ``page`` of the sender's own memory holds the ``tokens`` tokens of block ``block``.
+    """One final page: ``page`` of the sender's own memory holds ``tokens`` tokens and travels as number ``block``.
+
+    Pages are numbered in the order of ``reach.Pieces``, which is by block where all layers share pages.
 
     It stays as it is until ``Released``.  ``generation`` says how often the page had been given out by then.
     """
@@ -76,8 +78,8 @@ class SenderTurn:
 class Pull:
     """One request's pages, as the receiver wants them.
 
-    ``pages[block]`` is the receiver's own page for each block of the first ``tokens`` tokens; blocks below
-    ``skip_blocks`` are there already.
+    ``pages[block]`` is the receiver's own page for each that travels (``reach.Pieces``) of the first ``tokens`` tokens;
+    those below ``skip_blocks`` are there already.
     """
 
     request: RequestId

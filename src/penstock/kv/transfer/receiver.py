@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.schema import HandOverConfig
 from penstock.errors import HandOverRefused, PageCorrupt
+from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.effects import (
     FirstToken,
     PagesAdvanced,
@@ -30,6 +31,7 @@ from penstock.kv.transfer.effects import (
 )
 from penstock.kv.transfer.port import PageCarrier
 from penstock.kv.transfer.sender import SIGNS_PER_LEASE
+from penstock.reach import Pieces
 from penstock.types import RequestId, WorkerId
 from penstock.wire.messages import (
     HandOverAlive,
@@ -60,6 +62,7 @@ class TransferCounters:
 @dataclass(slots=True)
 class _Pulling:
     pull: Pull
+    pieces: Pieces  # what a "block" is in all messages: a page, in the order of travel
     missing: set[int]  # blocks not yet copied
     queued: set[int]  # blocks whose frame waits to be copied
     contiguous: int  # blocks from 0 that are here
@@ -90,9 +93,9 @@ class HandOverReceiver:
         self._told: dict[tuple[PageSource, RequestId, int], float] = {}  # who knows that we want no more, since when
 
     @property
-    def page_tokens(self) -> int:
-        """Tokens a page."""
-        return self._layout.page_tokens
+    def layout(self) -> KvLayout:
+        """Of the pages."""
+        return self._layout
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
@@ -101,7 +104,8 @@ class HandOverReceiver:
 
         Raises ValueError when one of this or a later epoch is here, or the pages are not those of ``pull.tokens``.
         """
-        blocks = -(-pull.tokens // self._layout.page_tokens)
+        pieces = self._layout.pieces(pull.tokens)
+        blocks = pieces.total
         if len(pull.pages) != blocks or not 0 <= pull.skip_blocks <= blocks:
             raise ValueError(f"{len(pull.pages)} pages from block {pull.skip_blocks} for {pull.tokens} tokens")
         turn = ReceiverTurn()
@@ -112,6 +116,7 @@ class HandOverReceiver:
             self._forget(earlier, turn)
         pulling = _Pulling(
             pull=pull,
+            pieces=pieces,
             missing=set(range(pull.skip_blocks, blocks)),
             queued=set(),
             contiguous=pull.skip_blocks,
@@ -216,10 +221,8 @@ class HandOverReceiver:
     def _queue_page(
         self, pulling: _Pulling, frame: PageReady, payload: memoryview | None, now: float, turn: ReceiverTurn
     ) -> None:
-        pull = pulling.pull
-        last = len(pull.pages) - 1
-        size = self._layout.page_tokens
-        if not 0 <= frame.block <= last or frame.tokens != min(size, pull.tokens - frame.block * size):
+        last = len(pulling.pull.pages) - 1
+        if not 0 <= frame.block <= last or frame.tokens != self._tokens_of(pulling, frame.block):
             self._fail(pulling, f"protocol: {frame.tokens} tokens in block {frame.block}", turn)
         elif frame.block not in pulling.missing or frame.block in pulling.queued:
             self.counters.duplicates += 1
@@ -228,6 +231,10 @@ class HandOverReceiver:
             pulling.patience = self._config.lease_s / SIGNS_PER_LEASE
             pulling.queued.add(frame.block)
             self._queue.append(_Queued(pulling, frame, payload))
+
+    def _tokens_of(self, pulling: _Pulling, piece: int) -> int:
+        size = self._layout.page_tokens
+        return min(size, pulling.pull.tokens - pulling.pieces.place(piece)[0] * size)
 
     def _copy(self, queued: _Queued, turn: ReceiverTurn) -> bool:
         """Write one page.  True when it is the announced one."""
@@ -258,7 +265,7 @@ class HandOverReceiver:
         while pulling.contiguous < len(pull.pages) and pulling.contiguous not in pulling.missing:
             pulling.contiguous += 1
         if pulling.contiguous > before:
-            computed = min(pull.tokens, pulling.contiguous * self._layout.page_tokens)
+            computed = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
             turn.effects.append(PagesAdvanced(pull.request, pull.epoch, computed))
             if pulling.missing or pulling.first is None:
                 self._ask(pulling, now, turn)

@@ -8,8 +8,10 @@ context; ``answer`` computes the same without pages, batches, chunks or caches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import accumulate
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import (
@@ -27,11 +29,13 @@ from penstock.engine.core.plan import (
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.speculation import Speculator, standing
+from penstock.reach import most_blocks
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
 
 VOCAB = 11
 STOP = 0
 ROOT = BlockHash(b"r" * 32)
+MOST_GUESSES = 5
 
 
 def prompt_of(family: int, length: int) -> tuple[int, ...]:
@@ -72,11 +76,12 @@ def answer(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int) 
 
 
 class GlassRunner:
-    """The model one can look through.  ``kv[page][slot]`` is the hash of all tokens up to that position."""
+    """The model one can look through.  ``kv[page][slot]``: a group, and the hash of all tokens up to there."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.size = config.page_tokens
-        self.kv: list[list[int | None]] = [[None] * self.size for _ in range(config.pages)]
+        self.reaches = config.reaches
+        self.kv: list[list[tuple[int, int] | None]] = [[None] * self.size for _ in range(config.pages)]
 
     def run(self, plan: Plan) -> list[Drawn]:
         return [self.row(row, plan.steps) for row in plan.rows]
@@ -95,9 +100,9 @@ class GlassRunner:
         tokens = list(request.tokens(0, row.start + row.count))
         for position in range(row.start, row.start + row.count):
             self.write(request, tokens, position)
+        self.read(request, tokens, row.start)
         if not row.samples:
             return Drawn((), (), told)
-        self.verify(request, tokens)
         if row.draft:
             assert steps == 1
             return self.drafted(row, tokens)
@@ -105,7 +110,8 @@ class GlassRunner:
         for step in range(steps):
             if step:
                 self.write(request, tokens, len(tokens) - 1)
-            drawn.append(draw(self.at(request, len(tokens) - 1), request.sampling, len(request.output) + step))
+            self.read(request, tokens, len(tokens) - 1)
+            drawn.append(draw(context_of(tokens), request.sampling, len(request.output) + step))
             tokens.append(drawn[-1])
         return Drawn(tuple(drawn), tuple(TokenLogprob(t, -1.0) for t in drawn), told)
 
@@ -114,7 +120,8 @@ class GlassRunner:
         request, drawn = row.request, list[int]()
         assert request.known + len(row.draft) < request.last, "guessed beyond the end"
         for index, guess in enumerate((*row.draft, None)):
-            drawn.append(draw(self.at(request, len(tokens) - 1), request.sampling, len(request.output) + index))
+            self.read(request, tokens, len(tokens) - 1)
+            drawn.append(draw(context_of(tokens), request.sampling, len(request.output) + index))
             if guess is not None:
                 tokens.append(guess)
                 self.write(request, tokens, len(tokens) - 1)
@@ -122,20 +129,31 @@ class GlassRunner:
         return Drawn(stands, tuple(TokenLogprob(t, -1.0) for t in stands))
 
     def write(self, request: Request, tokens: Sequence[int], position: int) -> None:
-        before = self.at(request, position - 1) if position else 0
-        self.kv[request.pages[position // self.size]][position % self.size] = extend(before, tokens[position])
+        self.put(request, position, context_of(tokens[: position + 1]), range(len(self.reaches)))
 
-    def at(self, request: Request, position: int) -> int:
-        value = self.kv[request.pages[position // self.size]][position % self.size]
-        assert value is not None
-        return value
+    def put(self, request: Request, position: int, context: int, groups: Iterable[int]) -> None:
+        for group in groups:
+            own, block = request.held[group], position // self.size
+            assert own.begin <= block, (request.id, "writes what it has given back")
+            self.kv[own.pages[block]][position % self.size] = (group, context)
 
-    def verify(self, request: Request, tokens: Sequence[int], start: int = 0) -> None:
-        """All of the context stands where the page table says."""
-        context = 0
-        for position, token in enumerate(tokens):
-            context = extend(context, token)
-            assert position < start or self.at(request, position) == context, (request.id, position)
+    def read(self, request: Request, tokens: Sequence[int], position: int) -> None:
+        """All that ``position`` sees of ``tokens`` stands where the page tables say."""
+        contexts = list(accumulate(tokens[: position + 1], extend, initial=0))[1:]
+        for group, reach in enumerate(self.reaches):
+            self.check(request, group, contexts, reach.first(position))
+
+    def check(self, request: Request, group: int, contexts: Sequence[int], first: int) -> None:
+        """What stands in a group's pages from ``first`` on."""
+        own = request.held[group]
+        for seen in range(first, len(contexts)):
+            block, slot = divmod(seen, self.size)
+            assert own.begin <= block, (request.id, group, seen, "given back too early")
+            assert self.kv[own.pages[block]][slot] == (group, contexts[seen]), (request.id, group, seen)
+
+
+def context_of(tokens: Sequence[int]) -> int:
+    return reduce(extend, tokens, 0)
 
 
 @dataclass
@@ -210,8 +228,10 @@ class World:
         context = 0
         for position, token in enumerate(tokens[:upto]):
             context = extend(context, token)
+            block = position // self.runner.size
+            needed = [group for group, own in enumerate(request.held) if block >= own.begin]
             if position >= request.computed:
-                self.runner.kv[request.pages[position // self.runner.size]][position % self.runner.size] = context
+                self.runner.put(request, position, context, needed)
         self.scheduler.apply(PagesArrived(id=client.event.id, epoch=client.event.epoch, computed=upto), 0.0)
 
     def first_token(self, name: str) -> None:
@@ -228,7 +248,8 @@ class World:
     def release(self, name: str) -> None:
         client, request = self.clients[name], self.find(name)
         if request is not None and request.status is Status.HANDOVER:
-            self.runner.verify(request, (*client.event.prompt, *client.event.emitted))
+            tokens = (*client.event.prompt, *client.event.emitted)
+            self.runner.read(request, tokens, len(tokens))
         client.gone = True
         self.scheduler.apply(Released(id=client.event.id, epoch=client.event.epoch), 0.0)
 
@@ -265,19 +286,31 @@ class World:
         assert pool.free + pool.cached + pool.leased == self.config.pages
         load = self.scheduler.load()
         assert load.running + load.awaiting <= self.config.max_running
-        assert load.pages_used + load.pages_free == self.config.pages
+        assert load.pages_used + load.pages_free <= self.config.pages
         for request in self.requests():
             assert 0 <= request.computed <= request.known
-            assert request.room == len(request.pages) * self.config.page_tokens
+            assert bool(request.held) == (request.status not in (Status.UNGRANTED, Status.WAITING))
+            if request.held:
+                assert request.room == min(len(own.pages) for own in request.held) * self.config.page_tokens
+                self._check_windows(request)
             assert request.computed <= max(request.room, 0)
-            assert bool(request.pages) == (request.status not in (Status.UNGRANTED, Status.WAITING))
+
+    def _check_windows(self, request: Request) -> None:
+        """What no later position reads was given back, with the last full page at the latest."""
+        config, size = self.config, self.config.page_tokens
+        ahead = max(min(config.max_chunk_tokens, config.max_step_tokens), self.max_steps, MOST_GUESSES + 1)
+        after = request.known if request.status is Status.RESERVED else request.computed
+        for own, reach in zip(request.held, config.reaches, strict=True):
+            assert own.begin * size <= reach.first(after)
+            held = len(own.pages) - own.begin
+            assert held <= most_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
 
     def _check_plan(self, plan: Plan, waiting: set[Request]) -> None:
         assert sum(row.count + len(row.draft) for row in plan.rows) <= self.config.max_step_tokens
         assert all(row.count <= self.config.max_chunk_tokens for row in plan.rows)
         assert len({row.request.id for row in plan.rows}) == len(plan.rows)
         left = [r for r in waiting if r.status is Status.WAITING]
-        admitted = [r for r in waiting if r.pages]
+        admitted = [r for r in waiting if r.held]
         for request in admitted:
             assert all(request.order < other.order for other in left), "somebody was overtaken"
         for returned in plan.returned:
@@ -303,11 +336,12 @@ class World:
         for page in outcome.pages_done:
             client = self.clients[page.request.id]
             assert not client.gone
-            size = self.config.page_tokens
-            assert page.block == len(client.blocks), "pages are announced in order, each once"
+            size, request = self.config.page_tokens, page.request
+            assert page.piece == len(client.blocks), "pages are announced in order, each once"
             client.blocks.append(page.tokens)
-            tokens = page.request.tokens(0, page.block * size + page.tokens)
-            self.runner.verify(page.request, tokens, start=page.block * size)
+            tokens = request.tokens(0, page.block * size + page.tokens)
+            contexts = list(accumulate(tokens, extend, initial=0))[1:]
+            self.runner.check(request, page.group, contexts, page.block * size)
 
     def finished(self, name: str) -> bool:
         """This worker has nothing more to do for the client."""
@@ -373,6 +407,7 @@ class World:
         """The receiver was told of every page and of the first token."""
         client = self.clients[name]
         before = len(client.event.prompt) + len(client.event.emitted)
-        assert sum(client.blocks) == before
+        size = self.config.page_tokens
+        assert sum(client.blocks) == sum(before - reach.kept(before, size) * size for reach in self.config.reaches)
         assert len(client.tokens) == len(client.event.emitted) + 1
         assert (client.finish is not None) == (len(client.tokens) == len(client.want.tokens))

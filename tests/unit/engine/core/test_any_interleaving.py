@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from engine_world import ROOT, STOP, World, answer, prompt_of
+from engine_world import MOST_GUESSES, ROOT, STOP, World, answer, prompt_of
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import Arrive, Drawn, Row
 from penstock.engine.core.request import Request, Status
 from penstock.hashing import block_hashes
+from penstock.reach import EVERYTHING, Reach, most_pages
 from penstock.types import Leg, RequestId, SamplingParams
 
 MAX_LEN = 32
@@ -26,6 +27,13 @@ MOVES = (
     ("arrive",) * 7 + ("step",) * 5 + ("pages", "first", "grant", "release", "cancel", "in_flight", "resubmit", "stale")
 )
 LEGS = (Leg.WHOLE, Leg.WHOLE, Leg.WHOLE, Leg.DECODE, Leg.DECODE, Leg.PREFILL)
+
+REACHES = (
+    (EVERYTHING,),
+    (EVERYTHING, Reach(window=5)),
+    (Reach(window=3),),
+    (EVERYTHING, Reach(chunk=8), Reach(window=6), Reach(window=6)),
+)
 
 Move = tuple[str, int, int, int]
 moves = st.lists(
@@ -38,14 +46,17 @@ moves = st.lists(
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     size = draw(st.sampled_from([1, 4, 16]))
-    least = -(-MAX_LEN // size)
+    reaches = draw(st.sampled_from(REACHES))
+    step, chunk = draw(st.sampled_from([64, 64, 5, 1])), draw(st.sampled_from([1, 3, 16, 64]))
+    least = most_pages(reaches, MAX_LEN, ahead=min(step, chunk), page_tokens=size)
     return SchedulerConfig(
         pages=least + draw(st.integers(0, least)),
         page_tokens=size,
+        reaches=reaches,
         max_model_len=MAX_LEN,
         max_running=draw(st.sampled_from([8, 8, 3, 1])),
-        max_step_tokens=draw(st.sampled_from([64, 64, 5, 1])),
-        max_chunk_tokens=draw(st.sampled_from([1, 3, 16, 64])),
+        max_step_tokens=step,
+        max_chunk_tokens=chunk,
         step_budget_ms=draw(st.sampled_from([0.5, 3.0, 100.0, 100.0])),
         prefill_step_budget_ms=draw(st.sampled_from([0.5, 100.0])),
         max_queued=draw(st.sampled_from([3, 100, 100])),
@@ -137,7 +148,7 @@ class Guesser:
 
     def guess(self, request: Request) -> tuple[int, ...]:
         right = answer(request.prompt, request.sampling, MAX_LEN).tokens[len(request.output) :]
-        most = min(self.random.randrange(6), request.last - request.known - 1)
+        most = min(self.random.randrange(MOST_GUESSES + 1), request.last - request.known - 1)
         wrong = self.random.randrange(8)
         return tuple(token if index != wrong else token + 1 for index, token in enumerate(right[: max(most, 0)]))
 
@@ -179,6 +190,7 @@ def test_no_page_is_lost_and_every_answer_is_right(
     event(f"preempted decode leg {world.resubmitted > 0}")
     event(f"found in the cache {memory.found_tokens > 0}")
     event(f"evicted {any(memory.pool.generation(page) > 1 for page in range(config.pages))}")
+    event(f"groups {config.reaches}")
     event(f"announced pages {any(client.blocks for client in world.clients.values())}")
     event(f"several steps at once {world.several}")
     event(f"rested {world.rested}")

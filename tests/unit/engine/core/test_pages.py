@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.core.blocks import BlockPool, Leaks, Lease, Shortfall
 from penstock.engine.core.prefix import PrefixCache
+from penstock.reach import EVERYTHING, Reach
 from penstock.types import BlockHash, PageId
 
 
@@ -69,7 +70,7 @@ def test_the_leaf_of_the_oldest_chain_is_evicted_first() -> None:
     assert (pool.free, pool.cached, len(cache)) == (0, 4, 4)
     leased(pool, 1)
     assert [name(n) in cache for n in range(4)] == [True, False, True, True]
-    with cache.match([name(0), name(1)], limit=9) as found:  # used again: now the other chain is the oldest
+    with cache.match([name(0), name(1)], limit=9).lease as found:  # used again: now the other chain is the oldest
         assert len(found) == 1
     leased(pool, 1)
     assert [name(n) in cache for n in range(4)] == [True, False, True, False]
@@ -81,7 +82,7 @@ def test_what_is_held_is_not_evicted() -> None:
     (page,) = leased(pool, 1)
     cache.insert(name(0), page)
     pool.release([page])
-    with cache.match([name(0)], limit=1):
+    with cache.match([name(0)], limit=1).lease:
         assert pool.reserve(2) == Shortfall(1)
     leased(pool, 2)
     assert len(cache) == 0
@@ -105,7 +106,7 @@ def test_a_match_ends_at_the_first_gap_and_at_the_limit() -> None:
         cache.insert(name(number), pages[number])
     chain = [name(number) for number in range(4)]
     for limit, length in ((9, 2), (1, 1), (0, 0)):
-        with cache.match(chain, limit) as found:
+        with cache.match(chain, limit).lease as found:
             assert found.pages == pages[:length]
 
 
@@ -136,7 +137,7 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
                     owners.append(taken.take())
                     given_out.update(owners[-1])
             case "share":
-                owners.append(cache.match([name(number % 4)], limit=1).take())
+                owners.append(cache.match([name(number % 4)], limit=1).lease.take())
             case "name" if owners and owners[number % len(owners)]:
                 page = owners[number % len(owners)][0]
                 if pool.label(page) is None:
@@ -147,3 +148,63 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
         assert pool.check(owners) == Leaks()
         assert len({page for pages in owners for page in pages}) == pool.leased
     assert all(pool.generation(PageId(page)) == given_out[PageId(page)] for page in range(6))
+
+
+WINDOWED = (EVERYTHING, Reach(window=6))
+
+
+def two_groups(blocks: int, pages: int = 20) -> tuple[BlockPool, PrefixCache, list[list[PageId]]]:
+    """A chain of known blocks of 4 tokens, in a group that reads everything and one with a window of 6."""
+    pool = BlockPool(pages)
+    cache = PrefixCache(pool, WINDOWED, page_tokens=4)
+    held = [leased(pool, blocks) for _ in WINDOWED]
+    for group, own in enumerate(held):
+        for block, page in enumerate(own):
+            assert cache.insert(name(block), page, group)
+    return pool, cache, held
+
+
+@pytest.mark.parametrize(
+    ("lost", "known", "needed"),
+    [
+        ([], 6, (6, 2)),  # position 24 reads 19 to 24: blocks 4 and 5
+        ([0, 1, 2, 3], 6, (6, 2)),
+        ([4], 4, (4, 2)),
+        ([5], 5, (5, 2)),
+        ([1, 3, 5], 1, (1, 1)),  # of 2 to 5 blocks one is missing
+        ([0, 2, 4], 0, (0, 0)),
+    ],
+)
+def test_a_prefix_is_known_where_its_last_window_is(lost: list[int], known: int, needed: tuple[int, int]) -> None:
+    pool, cache, held = two_groups(6)
+    for block in lost:
+        del cache._page_of[1][name(block)]
+    match = cache.match([name(block) for block in range(6)], limit=6)
+    assert match.blocks == known
+    whole, window = needed
+    assert match.lease.pages == held[0][:whole] + held[1][known - window : known]
+    pool.release(match.lease.take())
+
+
+def test_who_goes_on_elsewhere_needs_what_the_next_position_reads() -> None:
+    """Position 23 reads 18 to 23: of three known blocks nothing is needed where there is a window."""
+    _, cache, held = two_groups(6)
+    for block in (0, 1, 2, 3):
+        del cache._page_of[1][name(block)]
+    assert cache.match([name(block) for block in range(3)], limit=3, position=23).lease.pages == held[0][:3]
+    five = cache.match([name(block) for block in range(5)], limit=5, position=23)
+    assert five.lease.pages == [*held[0][:5], held[1][4]]
+
+
+def test_sharing_what_moves_promises_a_page() -> None:
+    """So whoever gives a shared page back can have another in its place."""
+    pool, cache, held = two_groups(4, pages=12)
+    assert pool.available == 4
+    with cache.match([name(block) for block in range(4)], limit=4).lease as shared:
+        assert len(shared) == 4 + 2
+        assert pool.available == 2, "the window's two pages count twice"
+        assert pool.reserve(3) == Shortfall(1)
+        pool.release(held[1][2:])
+        assert pool.available == 4
+        leased(pool, 2)
+    assert pool.available == 4, "given back, but cached ones may be evicted"

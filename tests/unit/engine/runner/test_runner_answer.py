@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Arrive
 from penstock.engine.core.request import Request
 from penstock.engine.runner.answer import Answer, Answers, Counts
@@ -115,15 +116,15 @@ def test_stop_tokens_are_banned_below_min_tokens() -> None:
 def test_pages_follow_the_request() -> None:
     request = request_of()
     answer = Answer(request)
-    assert answer.pages().tolist() == []
-    request.adopt([PageId(4), PageId(2)], page_tokens=16)
-    assert answer.pages().tolist() == [4, 2]
-    request.adopt([PageId(9)], page_tokens=16)
-    assert answer.pages().tolist() == [4, 2, 9]
+    assert answer.pages() == []
+    request.adopt([Holding(0, [PageId(4), PageId(2)]), Holding(1, [PageId(3)])], page_tokens=16)
+    assert [pages.tolist() for pages in answer.pages()] == [[4, 2], [0, 3]]
+    request.held[0].pages.append(PageId(9))
+    assert [pages.tolist() for pages in answer.pages()] == [[4, 2, 9], [0, 3]]
     request.surrender()
-    request.adopt([PageId(2), PageId(4), PageId(9)], page_tokens=16)
-    assert answer.pages().tolist() == [2, 4, 9]
-    assert answer.pages().dtype == np.int32
+    request.adopt([Holding(0, [PageId(2), PageId(4), PageId(9)])], page_tokens=16)
+    assert [pages.tolist() for pages in answer.pages()] == [[2, 4, 9]]
+    assert answer.pages()[0].dtype == np.int32
 
 
 def test_another_request_of_the_same_name_starts_anew() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Arrive, Row
 from penstock.engine.core.request import Request
 from penstock.engine.runner.answer import Answer
@@ -29,8 +30,13 @@ def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPL
         emitted=tokens[known - emitted :],
     )
     request = Request(arrive, serial=0, max_model_len=5000)
-    request.adopt([PageId(first_page + block) for block in range(known // 16 + 8)], page_tokens=16)
+    give(request, [first_page + block for block in range(known // 16 + 8)])
     return request
+
+
+def give(request: Request, pages: list[int]) -> None:
+    """Of two groups of layers; the second has other pages."""
+    request.adopt([Holding(0, [PageId(page + other) for page in pages]) for other in (0, 7000)], page_tokens=16)
 
 
 def span_of(request: Request, start: int, count: int, samples: bool = True) -> Span:
@@ -61,7 +67,9 @@ def test_every_token_has_its_position_and_its_pages(steps: list[list[tuple[int, 
             assert batch.positions_T[begin:end].tolist() == positions
             assert batch.tokens_T[begin:end].tolist() == [1000 + position for position in positions]
             blocks = (start + count - 1) // 16 + 1
-            assert batch.table_SP[index, :blocks].tolist() == [index * 1000 + block for block in range(blocks)]
+            for group in (0, 1):
+                pages = [group * 7000 + index * 1000 + block for block in range(blocks)]
+                assert batch.table_of(group, 2)[index, :blocks].tolist() == pages
         assert batch.table_SP.shape[0] == len(step)
         for array in (batch.tokens_T, batch.positions_T, batch.starts_S1, batch.table_SP):
             assert array.dtype == np.int32
@@ -114,10 +122,15 @@ def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tup
         for request in requests:
             serial += 1
             request.append(serial)
-            request.adopt([PageId(serial)] if request.known > request.room else [], page_tokens=16)
+            if request.known > request.room:
+                for group, own in enumerate(request.held):
+                    own.pages.append(PageId(serial + group))
+                request.measure(16)
         request = requests[chosen % len(requests)]
         if move == "pages":
-            request.adopt([PageId(page + 5000) for page in request.surrender()], page_tokens=16)
+            own, _ = request.held
+            request.surrender()
+            give(request, [page + 5000 for page in own.pages])
         elif move == "leave" and len(requests) > 1:
             requests.remove(request)
         elif move == "twice":
@@ -134,7 +147,9 @@ def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tup
             assert getattr(got, name).tolist() == getattr(want, name).tolist()
         for index, row in enumerate(rows):
             blocks = row.start // 16 + 1
-            assert got.table_SP[index, :blocks].tolist() == want.table_SP[index, :blocks].tolist()
+            for group in (0, 1):
+                tables = [batch.table_of(group, 2)[index, :blocks].tolist() for batch in (got, want)]
+                assert tables[0] == tables[1]
         assert arrays.picks.positions_F.tolist() == fresh.picks.positions_F.tolist()
         assert [(span.start, tuple(span.tokens)) for span in arrays.spans] == [
             (span.start, tuple(span.tokens)) for span in fresh.spans

@@ -73,7 +73,7 @@ def told(bench: RunnerBench, all_asked: list[Asked], steps: int) -> list[Any]:
         work = [(request, min(one.chunk, request.missing)) for request, one in zip(requests, all_asked, strict=True)]
         alone = all(request.missing == 1 for request in requests)
         result.append(bench.step(work, steps if alone else 1))
-    pages = [page for request in requests for page in request.pages[: request.computed // 16]]
+    pages = [page for request in requests for page in request.held[0].pages[: request.computed // 16]]
     memory = bench.kv.memory.view(np.uint8).reshape(400, -1)
     result.append([memory[page].tobytes() for page in pages])
     for request in requests:
