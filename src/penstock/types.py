@@ -38,6 +38,7 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
+    ENCODE = "encode"  # images for those who read prompts; no part of an answer
 
 
 class Leg(StrEnum):
@@ -123,10 +124,14 @@ MAX_IMAGE_SIDE = 1 << 12
 """Tokens a side of the largest image that may travel; what a client may send is limited further."""
 
 
+ImageHash = Annotated[bytes, msgspec.Meta(min_length=IMAGE_HASH_BYTES, max_length=IMAGE_HASH_BYTES)]
+"""``hashing.picture_hash`` of a picture."""
+
+
 class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """An image in a prompt: tokens ``[at, end)`` stand for it, row by row."""
 
-    content: Annotated[bytes, msgspec.Meta(min_length=IMAGE_HASH_BYTES, max_length=IMAGE_HASH_BYTES)]
+    content: ImageHash
     at: Annotated[int, msgspec.Meta(ge=0)]
     rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # of tokens
     columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]

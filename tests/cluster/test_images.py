@@ -114,6 +114,24 @@ def test_one_answer_whatever_serves_it(server: PenstockServer, folder: Path):
             assert told(ask(client, SEEN, max_tokens=400, extra_body=salted("x"))) == want
 
 
+@pytest.mark.long
+def test_encoders_on_workers_of_their_own_may_die(server: PenstockServer, folder: Path):
+    with client_of(server) as client:
+        want = told(ask(client, SEEN, max_tokens=100))
+    with PenstockServer([str(folder), *FLAGS, "--encode-workers", "2"]) as own, client_of(own) as client:
+        assert told(ask(client, SEEN, max_tokens=100)) == want
+        for name in ("received", "encoded"):
+            counter = f"penstock:images_{name}_total"
+            own.wait_for(lambda counter=counter: own.metrics()[counter] == 2, 5, f"two images {name}")
+        for worker in own.workers():
+            if worker["role"] == "encode":
+                os.kill(worker["pid"], signal.SIGSTOP)  # silent, but there
+        other = [WORDS, image_part(150, 90, seed=8), *SEEN[2:]]
+        alone = told(ask(client, other, max_tokens=100))
+        own.wait_all_ready(30)  # they were killed and replaced
+        assert told(ask(client, other, max_tokens=100, extra_body=salted("again"))) == alone
+
+
 def salted(salt: str) -> dict[str, Any]:
     """Nothing of it is in a prefix cache."""
     return {"ignore_eos": True, "cache_salt": salt}

@@ -58,6 +58,9 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
 def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefill", metavar="N", help="prefill workers (default: 1)")
     group.add_argument("--decode", metavar="M", help="decode workers (default: 1)")
+    group.add_argument(
+        "--encode-workers", metavar="N", help="workers that encode images (default: none, prefill workers do it)"
+    )
     group.add_argument("--aggregated", action="store_true", help="one worker for both phases instead")
     group.add_argument("--prefill-cores", metavar="CPUS", help="processors of the prefill workers, as 0-3,8")
     group.add_argument("--decode-cores", metavar="CPUS", help="of the decode workers; on shared ones decode goes first")

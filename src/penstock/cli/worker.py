@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a folder, a .gguf file or org/name; none: the storyteller"
     )
-    parser.add_argument("--role", metavar="prefill|decode|both", help="what gateways send to it (default: both)")
+    parser.add_argument("--role", metavar="prefill|decode|both|encode", help="what gateways send to it (default: both)")
     parser.add_argument("--listen", metavar="tcp://HOST:PORT", help="default: tcp://127.0.0.1:9000")
     parser.add_argument("--keys", metavar="DIR", help="the deployment's keys (`penstock keys DIR`); needed")
     parser.add_argument("--name", metavar="ID", help="its id in the fleet (default: role, host and port)")

@@ -143,7 +143,7 @@ def _as_listed(places: Places, cores: Sequence[Core], wishes: Wishes) -> list[Ow
     }
     rest = frozenset(known.difference(*asked.values())) or frozenset(known)
     parts: dict[Role, Iterator[Owned]] = {}
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in (Role.PREFILL, Role.DECODE, Role.ENCODE):
         within = [_within(core, asked.get(role, rest)) for core in cores]
         count = sum(of is role for _, of in places)
         parts[role] = iter(_carved([core for core in within if core.cpus], max(1, count)))

@@ -194,7 +194,10 @@ def _plain(error: msgspec.ValidationError) -> str:
     return text[:1].lower() + text[1:]
 
 
-_HERE_ONLY = ("prefill", "decode", "prefill_cores", "decode_cores", "kv_memory", "threads", "max_chunk_tokens")
+_HERE_ONLY = (
+    *("prefill", "decode", "encode_workers", "prefill_cores", "decode_cores"),
+    *("kv_memory", "threads", "max_chunk_tokens"),
+)
 
 
 def _check_serve(config: ServeConfig) -> None:

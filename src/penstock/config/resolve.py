@@ -50,6 +50,7 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     name: str
     max_positions: int
     parameters: int
+    sees: bool = False  # it reads images
     auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
     page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
     reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each such group
@@ -107,6 +108,10 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
             f"--device {config.device}: pages in its memory cannot be handed over; "
             "add --aggregated to serve from one worker"
         )
+    if config.encode_workers and not model.sees:
+        raise ConfigError(
+            f"--encode-workers: {model.name} reads no images, so there is nothing to encode; leave it out"
+        )
     wishes = Wishes(
         threads=config.threads,
         prefill=config.prefill_cores,
@@ -121,6 +126,8 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
     """The same for one worker that is joined from other hosts, where memory cannot be shared."""
     if config.device != "cpu" and config.role is not Role.BOTH:
         raise ConfigError(f"--device {config.device}: pages in its memory cannot be handed over; use --role both")
+    if config.role is Role.ENCODE and not model.sees:
+        raise ConfigError(f"--role encode: {model.name} reads no images, so there is nothing to encode")
     return _resolve(config, ((worker, config.role),), ("tcp", Wishes(threads=config.threads)), machine, model)
 
 
@@ -141,7 +148,8 @@ def _resolve(
     page_bytes = model.page_bytes_bf16 * (2 if dtype == "fp32" else 1)
     chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
     size = PageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
-    pages, max_model_len, note = _memory(config, machine, model, size, len(places))
+    holders = max(1, sum(role is not Role.ENCODE for _, role in places))  # of KV pages
+    pages, max_model_len, note = _memory(config, machine, model, size, holders)
     carrier, wishes = how
     cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
     division = divide(places, cores, machine.cores, wishes)
@@ -167,9 +175,10 @@ def _resolve(
 
 
 def _places(config: ServeConfig) -> Places:
+    counts: tuple[tuple[Role, int], ...] = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
     if config.aggregated:
-        return ((WorkerId("both-0"), Role.BOTH),)
-    counts = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
+        counts = ((Role.BOTH, 1),)
+    counts += ((Role.ENCODE, config.encode_workers or 0),)
     return tuple((WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count))
 
 

@@ -197,6 +197,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000  # 0: any free port
     prefill: Positive | None = None
     decode: Positive | None = None
+    encode_workers: Positive | None = None  # that encode images; None: whoever reads a prompt encodes its images
     aggregated: bool = False
     prefill_cores: str | None = None  # processors of the prefill workers, as "0-3,8"
     decode_cores: str | None = None

@@ -48,6 +48,7 @@ from penstock.types import WorkerId
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec
+from penstock.weights.vision import SeeingDecoder
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import check_endpoint
 
@@ -216,6 +217,7 @@ def _model_facts(name: str, spec: ModelSpec) -> ModelFacts:
         name=name,
         max_positions=spec.max_positions,
         parameters=spec.parameters,
+        sees=isinstance(spec.details, SeeingDecoder),
         auto_dtype=compute_dtype_for(spec, "auto"),
         page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
         reaches=spec.kv.reaches,

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import structs
 
 from penstock.config.resolve import ServePlan, WorkerPlan
-from penstock.config.schema import EngineSettings, GatewayConfig, Limits, WorkerConfig
+from penstock.config.schema import EngineSettings, GatewayConfig, Limits, SchedulerConfig, WorkerConfig
 from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.grammar.vocabulary import Vocabulary
@@ -35,7 +35,7 @@ from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Job
 from penstock.launch.zygote import prefer_for_oom_kill
 from penstock.telemetry.log import configure
-from penstock.types import ModelIdentity, WorkerId
+from penstock.types import ModelIdentity, Role, WorkerId
 from penstock.weights.checkpoint import for_length
 from penstock.weights.load import load_model
 from penstock.weights.manifest import Manifests
@@ -83,7 +83,10 @@ class Workers:
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
         layout = layout_of(self._spec, plan.dtype)
-        self._kv = {worker: KvFile.create(layout, plan.scheduler.pages, label=worker) for worker in self._places}
+        self._kv = {
+            worker: KvFile.create(layout, _scheduler_of(place, plan.scheduler).pages, label=worker)
+            for worker, place in self._places.items()
+        }
         self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
@@ -115,7 +118,7 @@ class Workers:
             role=place.role,
             endpoint=self._mailboxes.endpoint(worker, incarnation),
             carrier=self._plan.carrier,
-            scheduler=self._plan.scheduler,
+            scheduler=_scheduler_of(place, self._plan.scheduler),
             hand_over=self._config.hand_over,
             threads=place.threads,
             cpus=place.cpus,
@@ -231,6 +234,13 @@ def model_vocabulary(path: Path) -> Vocabulary:
         return intake.vocabulary()
     finally:
         intake.close()
+
+
+def _scheduler_of(place: WorkerPlan, scheduler: SchedulerConfig) -> SchedulerConfig:
+    """Whoever encodes images is given no prompts, and needs no memory for them."""
+    if place.role is not Role.ENCODE:
+        return scheduler
+    return structs.replace(scheduler, pages=1, max_model_len=scheduler.page_tokens)
 
 
 def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:

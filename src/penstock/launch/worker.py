@@ -21,9 +21,11 @@ from penstock.engine.images.stage import ImageStage
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model, encoder_of
 from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.service.encoders import Encoders
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.held import Ready
 from penstock.engine.service.mailbox import WorkerMailbox
+from penstock.engine.service.peers import Peers
 from penstock.engine.spec.speculator import LookupSpeculator
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
@@ -85,11 +87,13 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         HandOverReceiver(config.hand_over, carrier),
     )
     grammars = Grammars(inherited.vocabulary)
+    encoders = Encoders(Peers(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
     images = ImageStage(
         encoder_of(inherited.model),
         inherited.ops,
         cache_bytes=config.image_cache_bytes,
         covered=lambda event: scheduler.memory.covered(event.hashes),
+        elsewhere=encoders,
     )
     mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=Ready(grammars, images))
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
@@ -99,13 +103,12 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     loop.on_plan = pulse.on_plan
     inherited.slot.set_state(WorkerState.READY)
     cores = inherited.cores
-    mailbox.reporter.borrowed_s = cores.borrowed_s
-    mailbox.reporter.images = images.counters
+    mailbox.reporter.borrowed_s, mailbox.reporter.images = cores.borrowed_s, images.counters
     while not stop.asked:
         moved = loop.step()
         if not images.work() and not moved and not mailbox.busy:
             cores.lend()
-            transport.wait(min(_idle_s(scheduler, clock), mailbox.patience_s), mailbox.sources)
+            transport.wait(min(_idle_s(scheduler, clock), mailbox.patience_s), [*mailbox.sources, *encoders.links()])
             cores.take()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()

@@ -13,6 +13,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.policy.least_tokens import LeastTokens, Score
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import Leg, ModelIdentity, Role, ValidRequest, WorkerId, WorkerState
+from penstock.wire.messages import PageSource
 
 QUIET_S = 0.75
 """Workers answer several times in so long.  One that does not is given work only where there is no other."""
@@ -61,6 +62,7 @@ class Decision:
     at: float
     identity: ModelIdentity | None
     legs: tuple[Chosen, ...] = ()
+    encoders: tuple[PageSource, ...] = ()  # of a request with images: those that may be asked for their rows
     names: tuple[WorkerId, ...] = ()  # by slot
     weighed: tuple[tuple[Leg, tuple[Score, ...]], ...] = ()
     passed_over: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate)
@@ -114,6 +116,7 @@ def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, *, mixed_n
                     at=now,
                     identity=identity,
                     legs=tuple(legs),
+                    encoders=_encoders(ask, fleet, identity, now),
                     names=tuple(fleet.ids),
                     weighed=tuple(weighed),
                     passed_over=_passed_over(ask, fleet, (identity, now), weighed),
@@ -158,6 +161,18 @@ def _candidates(ask: Ask, fleet: Fleet, slots: Sequence[int], now: float) -> Seq
     if ask.avoid:
         slots = [slot for slot in slots if not _avoided(ask, fleet, slot)]
     return [slot for slot in slots if not _doubtful(ask, fleet, slot, now)] or slots
+
+
+def _encoders(ask: Ask, fleet: Fleet, identity: ModelIdentity, now: float) -> tuple[PageSource, ...]:
+    """Whoever reads the prompt chooses among them by image, so that one image is always asked of the same."""
+    if not ask.request.images:
+        return ()
+    slots = fleet.ready(Role.ENCODE, identity)
+    return tuple(
+        PageSource(worker=fleet.ids[slot], incarnation=fleet.incarnations[slot], endpoint=fleet.endpoints[slot])
+        for slot in slots
+        if not _doubtful(ask, fleet, slot, now)
+    )
 
 
 def _doubtful(ask: Ask, fleet: Fleet, slot: int, now: float) -> bool:

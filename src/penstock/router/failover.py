@@ -142,7 +142,7 @@ class Flight:
         self._attempts += 1
         self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
         self._idle_since = now
-        sent = submissions(self.request, self.epoch, self.emitted, decision.legs, root)
+        sent = submissions(self.request, self.epoch, self.emitted, decision, root)
         return tuple(
             Send(chosen.worker, chosen.incarnation, submit, chosen.tokens)
             for chosen, submit in zip(decision.legs, sent, strict=True)

@@ -310,5 +310,5 @@ class Fleet:
 def _work_done(report: Report) -> tuple[float, ...]:
     """Numbers that grow with everything that a worker computes or carries."""
     counters = report.counters
-    kinds = ("pages_received", "pages_sent", "image_slices")
+    kinds = ("pages_received", "pages_sent", "image_slices", "images_received")
     return report.steps, *(counters.get(kind, 0) for kind in kinds)

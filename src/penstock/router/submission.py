@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.hashing import block_hash, image_marks
-from penstock.router.decide import Chosen
+from penstock.router.decide import Chosen, Decision
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, ValidRequest
 from penstock.wire.messages import PageSource, Submit
 
 
 def submissions(
-    request: ValidRequest, epoch: int, emitted: Sequence[int], legs: Sequence[Chosen], root: BlockHash
+    request: ValidRequest, epoch: int, emitted: Sequence[int], decision: Decision, root: BlockHash
 ) -> list[Submit]:
-    """One ``Submit`` a leg, in the order of ``legs``.  ``emitted``: what the client has already of the answer.
+    """One ``Submit`` a leg of the decision, in order.  ``emitted``: what the client has already of the answer.
 
     ``root`` is the hash chain's root for the workers' identity.
     """
-    sampling = request.sampling
+    sampling, legs = request.sampling, decision.legs
     if emitted and sampling.prompt_logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
     source = next((chosen for chosen in legs if chosen.leg is Leg.PREFILL), None)
@@ -38,6 +38,7 @@ def submissions(
             priority=request.priority,
             images=request.images,
             pictures=() if chosen.leg is Leg.DECODE else request.pictures,
+            encoders=() if chosen.leg is Leg.DECODE else decision.encoders,
             pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
         )
         for chosen in legs

@@ -38,6 +38,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "spec_draft_tokens",  # guessed tokens computed
     "spec_accepted_tokens",  # of those, the ones that stood
     "images_encoded",  # images encoded here
+    "images_received",  # images that another worker encoded for this one
     "image_slices",  # turns between steps in which an image was worked at
     "image_seconds",  # spent in those
     "image_cache_queries",  # images that requests came with and that no prefix cache covered
@@ -122,6 +123,7 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "spec_draft_tokens": _counter("spec_decode_num_draft_tokens", "Guessed tokens computed.", "worker"),
     "spec_accepted_tokens": _counter("spec_decode_num_accepted_tokens", "Guessed tokens that stood.", "worker"),
     "images_encoded": _counter("images_encoded", "Images encoded.", "worker"),
+    "images_received": _counter("images_received", "Images encoded by another worker.", "worker"),
     "image_slices": _counter("image_slices", "Turns between steps that worked at an image.", "worker"),
     "image_seconds": _counter("image_seconds", "Time spent on encoding images.", "worker"),
     "image_cache_queries": _counter("image_cache_queries", "Images looked up in the image cache.", "worker"),

@@ -24,6 +24,7 @@ import msgspec
 from penstock.types import (
     BlockHash,
     FinishReason,
+    ImageHash,
     Leg,
     ModelIdentity,
     PageId,
@@ -46,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_u
 
 
 class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a decode leg gets its pages."""
+    """Where a decode leg gets its pages, or whoever reads a prompt its images' rows."""
 
     worker: WorkerId
     incarnation: int
@@ -96,6 +97,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     pages_from: PageSource | None = None  # with leg=decode
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     pictures: tuple[Picture, ...] = ()  # one an image, where the prompt is read
+    encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -228,6 +230,29 @@ class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
     epoch: int
 
 
+class EncodeImage(Message, frozen=True, kw_only=True, tag="encode"):
+    """Whoever reads a prompt to an encoder: what are the rows of this image?  Answered in any order."""
+
+    content: ImageHash
+    picture: Picture
+    identity: ModelIdentity
+
+
+class ImageAlive(Message, frozen=True, kw_only=True, tag="image_alive"):
+    """An encoder: this image waits or is being encoded."""
+
+    content: ImageHash
+
+
+class ImageEncoded(Message, frozen=True, kw_only=True, tag="image"):
+    """An encoder: the frame's payload is the image's rows, fp32 [tokens, width].  No tokens: it cannot be had here."""
+
+    content: ImageHash
+    tokens: int = 0
+    width: int = 0
+    checksum: bytes = b""  # XXH3-128 of the payload, 16 bytes
+
+
 AnyMessage = (
     Hello
     | Submit
@@ -241,6 +266,9 @@ AnyMessage = (
     | HandOverAlive
     | HandOverFailed
     | PagesReceived
+    | EncodeImage
+    | ImageAlive
+    | ImageEncoded
 )
 
 

@@ -62,6 +62,27 @@ def test_aggregated_is_one_worker_with_all_cores() -> None:
     assert not made.split
 
 
+def test_encode_workers_have_cores_and_no_part_of_the_memory() -> None:
+    seeing = msgspec.structs.replace(LLAMA, sees=True)
+    made = plan(SERVER, seeing, encode_workers=2)
+    assert [(w.worker, w.role) for w in made.workers[2:]] == [
+        ("encode-0", Role.ENCODE),
+        ("encode-1", Role.ENCODE),
+    ]
+    assert len({w.cpus for w in made.workers}) == 4
+    assert made.scheduler.pages == plan(SERVER, seeing).scheduler.pages
+    assert made.split
+    listed = plan(SERVER, seeing, encode_workers=1, prefill_cores="0-7", decode_cores="8-15")
+    assert listed.workers[2].cpus[0] == 16
+    both = plan(SERVER, seeing, encode_workers=1, aggregated=True)
+    assert [w.role for w in both.workers] == [Role.BOTH, Role.ENCODE]
+    refused("--encode-workers", "reads no images", encode_workers=1)
+    with pytest.raises(ConfigError, match="--role encode: storyteller reads no images"):
+        resolve_worker(WorkerServeConfig(role=Role.ENCODE), WorkerId("e"), LAPTOP, STORY)
+    alone = resolve_worker(WorkerServeConfig(role=Role.ENCODE), WorkerId("e"), SERVER, seeing)
+    assert [w.role for w in alone.workers] == [Role.ENCODE]
+
+
 def test_a_server_gives_each_worker_cores_of_its_own() -> None:
     made = plan(SERVER, LLAMA, prefill=2, decode=2)
     assert [w.threads for w in made.workers] == [8] * 4

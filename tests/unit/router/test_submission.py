@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.hashing import block_hashes, chain_root
-from penstock.router.decide import Chosen
+from penstock.router.decide import Chosen, Decision
 from penstock.router.submission import submissions
 from penstock.types import (
     Leg,
@@ -17,6 +17,7 @@ from penstock.types import (
     ValidRequest,
     WorkerId,
 )
+from penstock.wire.messages import PageSource
 
 ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
 IMAGE = PlacedImage(bytes(32), 3, 4, 5)
@@ -36,19 +37,24 @@ def request() -> ValidRequest:
     )
 
 
-def chosen(leg: Leg) -> Chosen:
-    return Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
+ENCODER = PageSource(worker=WorkerId("encode-0"), incarnation=2, endpoint="ipc://@e")
+
+
+def chosen(leg: Leg) -> Decision:
+    one = Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
+    return Decision(at=0.0, identity=None, legs=(one,), encoders=(ENCODER,))
 
 
 @pytest.mark.parametrize(("leg", "reads"), [(Leg.WHOLE, True), (Leg.PREFILL, True), (Leg.DECODE, False)])
 def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
-    (sent,) = submissions(request(), 1, (), [chosen(leg)], ROOT)
+    (sent,) = submissions(request(), 1, (), chosen(leg), ROOT)
     assert sent.images == (IMAGE,)
     assert sent.pictures == ((PICTURE,) if reads else ())
+    assert sent.encoders == ((ENCODER,) if reads else ())
     assert sent.block_hashes == request().block_hashes  # the first block begins with the image
 
 
 def test_hashes_of_another_identity_stay_away():
     other = chain_root(ModelIdentity(fingerprint="other", numerics="n"))
-    (sent,) = submissions(request(), 1, (), [chosen(Leg.WHOLE)], other)
+    (sent,) = submissions(request(), 1, (), chosen(Leg.WHOLE), other)
     assert sent.block_hashes == ()

@@ -22,6 +22,7 @@ from penstock.types import (
     SamplingParams,
     TokenLogprob,
 )
+from penstock.wire.messages import PageSource
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
@@ -46,6 +47,7 @@ class Arrive:
     priority: int = 0
     images: Sequence[PlacedImage] = ()
     pictures: Sequence[Picture] = ()  # one an image, where the prompt is read
+    encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

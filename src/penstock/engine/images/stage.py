@@ -2,19 +2,21 @@
 
 ::
 
-    Arrive --ready?--> waiting --work, a layer at a time, between two steps--> store --> scheduler
-                          |                                                      ^
-                          images that the prefix cache covers are passed over    rows(): a step puts them in
+    Arrive --ready?--> waiting --work, half a layer at a time, between steps--> store --> scheduler
+                          |  |                                                  ^   ^
+                          |  another worker's encoder, if there is one ---------    rows(): a step puts them in
+                          images that the prefix cache covers are passed over
 
-Who writes answers meanwhile is kept waiting for a layer of the encoder, not for an image.  Rows are a function of the
+Who writes answers meanwhile is kept waiting for a part of a layer, not for an image.  Rows are a function of the
 picture alone: whatever the store has lost (after a preemption, say) is encoded anew, and has the same bits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +28,52 @@ from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
 from penstock.types import Leg, Picture, PlacedImage, RequestId
+from penstock.wire.messages import PageSource
 
 SLICE_S = 0.02
 """Layers are computed until so much time is spent, one at least."""
 
-Wanted = tuple[tuple[PlacedImage, Picture], ...]
+Pairs = tuple[tuple[PlacedImage, Picture], ...]
+
+
+class Elsewhere(Protocol):
+    """Encoders on other workers (``engine.service.encoders.Encoders``)."""
+
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+        """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
+        ...
+
+    def answers(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
+        """What came since the last call, by content; None: it must be encoded here."""
+        ...
+
+
+class Nowhere:
+    """There are no other encoders."""
+
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+        """See ``Elsewhere``."""
+        return False
+
+    def answers(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
+        """See ``Elsewhere``."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request waits for, and who may be asked for it."""
+
+    pairs: Pairs
+    sources: Sequence[PageSource]
 
 
 @dataclass(slots=True)
 class Counters:
     """Since the start."""
 
-    images: int = 0  # encoded
+    images: int = 0  # encoded here
+    received: int = 0  # encoded by other workers
     slices: int = 0  # turns that encoded something
     seconds: float = 0.0
     queries: int = 0  # images that requests came with and that had to be read
@@ -54,15 +90,20 @@ class ImageStage:
         *,
         cache_bytes: int,
         covered: Callable[[Arrive], int] = lambda event: 0,
+        elsewhere: Elsewhere | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``covered``: how many tokens of a request's prompt the prefix cache has now."""
+        """``covered``: how many tokens of a request's prompt the prefix cache has now.  ``elsewhere``: who else
+        encodes; by default nobody."""
         self.encoder = encoder
         self._ops = ops
         self._covered = covered
         self._clock = clock
         self._store = ImageStore(cache_bytes)
         self._waiting: dict[RequestId, Wanted] = {}
+        self._elsewhere = elsewhere or Nowhere()
+        self._asked: dict[bytes, int] = {}  # elsewhere: bytes of rows to come
+        self._own: set[bytes] = set()  # that could not be had elsewhere
         self._begun: tuple[bytes, Encoding] | None = None
         self.counters = Counters()
 
@@ -80,20 +121,46 @@ class ImageStage:
         """
         if not event.images:
             return True
-        wanted = self._waiting.get(event.id)
-        if wanted is None:
-            self._check(event)
-            covered = self._covered(event)
-            pairs = zip(event.images, event.pictures, strict=True) if event.leg is not Leg.DECODE else ()
-            wanted = tuple((image, picture) for image, picture in pairs if image.end > covered)
-            self._store.hold(event.id, (image.content for image, _ in wanted))
-            self.counters.queries += len(wanted)
-            self.counters.hits += sum(image.content in self._store for image, _ in wanted)
-        if all(image.content in self._store for image, _ in wanted):
+        wanted = self._waiting.get(event.id) or self._want(event)
+        if all(image.content in self._store for image, _ in wanted.pairs):
             self._waiting.pop(event.id, None)
             return True
         self._waiting[event.id] = wanted
         return False
+
+    def _want(self, event: Arrive) -> Wanted:
+        """What is to be encoded for a request that has just come."""
+        self._check(event)
+        covered = self._covered(event)
+        shown = zip(event.images, event.pictures, strict=True) if event.leg is not Leg.DECODE else ()
+        pairs = tuple((image, picture) for image, picture in shown if image.end > covered)
+        self._store.hold(event.id, (image.content for image, _ in pairs))
+        self.counters.queries += len(pairs)
+        self.counters.hits += sum(image.content in self._store for image, _ in pairs)
+        return Wanted(pairs, event.encoders)
+
+    def serve(self, content: bytes, picture: Picture) -> NDArray[np.float32] | None:
+        """Encode this image for another worker; its rows if they are here already, else ``served`` has them later.
+
+        Raises ImageRefused.
+        """
+        image = PlacedImage(content, 0, picture.rows, picture.columns)
+        self._check_picture(image, picture)
+        self.counters.queries += 1
+        self.counters.hits += content in self._store
+        rows_ND = self._store.get(content)
+        if rows_ND is None:
+            self._waiting[_served(content)] = Wanted(((image, picture),), ())
+            self._store.hold(_served(content), [content])
+        return rows_ND
+
+    def served(self, contents: Iterable[bytes]) -> Iterator[tuple[bytes, NDArray[np.float32]]]:
+        """Those of them that are encoded now; they are held no longer."""
+        for content in contents:
+            rows_ND = self._store.get(content)
+            if rows_ND is not None:
+                self.forget(_served(content))
+                yield content, rows_ND
 
     def forget(self, request: RequestId) -> None:
         """Nobody waits for this request any more, or it needs its images no longer."""
@@ -103,8 +170,9 @@ class ImageStage:
     def work(self) -> bool:
         """Encode a little of what is waited for; False when there was nothing to do, or no room."""
         begin = self._clock()
+        heard = self._hear()
         if self._begun is None and not self._begin():
-            return False
+            return heard
         while self._begun is not None:
             content, encoding = self._begun
             if encoding.advance(self._ops):
@@ -116,26 +184,48 @@ class ImageStage:
         self.counters.seconds += self._clock() - begin
         return True
 
+    def _hear(self) -> bool:
+        """Take what other encoders have sent."""
+        heard = False
+        for content, rows_ND in self._elsewhere.answers():
+            heard = True
+            self._asked.pop(content, None)
+            if rows_ND is None:
+                self._own.add(content)
+            else:
+                self.counters.received += 1
+                self._store.put(content, rows_ND)
+        return heard
+
     def _begin(self) -> bool:
-        """Start with the next image that somebody waits for.
+        """Start with the next image that somebody waits for, unless another encoder can be asked for it.
 
         Requests that have gone on to the scheduler come first: while they hold images, no more are encoded than there
         is room for.
         """
         for wanted in self._waiting.values():
-            for image, picture in wanted:
-                if image.content in self._store:
+            for image, picture in wanted.pairs:
+                if image.content in self._store or image.content in self._asked:
                     continue
-                gone_on = [owner for owner in self._store.holders if owner not in self._waiting]
-                needed = self._store.held_bytes() + self._nbytes(image)
-                if self._store.held_bytes(gone_on) and needed > self._store.limit:
+                if not self._has_room(image):
                     return False
+                own = image.content in self._own
+                if not own and self._elsewhere.ask(wanted.sources, image, picture, self._encoder().width):
+                    self._asked[image.content] = self._nbytes(image)
+                    continue
                 self._begun = (image.content, self._encoder().begin(self._ops, picture))
                 return True
         return False
 
+    def _has_room(self, image: PlacedImage) -> bool:
+        gone_on = [owner for owner in self._store.holders if owner not in self._waiting]
+        if not self._store.held_bytes(gone_on):
+            return True
+        return self._store.held_bytes() + sum(self._asked.values()) + self._nbytes(image) <= self._store.limit
+
     def _keep(self, content: bytes, encoding: Encoding) -> None:
         self.counters.images += 1
+        self._own.discard(content)
         self._store.put(content, encoding.rows)
 
     def _nbytes(self, image: PlacedImage) -> int:
@@ -165,7 +255,7 @@ class ImageStage:
         return self.encoder
 
     def _check(self, event: Arrive) -> None:
-        encoder = self._encoder()
+        self._encoder()
         end = 0
         for image in event.images:
             if image.at < end or image.end > len(event.prompt):
@@ -176,9 +266,17 @@ class ImageStage:
         if len(event.pictures) != len(event.images):
             raise ImageRefused(f"{len(event.images)} images, {len(event.pictures)} pictures")
         for image, picture in zip(event.images, event.pictures, strict=True):
-            if (image.rows, image.columns) != (picture.rows, picture.columns):
-                raise ImageRefused("a picture has another size than its place")
-            if len(picture.pixels) != 3 * picture.rows * picture.columns * encoder.token_side**2:
-                raise ImageRefused("a picture has another number of pixels than its size says")
-            if picture_hash(picture) != image.content:
-                raise ImageRefused("a picture is not the one that its hash names: it was damaged on its way")
+            self._check_picture(image, picture)
+
+    def _check_picture(self, image: PlacedImage, picture: Picture) -> None:
+        if (image.rows, image.columns) != (picture.rows, picture.columns):
+            raise ImageRefused("a picture has another size than its place")
+        if len(picture.pixels) != 3 * picture.rows * picture.columns * self._encoder().token_side ** 2:
+            raise ImageRefused("a picture has another number of pixels than its size says")
+        if picture_hash(picture) != image.content:
+            raise ImageRefused("a picture is not the one that its hash names: it was damaged on its way")
+
+
+def _served(content: bytes) -> RequestId:
+    """Under which name an image is held that another worker wants; no request has such a one."""
+    return RequestId(f"encode {content.hex()}")

@@ -1,7 +1,7 @@
 """The reader of images that ``weights.vision.Vision`` describes: pixels to rows that take the place of tokens.
 
-One image at a time, layer by layer, so that others can be served in between.  What an image gives depends on nothing
-beside it.  Knows nothing about prompts.
+One image at a time, half a layer after the other, so that others can be served in between.  What an image gives depends
+on nothing beside it.  Knows nothing about prompts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class VisionLayer:
         self._out = Output(_linear(weights, f"{name}out"))
         self._mlp = _mlp(vision, weights, name)
 
-    def add_to(self, ops: Ops, hidden_TD: Array, starts_S1: NDArray[np.int32], angles: Array) -> None:
-        """hidden = layer(hidden), in place; row t of ``angles`` turns token t."""
+    def mix(self, ops: Ops, hidden_TD: Array, starts_S1: NDArray[np.int32], angles: Array) -> None:
+        """hidden += attention(hidden), in place; row t of ``angles`` turns token t."""
         qkv_TN = self._qkv(ops, self._norm(ops, hidden_TD))
         rows_T = np.arange(starts_S1[-1], dtype=np.int32)
         mixed_TK = ops.attention(
@@ -49,6 +49,9 @@ class VisionLayer:
             rows_T=rows_T,
         )
         self._out.add_to(ops, mixed_TK, hidden_TD)
+
+    def feed(self, ops: Ops, hidden_TD: Array) -> None:
+        """hidden += MLP(hidden), in place."""
         self._mlp.add_to(ops, hidden_TD)
 
 
@@ -96,17 +99,20 @@ class Encoding:
         self._grid = grid
         self._angles = angles
         self._hidden_TD = hidden_TD
-        self._layer = 0
+        self._done = 0  # blocks: two a layer
         self._rows_ND: NDArray[np.float32] | None = None
 
     def advance(self, ops: Ops) -> bool:
-        """One layer more; True when there is none left and ``rows`` are there."""
+        """One block more, half a layer; True when there is none left and ``rows`` are there."""
         layers = self._encoder.layers
-        if self._layer < len(layers):
-            layer = layers[self._layer]
-            starts_S1 = self._grid.windows_S1 if layer.windowed else self._grid.whole_S1
-            layer.add_to(ops, self._hidden_TD, starts_S1, self._angles)
-            self._layer += 1
+        if self._done < 2 * len(layers):
+            layer = layers[self._done // 2]
+            if self._done % 2:
+                layer.feed(ops, self._hidden_TD)
+            else:
+                starts_S1 = self._grid.windows_S1 if layer.windowed else self._grid.whole_S1
+                layer.mix(ops, self._hidden_TD, starts_S1, self._angles)
+            self._done += 1
             return False
         if self._rows_ND is None:
             self._rows_ND = self._encoder.finish(ops, self._hidden_TD, self._grid)

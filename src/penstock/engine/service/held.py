@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.engine.core.plan import Arrive, Cancelled, Event
 from penstock.errors import GrammarRefused, ImageRefused
-from penstock.types import Grammar, RequestId
+from penstock.types import Grammar, Picture, RequestId
 
 
 class Readiness(Protocol):
@@ -43,6 +46,14 @@ class ImageReadiness(Protocol):
         """Nobody waits for this request any more."""
         ...
 
+    def serve(self, content: bytes, picture: Picture) -> NDArray[np.float32] | None:
+        """Encode an image for another worker; None: ``served`` has its rows later.  Raises ImageRefused."""
+        ...
+
+    def served(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
+        """Those that are encoded now."""
+        ...
+
 
 class NoImages:
     """For engines that read text only."""
@@ -55,6 +66,14 @@ class NoImages:
 
     def forget(self, request: RequestId) -> None:
         """See ``ImageReadiness``."""
+
+    def serve(self, content: bytes, picture: Picture) -> NDArray[np.float32] | None:
+        """See ``ImageReadiness``."""
+        raise ImageRefused("this engine reads text only")
+
+    def served(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
+        """See ``ImageReadiness``."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,19 @@ from penstock.engine.core.request import Status
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of
 from penstock.engine.service.asks import Asks, Gateway
+from penstock.engine.service.encoders import ServedImages
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
 from penstock.engine.service.held import Held, Ready
 from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
+from penstock.errors import ImageRefused
 from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
 from penstock.types import Leg, RequestId, WorkerState
 from penstock.wire.messages import (
     UNKNOWN,
     Awaited,
     Cancel,
+    EncodeImage,
     Hello,
     PagesReceived,
     PullPages,
@@ -78,7 +81,10 @@ class WorkerMailbox:
         )
         self._asks = Asks(config.gateway_silence_s)
         self._events: list[Event] = []
-        self._held = Held(ready or Ready(), self._refuse)
+        ready = ready or Ready()
+        self._images = ready.images
+        self._held = Held(ready, self._refuse)
+        self._served = ServedImages(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
         self._next_tick = 0.0
@@ -95,6 +101,8 @@ class WorkerMailbox:
             if received is None:
                 break
             self._from_mailbox(received, now)
+        for content, rows_ND in self._images.served(self._served.contents):
+            self._served.finished(content, rows_ND)
         copying_s = self._hand_overs.drain(now)
         if copying_s:
             self.reporter.count("transfer_seconds", copying_s)
@@ -213,6 +221,8 @@ class WorkerMailbox:
                 self._hand_overs.received(message, now)
             case Hello():
                 self._hello(peer, message, now)
+            case EncodeImage():
+                self._encode(peer, message)
             case _:
                 pass  # well-formed, but nothing that a worker is told; the transport has counted it
 
@@ -277,10 +287,23 @@ class WorkerMailbox:
                 priority=message.priority,
                 images=message.images,
                 pictures=message.pictures,
+                encoders=message.encoders,
             )
         )
         if message.leg is Leg.PREFILL:
             self._hand_overs.open(message.request, message.epoch, now)
+
+    def _encode(self, peer: bytes, message: EncodeImage) -> None:
+        """For another worker, which reads the image's prompt."""
+        if not self._served.asked(peer, message):
+            return
+        try:
+            rows_ND = self._images.serve(message.content, message.picture)
+        except ImageRefused:
+            self._served.finished(message.content, None)
+            return
+        if rows_ND is not None:
+            self._served.finished(message.content, rows_ND)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
@@ -291,6 +314,7 @@ class WorkerMailbox:
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
+        self._served.alive()
         for ask in self._asks.silent(now):
             self._return(ask.request, ask.epoch, "the gateway was silent")
         closed = self._hand_overs.tick(now)

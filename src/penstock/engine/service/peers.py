@@ -1,4 +1,5 @@
-"""Links from this worker to the workers that send it pages: one for each, made when a request first names it.
+"""Links from this worker to the workers that send it pages, or encode images for it: one for each, made when a request
+first names it.
 
 A link whose other end is gone goes on connecting by itself.  So one that nobody has used for ``idle_s`` is closed, and
 made again should a request name its source once more.
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 from penstock.errors import ConfigError
 from penstock.types import WorkerId
-from penstock.wire.messages import PageSource, PagesReceived, PullPages
+from penstock.wire.messages import EncodeImage, PageSource, PagesReceived, PullPages
 from penstock.wire.transport import Link, Received, Transport
 
 log = logging.getLogger("penstock.worker")
@@ -50,12 +51,12 @@ class Peers:
         self._latest[source.worker] = source.incarnation
         return True
 
-    def send(self, source: PageSource, message: PullPages | PagesReceived, now: float) -> None:
+    def send(self, source: PageSource, message: PullPages | PagesReceived | EncodeImage, now: float) -> None:
         """Say something to a source.  What is lost is said again by the hand-over's own timers."""
         link = self._links.get(source)
         if link is not None:
             link.send(message)
-            if isinstance(message, PullPages):  # a last word wants no answer
+            if not isinstance(message, PagesReceived):  # a last word wants no answer
                 self._used[source] = now
 
     def received(self) -> Iterator[tuple[PageSource, Received]]:

@@ -89,6 +89,7 @@ class Reporter:
         counts["dropped_frames"] = dropped_frames
         counts["borrowed_core_seconds"] = self.borrowed_s()
         counts["images_encoded"] = self.images.images
+        counts["images_received"] = self.images.received
         counts["image_slices"] = self.images.slices
         counts["image_seconds"] = self.images.seconds
         counts["image_cache_queries"] = self.images.queries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +17,8 @@ from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
-from penstock.types import BlockHash, Leg, Picture, PlacedImage, RequestId, SamplingParams
+from penstock.types import BlockHash, Leg, Picture, PlacedImage, RequestId, SamplingParams, WorkerId
+from penstock.wire.messages import PageSource
 
 SIDE, WIDTH, LAYERS = 2, 8, 3
 TOKENS = 6
@@ -53,9 +55,33 @@ class Clock:
         return self.now
 
 
-def stage(limit: int = 1 << 20, covered: int = 0) -> ImageStage:
+class Others:
+    """Encoders on other workers: asked for everything, they answer what they are told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.answer: list[tuple[bytes, NDArray[np.float32] | None]] = []
+
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+        if sources:
+            self.asked.append(image.content)
+        return bool(sources)
+
+    def answers(self) -> list[tuple[bytes, NDArray[np.float32] | None]]:
+        told, self.answer = self.answer, []
+        return told
+
+
+def stage(limit: int = 1 << 20, covered: int = 0, others: Others | None = None) -> ImageStage:
     encoder = cast(ImageEncoder, _Encoder())
-    return ImageStage(encoder, cast(Ops, None), cache_bytes=limit, covered=lambda event: covered, clock=Clock())
+    return ImageStage(
+        encoder,
+        cast(Ops, None),
+        cache_bytes=limit,
+        covered=lambda event: covered,
+        elsewhere=others,
+        clock=Clock(),
+    )
 
 
 def shown(tone: int) -> Picture:
@@ -172,6 +198,41 @@ def test_what_is_not_itself_is_refused(change: dict[str, Any], why: str):
     fields = {name: getattr(event, name) for name in Arrive.__dataclass_fields__}
     with pytest.raises(ImageRefused, match=why):
         stage().ready(Arrive(**fields | change))
+
+
+SOURCE = PageSource(worker=WorkerId("encode-0"), incarnation=1, endpoint="memory://e")
+
+
+def test_another_worker_encodes_while_this_one_waits():
+    others = Others()
+    own, event = stage(others=others), replace(arrive("a", [7, 9]), encoders=(SOURCE,))
+    assert not own.ready(event)
+    assert not own.work()  # nothing to do here
+    assert others.asked == [image.content for image in event.images]
+    assert not own.work()
+    assert len(others.asked) == 2  # nobody is asked twice
+    first, second = event.images
+    others.answer = [(second.content, np.full((TOKENS, WIDTH), 5, np.float32)), (first.content, None)]
+    while not own.ready(event):
+        assert own.work()
+    assert [rows(own, event, index) for index in (0, 1)] == [7, 5]  # what could not be had was encoded here
+    assert (own.counters.images, own.counters.received) == (1, 1)
+
+
+def test_an_encoder_serves_each_image_once_it_has_it():
+    own, picture = stage(), shown(7)
+    content = picture_hash(picture)
+    assert own.serve(content, picture) is None
+    assert list(own.served([content])) == []
+    while own.work():
+        pass
+    ((name, rows_ND),) = own.served([content])
+    assert (name, rows_ND[0, 0]) == (content, 7)
+    again = own.serve(content, picture)
+    assert again is not None
+    assert again is rows_ND
+    with pytest.raises(ImageRefused, match="damaged"):
+        own.serve(bytes(32), picture)
 
 
 def test_a_model_that_reads_text_refuses_images():
