@@ -27,7 +27,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.bundled import storyteller
-from penstock.clock import MonotonicClock
+from penstock.clock import Clock, MonotonicClock
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Arrive, Drawn, Event, Outcome, Plan, Row
@@ -87,6 +87,18 @@ class Tally:
         return self.tokens / max(1, self.steps)
 
 
+class CpuClock:
+    """This process's own time, all threads together: for one thread on a machine that is busy with something else."""
+
+    def now(self) -> float:
+        return time.process_time()
+
+
+def clock_of(args: argparse.Namespace) -> Clock:
+    """Wall time unless CPU time was asked for."""
+    return CpuClock() if args.cpu_time else MonotonicClock()
+
+
 class ListMailbox:
     """Requests in, answers out."""
 
@@ -137,8 +149,8 @@ class Engine:
         return [mailbox.answers[RequestId(f"r{number}")] for number in range(len(prompts))], clock.now() - began
 
 
-def lookup() -> LookupSpeculator:
-    return LookupSpeculator(most_each=TOKENS_AT_ONCE, most=STEP_TOKENS)
+def lookup(clock: Clock | None = None) -> LookupSpeculator:
+    return LookupSpeculator(most_each=TOKENS_AT_ONCE, most=STEP_TOKENS, clock=clock)
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------
@@ -164,24 +176,28 @@ def stories(args: argparse.Namespace) -> list[dict[str, Any]]:
         for batch in (1, len(prompts)):
             groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
             name = f"stories, temperature {temperature:g}, {batch} at a time"
-            found.append(compared(name, engine, groups, sampling, args.rounds, lookup))
+            found.append(compared(name, (engine, engine), groups, sampling, lookup, args))
     return found
 
 
 def compared(
     name: str,
-    engine: Engine,
+    engines: tuple[Engine, Engine],
     groups: Sequence[Sequence[Sequence[int]]],
     sampling: SamplingParams,
-    rounds: int,
-    make: Callable[[], Speculator],
+    make: Callable[[Clock], Speculator],
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Alternating rounds with and without; medians of the rounds' ratios."""
-    clock, ratios, shares = MonotonicClock(), [], []
-    for _ in range(rounds):
-        plain, guessing = Tally(None), Tally(make())
+    """Alternating rounds without and with, each on its engine; medians of the rounds' ratios.
+
+    Whoever guesses learns from round to round, as in a worker; a first round is not counted.
+    """
+    clock, ratios, shares = clock_of(args), list[float](), list[float]()
+    speculator = make(clock)
+    for _ in range(1 + args.rounds):
+        plain, guessing = Tally(None), Tally(speculator)
         took = {}
-        for kind in (plain, guessing):
+        for engine, kind in zip(engines, (plain, guessing), strict=True):
             told = [engine.answer(group, sampling, kind, clock) for group in groups]
             took[id(kind)] = (sum(seconds for _, seconds in told), [answers for answers, _ in told])
         (plain_s, wanted), (guessing_s, given) = took[id(plain)], took[id(guessing)]
@@ -189,6 +205,7 @@ def compared(
             raise SystemExit(f"{name}: guessing changed an answer")
         ratios.append(plain_s / guessing_s)
         shares.append(guessing.tokens_a_step)
+    ratios, shares = ratios[1:], shares[1:]
     repeated = statistics.mean(repetition(answer) for group in wanted for answer in group)
     return {"workload": name, "tokens_a_step": statistics.median(shares), "speed": spread(ratios), "repeated": repeated}
 
@@ -304,10 +321,10 @@ def replay(args: argparse.Namespace) -> list[dict[str, Any]]:
     for one in quotes(args):
         guesses = Random(7).choices(one["guesses"], k=args.tokens)
 
-        def make(guesses: Sequence[tuple[int, int]] = guesses) -> Replay:
+        def make(clock: Clock, guesses: Sequence[tuple[int, int]] = guesses) -> Replay:
             return Replay(answer, guesses)
 
-        found.append(compared(one["workload"], engine, [[prompt]], sampling, args.rounds, make))
+        found.append(compared(one["workload"], (engine, engine), [[prompt]], sampling, make, args))
     return found
 
 
@@ -324,25 +341,30 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200, help="of an answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true", help="measure this process's own time; with --threads 1")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.mode == "replay" and args.model is None:
         parser.error("replay needs --model")
     began = time.monotonic()
-    found = MODES[args.mode](args)
+    show(MODES[args.mode](args), as_json=args.json)
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+def show(found: list[dict[str, Any]], *, as_json: bool) -> None:
+    """A line a workload, or all as JSON."""
     for one in found:
         one.pop("guesses", None)
-        if not args.json:
+        if not as_json:
             speed = one["speed"]
             more = f", {100 * one['repeated']:.0f} % repeated" if "repeated" in one else ""
             print(
                 f"{one['workload']:45s} {one['tokens_a_step']:.2f} tokens a step, {speed['median']:.2f}x "
                 f"({speed['least']:.2f}-{speed['most']:.2f}){more}"
             )
-    if args.json:
+    if as_json:
         print(json.dumps(found))
-    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ DEFAULT_CELLS = {
     ("aggregated", "whole", "roomy"),
 }
 
-GUESSING = {("split-shm", "chunk-16"), ("aggregated", "chunk-16"), ("split-tcp", "whole")}
-"""Topologies and chunk sizes whose workers guess tokens ahead; the plain answers come from one that does not."""
+GUESSING = {("split-shm", "chunk-16"): "head", ("aggregated", "chunk-16"): "lookup", ("split-tcp", "whole"): "head"}
+"""How workers of these topologies and chunk sizes guess tokens ahead; the plain answers come from one that does not."""
 
 CELLS = [
     pytest.param(*cell, id="-".join(cell), marks=() if cell in DEFAULT_CELLS else (pytest.mark.long,))
@@ -130,9 +130,9 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: Plai
     flags = [*TOPOLOGIES[topology], "--kv-memory", ROOMS[room]]
     if CHUNKS[chunk] is not None:
         flags += ["--max-chunk-tokens", str(CHUNKS[chunk])]
-    guessing = (topology, chunk) in GUESSING
-    if guessing:
-        flags += ["--speculate", "lookup"]
+    guessing = GUESSING.get((topology, chunk))
+    if guessing is not None:
+        flags += ["--speculate", guessing]
     with PenstockServer(flags) as server:
         for together, kill in itertools.product([False, True], [False, True]):
             # A salt of its own keeps a round's first pass cold, and makes its second pass find its own pages.  In a
@@ -153,7 +153,7 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: Plai
         if room == "tight":
             compare(asyncio.run(all_answers(server.url, crowd(), together=True)), plain.crowd, f"{topology}, crowded")
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
-        if guessing:
+        if guessing is not None:
             metrics = server.metrics()
             guessed = metrics["penstock:spec_decode_num_draft_tokens_total"]
             assert 0 < metrics["penstock:spec_decode_num_accepted_tokens_total"] < guessed

@@ -58,7 +58,12 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--accept-new-weights", action="store_true", help="serve weights that differ from those of the last start"
     )
     group.add_argument("--max-running", metavar="N", help="requests in one step (default: 256)")
-    group.add_argument("--speculate", metavar="off|lookup", help="guess tokens ahead; the same answers (default: off)")
+    group.add_argument(
+        "--speculate",
+        metavar="off|auto|lookup|head|draft",
+        help="guess tokens ahead; the same answers (default: off). auto: by the model's own head, else by lookup",
+    )
+    group.add_argument("--draft-model", metavar="DIR", help="the head or the small model that guesses")
     group.add_argument("--max-draft-tokens", metavar="N", help="guessed for one request in one step (default: 8)")
 
 

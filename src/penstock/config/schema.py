@@ -42,6 +42,7 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
     max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
     max_step_draft_tokens: int = 64  # the same of all requests together
+    max_drafting: int = 16  # requests in a step that a head or a draft model guesses for; in larger ones it is silent
 
 
 class HandOverConfig(Config, frozen=True, kw_only=True):
@@ -178,7 +179,8 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     threads: Positive | None = None  # own kernel threads of each worker
     max_chunk_tokens: Positive | None = None
     max_running: Positive = 256
-    speculate: Literal["off", "lookup"] = "off"  # how tokens are guessed ahead
+    speculate: Literal["off", "auto", "lookup", "head", "draft"] = "off"  # how tokens are guessed ahead
+    draft_model: str | None = None  # folder of a head or a small model that guesses
     max_draft_tokens: Positive = 8
     kernels: str = "auto"  # a kernel family, or "reference"
     device: Literal["cpu", "cuda"] = "cpu"

@@ -201,13 +201,22 @@ class NativeOps:
 
     # --- every step ---------------------------------------------------------------------------------------------------
 
-    def record(self, steps: Steps, kv: NativeKv) -> StepProgram:
+    def record(self, steps: Steps, kv: NativeKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         """See ``Ops.record``.  Steps that look into arrays run as they are."""
         try:
-            return recorded(steps, self.family, self.compute_dtype, kv)
+            return recorded(steps, self.family, self.compute_dtype, kv, tapped)
         except RecordingError as error:
             log.warning("steps are computed operation by operation, which is slower: %s", error)
             return DirectProgram(self, steps, kv)
+
+    def features(self, batch: StepBatch, width: int) -> Array:
+        """See ``Ops.features``.  Raises ValueError where the batch brings none of that width."""
+        return self.hidden(batch.features(width))
+
+    def tap(self, hidden_TD: Array, batch: StepBatch, place: int) -> None:
+        """See ``Ops.tap``.  Raises ValueError where there is not enough room."""
+        if batch.taps_RW is not None:
+            batch.hand_out(self.to_numpy(self.rows(hidden_TD, batch.sample_rows_R)), place)
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:
         """See ``Ops.embed``."""

@@ -116,6 +116,22 @@ class StepBatch:
     sample_rows_R: NDArray[np.int32]  # indices into T whose logits are wanted
     turns_T3: NDArray[np.int32] | None = None  # from 0 to the position; None: all three are the position
     given: GivenRows | None = None
+    features_TW: NDArray[np.float32] | None = None  # what comes with every token, for steps that read it
+    tapped: tuple[int, ...] = ()  # hidden states behind so many layers are handed out, of the rows above
+    taps_RW: NDArray[np.float32] | None = None  # where they go, side by side; None: nothing is handed out
+
+    def features(self, width: int) -> NDArray[np.float32]:
+        """What comes with every token.  Raises ValueError unless it is there, [T, width]."""
+        if self.features_TW is None or self.features_TW.shape != (len(self.tokens_T), width):
+            raise ValueError(f"a step needs features [{len(self.tokens_T)}, {width}]")
+        return self.features_TW
+
+    def hand_out(self, hidden_RD: NDArray[np.float32], place: int) -> None:
+        """Put hidden states where they go.  Raises ValueError if there is no room."""
+        rows, width = hidden_RD.shape
+        if self.taps_RW is None or self.taps_RW.shape != (rows, width * len(self.tapped)):
+            raise ValueError(f"a step needs room for taps [{rows}, {width * len(self.tapped)}]")
+        self.taps_RW[:, place * width : (place + 1) * width] = hidden_RD
 
     def table_of(self, group: int, groups: int) -> NDArray[np.int32]:
         """The columns of one of ``groups`` groups."""

@@ -178,8 +178,20 @@ class Ops(Protocol):
         """What an array of hidden or compute type contains (an encoder's output, tests and tools)."""
         ...
 
-    def record(self, steps: Steps, kv: Array) -> StepProgram:
-        """The steps as one program over this KV memory: recorded where the backend can, else run as they are."""
+    def record(self, steps: Steps, kv: Array, *, tapped: tuple[int, ...] = ()) -> StepProgram:
+        """The steps as one program over this KV memory: recorded where the backend can, else run as they are.
+
+        ``tapped``: as that of every batch that it will be given.
+        """
+        ...
+
+    def features(self, batch: StepBatch, width: int) -> Array:
+        """hidden [T, width]: what the batch brings with every token; once a step."""
+        ...
+
+    def tap(self, hidden_TD: Array, batch: StepBatch, place: int) -> None:
+        """Hand the wanted rows of a hidden state out: they become columns [place D, (place + 1) D) of the batch's
+        ``taps_RW``, if it has one."""
         ...
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:

@@ -58,12 +58,15 @@ class _Rows:
 class RecordingOps:
     """The operations of a step, written down.  Whatever else ``Ops`` has cannot be recorded."""
 
-    def __init__(self, family: str, compute_dtype: str, kv: NativeKv) -> None:
+    def __init__(self, family: str, compute_dtype: str, kv: NativeKv, tapped: tuple[int, ...]) -> None:
         self.compute_dtype = compute_dtype
         self.step = _native.RecordedStep(family, compute_dtype, kv.handle)
         self.kv = kv
         self.tokens, self.wanted = _Rows(), _Rows()
-        self.batch = StepBatch(*(cast(Any, name) for name in (self.tokens, _Rows(), _Rows(), _Rows(), self.wanted)))
+        tokens, positions, starts, table, wanted = (
+            cast(Any, name) for name in (self.tokens, _Rows(), _Rows(), _Rows(), self.wanted)
+        )
+        self.batch = StepBatch(tokens, positions, starts, table, wanted, tapped=tapped)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RecordingError(f"{name} cannot be recorded")
@@ -88,6 +91,16 @@ class RecordingOps:
         if batch is not self.batch:
             raise RecordingError("only the step's own rows are given")
         self.step.place_rows(hidden_TD.slot)
+
+    def features(self, batch: StepBatch, width: int) -> Value:
+        """See ``Ops.features``."""
+        self._check(batch, self.kv)
+        return Value(self.step.features(width))
+
+    def tap(self, hidden_TD: Value, batch: StepBatch, place: int) -> None:
+        """See ``Ops.tap``."""
+        self._check(batch, self.kv)
+        self.step.tap(hidden_TD.slot, place)
 
     def rms_norm(self, hidden_TD: Value, weight_D: Array, eps: float) -> Value:
         """See ``Ops.rms_norm``."""
@@ -256,9 +269,11 @@ class RecordedProgram:
         return out_RV
 
 
-def recorded(steps: Steps, family: str, compute_dtype: str, kv: NativeKv) -> RecordedProgram:
+def recorded(
+    steps: Steps, family: str, compute_dtype: str, kv: NativeKv, tapped: tuple[int, ...] = ()
+) -> RecordedProgram:
     """The steps over this KV memory as a program.  Raises RecordingError."""
-    recorder = RecordingOps(family, compute_dtype, kv)
+    recorder = RecordingOps(family, compute_dtype, kv, tapped)
     ops = cast(Ops, recorder)
     try:
         hidden_RD = steps.forward(ops, recorder.batch, kv)
@@ -278,5 +293,9 @@ def _inputs_of(batch: StepBatch, picks: Picks) -> _native.StepInputs:
     )
     if batch.given is not None:
         inputs.give(batch.given.rows_G, batch.given.values_GD)
+    if batch.features_TW is not None:
+        inputs.bring(batch.features_TW)
+    if batch.taps_RW is not None:
+        inputs.hand_out(batch.taps_RW)
     inputs.pick(picks.seeds_F, picks.positions_F, picks.choices_F, picks.temperatures_F, picks.tokens_F)
     return inputs

@@ -169,9 +169,18 @@ class ReferenceOps:
 
     # --- every step ---------------------------------------------------------------------------------------------------
 
-    def record(self, steps: Steps, kv: ReferenceKv) -> StepProgram:
+    def record(self, steps: Steps, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         """See ``Ops.record``: run as they are."""
         return DirectProgram(self, steps, kv)
+
+    def features(self, batch: StepBatch, width: int) -> Tensor:
+        """See ``Ops.features``.  Raises ValueError where the batch brings none of that width."""
+        return self.hidden(batch.features(width))
+
+    def tap(self, hidden_TD: Tensor, batch: StepBatch, place: int) -> None:
+        """See ``Ops.tap``.  Raises ValueError where there is not enough room."""
+        if batch.taps_RW is not None:
+            batch.hand_out(self.to_numpy(self.rows(hidden_TD, batch.sample_rows_R)), place)
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Tensor:
         """See ``Ops.embed``."""

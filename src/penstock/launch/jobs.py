@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -27,6 +28,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile
+from penstock.launch import drafting
 from penstock.launch.announce import LoadLog
 from penstock.launch.board import CoreBoard, Slot
 from penstock.launch.channel import Channel
@@ -37,10 +39,13 @@ from penstock.launch.zygote import prefer_for_oom_kill
 from penstock.telemetry.log import configure
 from penstock.types import ModelIdentity, Role, WorkerId
 from penstock.weights.checkpoint import for_length
-from penstock.weights.load import load_model
+from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec
 from penstock.wire.keys import Keys
+
+if TYPE_CHECKING:
+    from penstock.launch import guessing
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +79,12 @@ class Workers:
         mailboxes: Mailboxes,
         slots: Mapping[str, Slot],
     ) -> None:
-        """Raises ConfigError when the system gives no memory."""
+        """Raises ConfigError when the system gives no memory, and what ``drafting.find`` raises."""
         self._config = config
         self._plan = plan
         self._path, spec, self._manifests = model
         self._spec = for_length(spec, plan.scheduler.max_model_len)
+        self._drafts = drafting.find(config, self._path, self._spec)
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
@@ -144,6 +150,8 @@ class Workers:
             ops=ops,
             identity=loaded.identity,
             parameters=self._spec.parameters,
+            vocab=self._spec.vocab,
+            drafts=loaded.drafts,
             kv=self._kv[config.worker],
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
             keys=self._mailboxes.keys,
@@ -164,7 +172,13 @@ class Workers:
         loaded = load_model(self._path, self._spec, ops, progress, threads=threads, manifests=self._manifests)
         model = build_model(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
-        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics))
+        drafts = self._load_drafts(loaded, ops, threads)
+        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics), drafts)
+
+    def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> guessing.Loaded | None:
+        from penstock.launch.guessing import load
+
+        return None if self._drafts is None else load(self._drafts, model, ops, threads)
 
     def _ops(self, threads: int) -> Ops:
         device = self._config.device
@@ -176,6 +190,7 @@ class Workers:
 class _Loaded:
     model: Model
     identity: ModelIdentity
+    drafts: guessing.Loaded | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import SchedulerConfig, WorkerConfig
+from penstock.config.schema import WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
@@ -26,7 +26,6 @@ from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.held import Ready
 from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.engine.service.peers import Peers
-from penstock.engine.spec.speculator import LookupSpeculator
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
 from penstock.kernels.cores import Cores
@@ -38,6 +37,7 @@ from penstock.kv.transfer.sender import HandOverSender
 from penstock.kv.transfer.shm import ShmCarrier
 from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.launch.board import Slot
+from penstock.launch.guessing import Guessing, Loaded, record
 from penstock.types import ModelIdentity, WorkerId, WorkerState
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import ZmqTransport
@@ -57,12 +57,14 @@ class Inheritance:
     ops: Ops
     identity: ModelIdentity
     parameters: int  # of the model, for a first guess of how long a step takes
+    vocab: int
     kv: KvFile
     peers: Mapping[WorkerId, KvFile]
     keys: Keys
     slot: Slot
     cores: Cores
     vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
+    drafts: Loaded | None = None  # the head or model that guesses tokens ahead
     pages_on_device: bool = False  # the backend keeps KV pages where it computes; they cannot be handed over
 
 
@@ -79,13 +81,6 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         file.close()
     transport = ZmqTransport(inherited.keys)
     clock = MonotonicClock()
-    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), _speculator(config.scheduler))
-    carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
-    hand_over = HandOver(
-        inherited.identity,
-        HandOverSender(config.hand_over, carrier, config.incarnation),
-        HandOverReceiver(config.hand_over, carrier),
-    )
     grammars = Grammars(inherited.vocabulary)
     encoders = Encoders(Peers(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
     images = ImageStage(
@@ -95,9 +90,16 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         covered=lambda event: scheduler.memory.covered(event.hashes),
         elsewhere=encoders,
     )
+    runner = _runner(inherited, own, grammars, images)
+    speculator = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock).speculator(config.scheduler, runner)
+    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), speculator)
+    carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
+    hand_over = HandOver(
+        inherited.identity,
+        HandOverSender(config.hand_over, carrier, config.incarnation),
+        HandOverReceiver(config.hand_over, carrier),
+    )
     mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=Ready(grammars, images))
-    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
-    runner = ModelRunner(inherited.model, inherited.ops, kv, matcher_of=grammars.matcher, images=images)
     loop = EngineLoop(mailbox, scheduler, runner, clock)
     pulse = _Pulse(inherited.slot, mailbox)
     loop.on_plan = pulse.on_plan
@@ -148,10 +150,10 @@ class _Pulse:
         self._slot.beat(now, now + int(plan.predicted_s * 1e9), self._mailbox.reporter.steps)
 
 
-def _speculator(config: SchedulerConfig) -> LookupSpeculator | None:
-    if config.max_draft_tokens == 0:
-        return None
-    return LookupSpeculator(most_each=config.max_draft_tokens, most=config.max_step_draft_tokens)
+def _runner(inherited: Inheritance, own: KvMemory, grammars: Grammars, images: ImageStage) -> ModelRunner:
+    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
+    program = record(inherited.model, inherited.ops, kv, inherited.drafts)
+    return ModelRunner(inherited.model, inherited.ops, kv, program, grammars.matcher, images=images)
 
 
 def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:

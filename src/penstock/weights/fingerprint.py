@@ -31,7 +31,14 @@ class Fingerprint:
 
     def hexdigest(self, spec: ModelSpec) -> str:
         """64 hexadecimal digits over ``spec`` and all tensors added."""
-        hasher = blake3(_canonical(spec))
+        return self._over(_canonical(spec))
+
+    def weights_hexdigest(self) -> str:
+        """64 hexadecimal digits over all tensors added and nothing else: what a draft head was trained for."""
+        return self._over(b"")
+
+    def _over(self, first: bytes) -> str:
+        hasher = blake3(first)
         for name in sorted(self._digests):
             info, digest = self._digests[name]
             hasher.update(msgspec.json.encode((name, info.dtype, info.shape)))

@@ -45,6 +45,7 @@ class LoadedModel:
     weights: Mapping[str, PackedLinear | Any]  # by the names of the family's layout; vectors are the backend's arrays
     fingerprint: str
     nbytes: int  # of the packed matrices
+    weights_hash: str  # of the checkpoint's tensors, whatever computes them
 
 
 def load_model(
@@ -78,7 +79,7 @@ def load_model(
         for name, entry in load.found.items():
             digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
     packed = sum(weight.nbytes for weight in weights.values() if isinstance(weight, PackedLinear))
-    return LoadedModel(spec, MappingProxyType(weights), digest.hexdigest(spec), packed)
+    return LoadedModel(spec, MappingProxyType(weights), digest.hexdigest(spec), packed, digest.weights_hexdigest())
 
 
 class _Load:

@@ -248,8 +248,10 @@ class DecoderModel:
             ops.place_rows(hidden_TD, batch)
         if self.positions is not None:
             ops.embed_add(self.positions, batch.positions_T, hidden_TD)
-        for layer in self.layers[:-1]:
+        for depth, layer in enumerate(self.layers[:-1]):
+            _hand_out(ops, hidden_TD, batch, depth)
             layer.add_to(ops, hidden_TD, batch, kv)
+        _hand_out(ops, hidden_TD, batch, len(self.layers) - 1)
         return self.layers[-1].wanted(ops, hidden_TD, batch, kv)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
@@ -259,6 +261,12 @@ class DecoderModel:
         if self.logit_softcap is not None:
             ops.softcap(logits_RV, self.logit_softcap)
         return logits_RV
+
+
+def _hand_out(ops: Ops, hidden_TD: Array, batch: StepBatch, depth: int) -> None:
+    """The wanted rows of the hidden state behind ``depth`` layers, if they were asked for."""
+    if depth in batch.tapped and len(batch.sample_rows_R):
+        ops.tap(hidden_TD, batch, batch.tapped.index(depth))
 
 
 def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:

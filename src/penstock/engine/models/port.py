@@ -15,7 +15,9 @@ class Model(Protocol):
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         """Compute all tokens of the batch and write their keys and values.
 
-        Returns hidden [R, D] of the rows ``batch.sample_rows_R``, in that order, or None when there are none.
+        Hidden states behind the layers ``batch.tapped`` are handed out (``Ops.tap``) by a model that has its own
+        layers; a model that hands out none cannot have a head.  Returns hidden [R, D] of the rows
+        ``batch.sample_rows_R``, in that order, or None when there are none.
         """
         ...
 

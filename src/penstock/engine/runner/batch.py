@@ -20,7 +20,7 @@ from penstock.engine.runner.answer import Answer
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.reach import blocks_of
-from penstock.types import PAGE_TOKENS, Picture, PlacedImage, TokenLogprob
+from penstock.types import PAGE_TOKENS, Picture, PlacedImage, RequestId, TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.engine.core.holding import Holding
@@ -109,6 +109,10 @@ class StepArrays:
         """``hidden`` makes the backend's array of what ``images`` gives."""
         self._images = images
         self._hidden = hidden
+        self._tapped: tuple[int, ...] = ()
+        self._taps = np.empty((0, 0), np.float32)
+        self.handing_out = False  # are hidden states wanted now?
+        self._handed_out = False  # and were they in the last step?
         self._tokens = np.empty(0, np.int32)
         self._positions = np.empty(0, np.int32)
         self._starts = np.empty(0, np.int32)
@@ -148,6 +152,9 @@ class StepArrays:
         self.spans = spans
         wanted_R = self._want()
         turns_T3, given = self._see(spans)
+        self._handed_out = self.handing_out
+        if self._handed_out and len(wanted_R) > len(self._taps):
+            self._taps = np.empty((_room(len(wanted_R)), self._taps.shape[1]), np.float32)
         self.batch = StepBatch(
             self._tokens[:count],
             self._positions[:count],
@@ -156,6 +163,8 @@ class StepArrays:
             wanted_R,
             turns_T3,
             given,
+            tapped=self._tapped,
+            taps_RW=self._taps[: len(wanted_R)] if self._handed_out else None,
         )
         self._fill_picks()
         self._requests = [span.answer.request for span in spans]
@@ -241,7 +250,7 @@ class StepArrays:
 
         False when they are others: then nothing was changed.  ``spans``: keep the spans up to date too.
         """
-        if len(rows) != len(self._at):
+        if len(rows) != len(self._at) or self.handing_out != self._handed_out:
             return False
         for row, request, held, at in zip(rows, self._requests, self._held, self._at, strict=True):
             start = row.start
@@ -311,6 +320,24 @@ class StepArrays:
         tokens = iter(self.picks.tokens_F.tolist())
         for span in self.picked:
             span.drawn += islice(tokens, len(span.draws))
+
+    def tap(self, tapped: tuple[int, ...], hidden: int) -> None:
+        """Steps can hand hidden states out, of ``hidden`` numbers, behind so many layers."""
+        self._tapped = tapped
+        self._taps = np.empty((0, len(tapped) * hidden), np.float32)
+
+    def taps(self) -> dict[RequestId, tuple[int, NDArray[np.float32]]]:
+        """Of each span that drew in the last step: position of the first token drawn after, and hidden states of it
+        and of what follows in the span.  Valid until the next step."""
+        begin, found = self.scored, dict[RequestId, tuple[int, NDArray[np.float32]]]()
+        if not self._handed_out:
+            return found
+        for index, span in enumerate((*self.listed, *self.picked)):
+            draws = span.draws
+            start = self._at[index] if self.only_picks else draws[0] - 1
+            found[span.answer.request.id] = (start, self._taps[begin : begin + len(draws)])
+            begin += len(draws)
+        return found
 
     def drawn(self) -> list[Drawn]:
         """What the spans have brought."""

@@ -6,10 +6,11 @@ and no request of its own: pages are the scheduler's, and what it keeps between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.images.stage import ImageStage
@@ -82,6 +83,18 @@ class ModelRunner:
             images = row.request.images
             if images and row.start < images[-1].end <= row.start + row.count:
                 self._images.forget(row.request.id)
+
+    def tap(self, tapped: tuple[int, ...], hidden: int) -> None:
+        """The program was recorded to hand hidden states out, of ``hidden`` numbers, behind so many layers."""
+        self._arrays.tap(tapped, hidden)
+
+    def hand_out(self, wanted: bool) -> None:
+        """Whether hidden states are to be handed out from the next step on; at first they are not."""
+        self._arrays.handing_out = wanted
+
+    def taps(self) -> Mapping[RequestId, tuple[int, NDArray[np.float32]]]:
+        """See ``StepArrays.taps``."""
+        return self._arrays.taps()
 
     def _step(self) -> None:
         """Compute every span; draw and score what was asked for."""

@@ -2,7 +2,8 @@
 
 A step of r rows is expected to take base + slope * r seconds.  Reading the weights is most of a small step, so further
 rows are cheap; where arithmetic is the limit they are not, and then nothing is guessed.  Both are measured all the
-time, and forgotten again, so that a guess that lost once is tried again later.  Pure.
+time, and forgotten slowly, so that a guess that lost once is tried again later.  What trying may cost is bounded by
+``engine.spec.account``.  Pure.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
-from penstock.engine.spec.lookup import LONGEST_MATCH
+MEMORY = 0.97
+"""Share of what was measured that is still believed one measurement of the same kind later."""
 
-MEMORY = 0.98
-"""Share of what was measured that is still believed one step later."""
+MEMORY_BESIDE = 0.998
+"""The same, one measurement of the other kind later."""
 
 FIRST_SLOPE = 0.01
 """What a further row is thought to cost before it was measured, as a share of a step: little, so that it is tried."""
 
-FIRST_SLOPE_WEIGHT = 4.0
+FIRST_SLOPE_WEIGHT = 2.0
 """How many measurements, a row apart, that thought is worth."""
+
+LONGEST_BELIEVED = 1.5
+"""A step that took more times what was expected was held up by something else: so many times are believed."""
+
+KNOWN_WELL = 4.0
+"""Measurements of a kind after which one more is doubted."""
 
 LEAST_GAIN = 1.05
 """Guessing must promise so many times the tokens a second; below, measuring errors decide."""
@@ -28,65 +36,146 @@ PRIOR_TRIES = 2.0
 """How many tries the first opinion of a kind of guess is worth."""
 
 
-class StepTimes:
-    """Seconds of steps that only write answers, by their number of rows."""
+class _Sums:
+    """Of measurements of one kind."""
+
+    __slots__ = ("product", "rows", "rows2", "seconds", "weight")
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._rows2 = self._seconds = self._product = 0.0
+        self.weight = self.rows = self.rows2 = self.seconds = self.product = 0.0
 
-    def learn(self, rows: int, seconds: float) -> None:
+    def fade(self, share: float) -> None:
+        self.weight *= share
+        self.rows *= share
+        self.rows2 *= share
+        self.seconds *= share
+        self.product *= share
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.weight += 1.0
+        self.rows += rows
+        self.rows2 += rows * rows
+        self.seconds += seconds
+        self.product += rows * seconds
+
+
+class StepTimes:
+    """Seconds of steps that only write answers, by their number of rows.
+
+    Steps with guesses and steps without are remembered apart: an hour of the one says nothing new about the other.
+    """
+
+    def __init__(self) -> None:
+        self._plain, self._guessed = _Sums(), _Sums()
+
+    def learn(self, rows: int, seconds: float, *, guessed: bool = False) -> None:
         """A step of so many rows took so long."""
-        self._weight = MEMORY * self._weight + 1.0
-        self._rows = MEMORY * self._rows + rows
-        self._rows2 = MEMORY * self._rows2 + rows * rows
-        self._seconds = MEMORY * self._seconds + seconds
-        self._product = MEMORY * self._product + rows * seconds
+        seconds = self.believed(rows, seconds, guessed=guessed)
+        own, other = (self._guessed, self._plain) if guessed else (self._plain, self._guessed)
+        own.fade(MEMORY)
+        other.fade(MEMORY_BESIDE)
+        own.add(rows, seconds)
+
+    def believed(self, rows: int, seconds: float, *, guessed: bool = False) -> float:
+        """What is believed of it that a step of so many rows took so long.
+
+        While little is known, a step of r rows may take as long as r steps.
+        """
+        line, own = self.line(), self._guessed if guessed else self._plain
+        if line is None:
+            return seconds
+        base, slope = line
+        expected = base + slope * rows if own.weight >= KNOWN_WELL else (base + slope) * rows
+        return min(seconds, LONGEST_BELIEVED * expected)
+
+    @property
+    def guessed(self) -> int:
+        """Steps with guesses that are remembered."""
+        return int(self._guessed.weight)
+
+    def doubt(self) -> None:
+        """Steps with guesses are long ago: the machine may have changed since."""
+        self._guessed.fade(0.1)
 
     def line(self) -> tuple[float, float] | None:
         """(seconds of a step without rows, seconds of each row); None before anything was measured.
 
-        Least squares, drawn to ``FIRST_SLOPE`` where the numbers of rows were too much alike to tell.
+        Its slope is that of least squares, drawn to ``FIRST_SLOPE`` where the numbers of rows were too much alike to
+        tell; it goes through the middle of the steps without guesses, which guessing is compared with.
         """
-        if self._weight == 0.0:
+        plain, guessed = self._plain, self._guessed
+        weight = plain.weight + guessed.weight
+        if weight == 0.0:
             return None
-        rows, seconds = self._rows / self._weight, self._seconds / self._weight
-        spread = self._rows2 - self._weight * rows * rows
-        together = self._product - self._weight * rows * seconds
+        rows, seconds = (plain.rows + guessed.rows) / weight, (plain.seconds + guessed.seconds) / weight
+        spread = plain.rows2 + guessed.rows2 - weight * rows * rows
+        together = plain.product + guessed.product - weight * rows * seconds
         slope = (together + FIRST_SLOPE_WEIGHT * FIRST_SLOPE * seconds) / (spread + FIRST_SLOPE_WEIGHT)
         slope = max(slope, 0.0)
+        if plain.weight > 0.0:
+            rows, seconds = plain.rows / plain.weight, plain.seconds / plain.weight
         return max(seconds - slope * rows, 0.0), slope
 
 
 class Acceptance:
-    """How often a guessed token stood, by how many tokens before it had matched."""
+    """How often a guessed token stood, by its kind: what was known of it before, and how many guesses stood before it
+    in the same step."""
 
-    def __init__(self) -> None:
-        self._tries = [PRIOR_TRIES] * (LONGEST_MATCH + 1)
-        self._stood = [PRIOR_TRIES * match / (match + 2) for match in range(LONGEST_MATCH + 1)]
+    def __init__(self, first: Sequence[float]) -> None:
+        """``first``: what is thought of each kind before it was tried."""
+        self._tries = [PRIOR_TRIES] * len(first)
+        self._stood = [PRIOR_TRIES * share for share in first]
 
-    def of(self, match: int) -> float:
-        """Expected share, 0 to 1."""
-        match = min(match, LONGEST_MATCH)
-        return self._stood[match] / self._tries[match]
+    def of(self, kind: int) -> float:
+        """Expected share, 0 to 1; kinds beyond the last are like the last."""
+        kind = min(kind, len(self._tries) - 1)
+        return self._stood[kind] / self._tries[kind]
 
     @property
     def best(self) -> float:
         """Of the kind that stands most often."""
         return max(stood / tries for stood, tries in zip(self._stood, self._tries, strict=True))
 
-    def learn(self, match: int, guessed: int, stood: int) -> None:
-        """Of ``guessed`` tokens after a match the first ``stood`` were right, and the next one, if any, was wrong."""
+    def learn(self, kind: int, guessed: int, stood: int) -> None:
+        """Of ``guessed`` tokens, the first of this kind, the first ``stood`` were right, and the next one, if any, was
+        wrong."""
+        last = len(self._tries) - 1
         for index in range(min(stood + 1, guessed)):
-            kind = min(match + index, LONGEST_MATCH)
-            self._tries[kind] = MEMORY * self._tries[kind] + 1
-            self._stood[kind] = MEMORY * self._stood[kind] + (index < stood)
+            own = min(kind + index, last)
+            self._tries[own] = MEMORY * self._tries[own] + 1
+            self._stood[own] = MEMORY * self._stood[own] + (index < stood)
 
-    def chain(self, match: int, most: int) -> Iterator[float]:
+    def chain(self, kind: int, most: int) -> Iterator[float]:
         """For each of ``most`` guessed tokens: how likely it and all before it stand."""
         likely = 1.0
         for index in range(most):
-            likely *= self.of(match + index)
+            likely *= self.of(kind + index)
             yield likely
+
+
+class Depths:
+    """How often guesses of one step stand, one behind the other.  What little is known of one is thought to be as of
+    the one before it."""
+
+    def __init__(self, first: float, most: int) -> None:
+        """``first``: what is thought of the first guess before it was tried."""
+        self._first = first
+        self._tries, self._stood = [0.0] * most, [0.0] * most
+
+    def learn(self, guessed: int, stood: int) -> None:
+        """Of ``guessed`` tokens the first ``stood`` were right, and the next one, if any, was wrong."""
+        for index in range(min(stood + 1, guessed, len(self._tries))):
+            self._tries[index] = MEMORY * self._tries[index] + 1
+            self._stood[index] = MEMORY * self._stood[index] + (index < stood)
+
+    def chain(self, most: int) -> list[float]:
+        """For each of ``most`` guessed tokens: how likely it and all before it stand."""
+        likely, share, chain = 1.0, self._first, list[float]()
+        for tries, stood in zip(self._tries[:most], self._stood[:most], strict=True):
+            share = (stood + PRIOR_TRIES * share) / (tries + PRIOR_TRIES)
+            likely *= share
+            chain.append(likely)
+        return chain
 
 
 def hopeless(rows: int, best: float, line: tuple[float, float]) -> bool:
@@ -122,3 +211,25 @@ def worthwhile(rows: int, chains: Sequence[Sequence[float]], line: tuple[float, 
     if seconds > 0 and tokens / seconds < LEAST_GAIN * plain:
         return [0] * len(chains)
     return taken
+
+
+def best_depth(
+    rows: int, chain: Sequence[float], line: tuple[float, float], passes: tuple[float, float]
+) -> tuple[int, float]:
+    """How many tokens to guess for every row where guessing itself takes time, and how many times the tokens a second
+    that promises; at least one token, whatever it promises.
+
+    ``chain``: how likely the first guess stands, the first two, and so on; not empty.  ``passes``: seconds of the first
+    guess and of each further one, all rows together.
+    """
+    base, slope = line
+    first, further = passes
+    plain = base + slope * rows
+    tokens, best, depth = 1.0, 0.0, 1
+    for count, likely in enumerate(chain, 1):
+        tokens += likely
+        seconds = base + slope * rows * (1 + count) + first + further * (count - 1)
+        gain = tokens * plain / seconds if seconds > 0 else tokens
+        if gain > best:
+            best, depth = gain, count
+    return depth, best

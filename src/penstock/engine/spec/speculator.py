@@ -4,53 +4,129 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.clock import Clock, MonotonicClock
 from penstock.engine.core.plan import Drawn, Row
 from penstock.engine.core.request import Request
-from penstock.engine.spec.gain import Acceptance, StepTimes, hopeless, worthwhile
-from penstock.engine.spec.lookup import Guess, Lookup
+from penstock.engine.spec.account import Account
+from penstock.engine.spec.drafter import Drafter
+from penstock.engine.spec.gain import (
+    LEAST_GAIN,
+    Acceptance,
+    Depths,
+    StepTimes,
+    best_depth,
+    hopeless,
+    worthwhile,
+)
+from penstock.engine.spec.lookup import LONGEST_MATCH, Guess, Lookup
 from penstock.types import RequestId
+
+PLAIN_EVERY = 40
+"""Of so many steps with drafts one goes without, to be compared with."""
+
+PAUSE = 400
+"""Steps after which drafts that promised nothing are tried again, ``TRIES`` times."""
+
+TRIES = 16
+
+REST = 32
+"""Steps for which it is believed that drafts promise nothing."""
+
+LOOKED_AT = 8
+"""Of so many steps without drafts one is looked at closely."""
+
+FIRST_SHARE = 0.7
+"""How often a head's or a draft model's guess is thought to stand before it was tried."""
+
+
+class Worth:
+    """What steps cost, and whether guessing has paid: the same for every way to guess."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self.account = Account()
+        self._plain_steps = 0  # since the last one with drafts
+        self._unsettled_s = 0.0  # of guessing that brought nothing
+
+    def learn_plain(self, rows: int, seconds: float, guessing_s: float) -> None:
+        """A step without drafts took so long, and looking for some so long beside.  One in eight is looked at closely:
+        this is done in every step, also where nobody guesses."""
+        self._unsettled_s += guessing_s
+        self._plain_steps += 1
+        if self._plain_steps % LOOKED_AT == 1:
+            self.times.learn(rows, seconds)
+            if self._unsettled_s:
+                base, slope = self.times.line() or (0.0, 0.0)
+                self.account.settle(-self._unsettled_s / max(base + slope * rows, 1e-9))
+                self._unsettled_s = 0.0
+        if self.account.step():
+            self.times.doubt()
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float, guessing_s: float) -> None:
+        """A step of such rows took so long, and guessing for it so long beside."""
+        count, drafted = len(rows), sum(len(row.draft) for row in rows)
+        if not drafted:
+            self.learn_plain(count, seconds, guessing_s)
+            return
+        self._plain_steps = 0
+        seconds = self.times.believed(count + drafted, seconds, guessed=True)
+        self.times.learn(count + drafted, seconds, guessed=True)
+        base, slope = self.times.line() or (0.0, 0.0)
+        plain = base + slope * count
+        if plain > 0:
+            tokens = sum(len(new.tokens) for new in drawn)
+            self.account.settle(tokens / count - (seconds + guessing_s) / plain)
+        self.account.step()
 
 
 class LookupSpeculator:
     """Guesses by looking answers up in their own requests; learns what that is worth here and now."""
 
-    def __init__(self, *, most_each: int, most: int) -> None:
+    def __init__(self, *, most_each: int, most: int, clock: Clock | None = None) -> None:
         """``most_each`` draft tokens for a request, ``most`` in a step."""
         self._most_each = most_each
         self._most = most
-        self._times = StepTimes()
-        self._acceptance = Acceptance()
+        self._clock = clock or MonotonicClock()
+        self._worth = Worth()
+        self._acceptance = Acceptance([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
         self._lookups: dict[RequestId, tuple[Request, Lookup]] = {}
         self._matches: dict[RequestId, int] = {}  # of the guesses in flight
+        self._guessing_s = 0.0
 
     def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
         """See ``Speculator.propose``."""
-        line = self._times.line()
         self._matches.clear()
-        if line is None or not rows or hopeless(len(rows), self._acceptance.best, line):
+        self._guessing_s = 0.0
+        if not self._worth.account.is_open:
             return []
+        line = self._worth.times.line()
+        if line is None or not rows:
+            return []
+        if hopeless(len(rows), self._acceptance.best, line):
+            return []
+        begin = self._clock.now()
         guesses = [self._guess(row.request) for row in rows]
-        if not any(guesses):
-            return []
-        chains = [tuple(self._acceptance.chain(g.match, len(g.tokens))) if g else () for g in guesses]
-        counts = worthwhile(len(rows), chains, line, self._most)
         drafts = []
-        for row, guess, count in zip(rows, guesses, counts, strict=True):
-            drafts.append(guess.tokens[:count] if guess else ())
-            if guess and count:
-                self._matches[row.request.id] = guess.match
+        if any(guesses):
+            chains = [tuple(self._acceptance.chain(g.match, len(g.tokens))) if g else () for g in guesses]
+            counts = worthwhile(len(rows), chains, line, self._most)
+            for row, guess, count in zip(rows, guesses, counts, strict=True):
+                drafts.append(guess.tokens[:count] if guess else ())
+                if guess and count:
+                    self._matches[row.request.id] = guess.match
+        self._guessing_s = self._clock.now() - begin
         return drafts
 
     def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
         """See ``Speculator.learn``."""
-        computed = len(rows)
         if self._matches:
             for row, new in zip(rows, drawn, strict=True):
                 match = self._matches.get(row.request.id)
                 if match is not None and row.draft:
-                    computed += len(row.draft)
                     self._acceptance.learn(match, len(row.draft), len(new.tokens) - 1)
-        self._times.learn(computed, seconds)
+            self._worth.learn(rows, drawn, seconds, self._guessing_s)
+        else:
+            self._worth.learn_plain(len(rows), seconds, self._guessing_s)
 
     def forget(self, request: RequestId) -> None:
         """See ``Speculator.forget``."""
@@ -59,7 +135,7 @@ class LookupSpeculator:
 
     def _guess(self, request: Request) -> Guess | None:
         """Never so far that the answer would have ended: the token after the last draft token is drawn too."""
-        most = min(self._most_each, request.last - request.known - 1)
+        most = min(self._most_each, request.last - request.known - 1, 1 + self._worth.times.guessed)
         return self._lookup(request).guess(most) if most > 0 else None
 
     def _lookup(self, request: Request) -> Lookup:
@@ -73,3 +149,93 @@ class LookupSpeculator:
         if lookup.seen < request.known:
             lookup.extend(request.tokens(lookup.seen, request.known))
         return lookup
+
+
+class DraftSpeculator:
+    """Asks a head or a draft model; learns what its guesses are worth, and how many of them."""
+
+    def __init__(self, drafter: Drafter, *, most_each: int, most: int) -> None:
+        """``most_each`` draft tokens for a request, ``most`` in a step."""
+        self._drafter = drafter
+        self._most_each = most_each
+        self._most = most
+        self._worth = Worth()
+        self._acceptance = Depths(FIRST_SHARE, most_each)
+        self._first, self._further = StepTimes(), StepTimes()  # of guessing
+        self._guessing_s = 0.0
+        self._since_plain = self._idle = self._rest = 0
+        self._tries = TRIES
+        self._follows = False
+
+    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+        """See ``Speculator.propose``."""
+        self._guessing_s = 0.0
+        wanted = self._worth.account.is_open and self._rest <= 1
+        if wanted != self._follows:
+            self._follows = wanted
+            self._drafter.follow(wanted)
+        depth = self._depth(len(rows)) if self._worth.account.is_open else 0
+        if depth == 0:
+            return []
+        drafts = self._drafter.guess(rows, depth)
+        first, further = self._drafter.seconds
+        if any(drafts):  # a draft model's first reading is no loss, and no measure of what comes
+            first = self._first.believed(len(rows), first)
+            self._first.learn(len(rows), first)
+            if depth > 1:
+                each = self._further.believed(len(rows), further / (depth - 1))
+                self._further.learn(len(rows), each)
+                further = each * (depth - 1)
+            self._guessing_s = first + further
+        return drafts
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        """See ``Speculator.learn``."""
+        if self._guessing_s == 0.0:
+            self._worth.learn_plain(len(rows), seconds, 0.0)
+            return
+        for row, new in zip(rows, drawn, strict=True):
+            if row.draft:
+                self._acceptance.learn(len(row.draft), len(new.tokens) - 1)
+        self._worth.learn(rows, drawn, seconds, self._guessing_s)
+
+    def forget(self, request: RequestId) -> None:
+        """See ``Speculator.forget``."""
+        self._drafter.forget(request)
+
+    def _depth(self, rows: int) -> int:
+        """How many tokens to guess for each row now."""
+        if self._rest > 0:
+            self._rest -= 1
+            return 0
+        line = self._worth.times.line()
+        if line is None or not 0 < rows <= self._drafter.places:
+            return 0
+        if self._since_plain >= PLAIN_EVERY:
+            self._since_plain = 0
+            return 0
+        most = min(self._most_each, self._most // rows, 1 + self._worth.times.guessed)
+        if most < 1:
+            return 0
+        passes = (_at(self._first, rows), _at(self._further, rows))
+        depth, gain = best_depth(rows, self._acceptance.chain(most), line, passes)
+        if gain < LEAST_GAIN and not self._tried_again():
+            return 0
+        self._since_plain += 1
+        return depth
+
+    def _tried_again(self) -> bool:
+        """Is it time to try once more what promises nothing?"""
+        if self._tries > 0:
+            self._tries -= 1
+            return True
+        self._rest = REST
+        self._idle += REST
+        if self._idle >= PAUSE:
+            self._idle, self._tries = 0, TRIES
+        return False
+
+
+def _at(times: StepTimes, rows: int) -> float:
+    line = times.line()
+    return 0.0 if line is None else line[0] + line[1] * rows

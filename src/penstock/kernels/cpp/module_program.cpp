@@ -28,6 +28,9 @@ struct StepInputs {
   Out<int32_t, 1> drawn;
   std::vector<Pick> picks;
   long given_count = 0;
+  In<float, 2> features;
+  Out<float, 2> taps;
+  long features_width = 0, taps_width = 0;
 
   StepInputs(In<int32_t, 1> tokens_T, In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP,
              In<int32_t, 1> wanted_R, std::optional<In<int32_t, 2>> turns_T3)
@@ -60,6 +63,18 @@ struct StepInputs {
     picks.resize(static_cast<size_t>(count));
   }
 
+  // What comes with every token, and where hidden states of the wanted rows go.
+  void bring(In<float, 2> features_TW) {
+    require(dim(features_TW, 0) == batch.view.tokens, "features for every token");
+    features_width = dim(features_TW, 1);
+    features = std::move(features_TW);
+  }
+  void hand_out(Out<float, 2> taps_RW) {
+    require(dim(taps_RW, 0) == dim(wanted, 0), "room for every wanted row");
+    taps_width = dim(taps_RW, 1);
+    taps = std::move(taps_RW);
+  }
+
   StepView view(long pages, long groups, long vocabulary, long scored) {
     require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
     require_ids(ids_of(wanted), batch.view.tokens, "a wanted row is no row of the step");
@@ -74,7 +89,8 @@ struct StepInputs {
       picks[i] = {0, key, temperature, temperature < kGreedyBelow};
     }
     return {tokens.data(), batch.view,   batch.sequence_of.data(),        wanted.data(), dim(wanted, 0),
-            scored,        picks.data(), static_cast<long>(picks.size()), given_rows.data(), given.data(), given_count};
+            scored,        picks.data(), static_cast<long>(picks.size()), given_rows.data(), given.data(), given_count,
+            features_width ? features.data() : nullptr, taps_width ? taps.data() : nullptr};
   }
 
   Draw draw_of(size_t pick) const {
@@ -162,6 +178,8 @@ class RecordedStep {
     require(own.per_cell == per_cell_, "the weights were packed for the other compute type");
     program_->experts_add(x, routes, own.view, gate_of(gate), hidden);
   }
+  int features(long width) { return program_->features(width); }
+  void tap(int hidden, long place) { program_->tap(hidden, place); }
   int wanted_rows(int x) { return program_->wanted_rows(x); }
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
@@ -173,6 +191,8 @@ class RecordedStep {
     const auto picked = static_cast<long>(inputs.picks.size()), listed = static_cast<long>(rows.size());
     require(scored >= 0 && scored + listed + picked == dim(inputs.wanted, 0), "a draw for every row that is not scored");
     require(program_->finished(), "the recording is not finished");
+    require(inputs.features_width == program_->features_width(), "a step brings the features that were recorded");
+    require(inputs.taps_width == 0 || inputs.taps_width == program_->taps_width(), "room for the taps that were recorded");
     const StepView step = inputs.view(pages_, groups_, tokens_below_, scored);
     require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
             "given rows must be [G, D], and the step must place them");
@@ -272,7 +292,9 @@ void bind_program(nb::module_& m) {
                     std::optional<In<int32_t, 2>>>(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("give", &StepInputs::give)
-      .def("pick", &StepInputs::pick);
+      .def("pick", &StepInputs::pick)
+      .def("bring", &StepInputs::bring)
+      .def("hand_out", &StepInputs::hand_out);
   nb::class_<RecordedStep>(m, "RecordedStep")
       .def(nb::init<const std::string&, const std::string&, const KvMemory&>(), nb::keep_alive<1, 4>())
       .def("embed", &RecordedStep::embed)
@@ -298,6 +320,8 @@ void bind_program(nb::module_& m) {
       .def("activate", &RecordedStep::activate)
       .def("route", &RecordedStep::route, nb::arg(), nb::arg(), nb::arg().none())
       .def("experts_add", &RecordedStep::experts_add)
+      .def("features", &RecordedStep::features)
+      .def("tap", &RecordedStep::tap)
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)

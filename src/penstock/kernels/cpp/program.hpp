@@ -38,6 +38,8 @@ struct StepView {
   const int32_t* given_rows = nullptr;  // [given_count], rows of the step
   const float* given = nullptr;         // [given_count, given_width()]: what stands in them instead of embeddings
   long given_count = 0;
+  const float* features = nullptr;  // [batch.tokens, features_width()]
+  float* taps = nullptr;            // [wanted_count, taps_width()]; null: nothing is handed out
 };
 
 // Every recording method returns the slot of its result.  They throw std::invalid_argument for what does not fit.
@@ -69,6 +71,8 @@ class Program {
   int activate(int x, Activation activation, float alpha);
   int route(int logits, const Routing& how);
   void experts_add(int x, int routes, const ExpertsView& experts, const Gate& gate, int hidden);
+  int features(long width);            // what comes with every token; once
+  void tap(int hidden, long place);    // its wanted rows, handed out side by side with those of other places
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
@@ -81,6 +85,8 @@ class Program {
   long hidden_width() const { return slots_[static_cast<size_t>(hidden_)].width; }
   long given_width() const { return given_width_; }  // 0: no rows can be given
   long vocabulary() const { return slots_[static_cast<size_t>(logits_)].width; }
+  long features_width() const { return features_width_; }  // 0: it reads none
+  long taps_width() const { return taps_width_; }          // 0: it hands out none
   // Can tokens be picked without logits?  If not, every drawn row has logits.
   bool picks() const { return picks_; }
   long stored() const { return counts_[static_cast<int>(RowsOf::kStored)]; }
@@ -168,6 +174,8 @@ class Program {
   std::vector<std::vector<int>> users_;  // slots of each buffer
   std::vector<size_t> offsets_;          // of each buffer in the arena, in this run
   std::vector<long> widths_;             // largest bytes a row of each buffer
+  long features_width_ = 0;
+  long taps_width_ = 0;
   int hidden_ = -1;
   int logits_ = -1;
   long given_width_ = 0;

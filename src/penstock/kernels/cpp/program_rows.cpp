@@ -25,6 +25,29 @@ void Program::place_rows(int hidden) {
   }});
 }
 
+int Program::features(long width) {
+  expect(!nodes_.empty() && !finished_, "a step begins with its tokens");
+  expect(width > 0 && features_width_ == 0, "features have a width and are read once");
+  features_width_ = width;
+  const auto run = [=, this, out = next_slot()](const StepView& step) {
+    std::memcpy(data(out), step.features, static_cast<size_t>(step.batch.tokens * width) * sizeof(float));
+  };
+  return add({.op = Op::kOther, .in = -1, .out = -1, .other = run}, width, RowsOf::kTokens, false);
+}
+
+void Program::tap(int hidden, long place) {
+  const Slot& in = given(hidden, false, "hidden values are handed out");
+  expect(in.rows == RowsOf::kTokens && place >= 0, "rows are picked out of those of all tokens");
+  const long width = in.width, first = place * width;
+  taps_width_ = std::max(taps_width_, first + width);
+  nodes_.push_back({.op = Op::kOther, .in = hidden, .out = hidden, .other = [=, this](const StepView& step) {
+    if (step.taps == nullptr) return;
+    const auto* from = reinterpret_cast<const float*>(data(hidden));
+    for (long row = 0; row < step.wanted_count; ++row)
+      std::copy_n(from + step.wanted[row] * width, width, step.taps + row * taps_width_ + first);
+  }});
+}
+
 int Program::layer_norm(int hidden, const float* weight, const float* bias, long width, float eps) {
   const Slot& in = given(hidden, false, "the norm takes hidden values");
   expect(width == in.width, "weight must be [D]");

@@ -1,0 +1,101 @@
+"""Which head or draft model a worker guesses with: found, and checked, before anything is loaded.
+
+``auto`` is decided here, for only the model's folder knows: its own head if it has one, else lookup.  Knows files, not
+how anything is computed (``guessing``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.schema import EngineSettings
+from penstock.errors import ConfigError, ModelError
+from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.eagle import ARCHITECTURE, FOLDER, HeadSpec, inspect_head, is_head
+from penstock.weights.family import BUILT_IN
+from penstock.weights.small_files import CONFIG, TOKENIZER, small_files
+from penstock.weights.spec import ModelSpec
+from penstock.weights.strict_json import parse_object
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A head's folder, read but for its weights."""
+
+    path: Path
+    spec: HeadSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A draft model's folder, read but for its weights."""
+
+    path: Path
+    spec: ModelSpec
+
+
+Found = FoundHead | FoundModel
+
+DRAFT_POSITIONS = 1024
+"""Positions that a draft model must have."""
+
+
+def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
+    """What ``--speculate`` and ``--draft-model`` mean for the model at ``path``; None: nothing but tokens is needed.
+
+    Raises ConfigError for flags that contradict each other, ModelError for a head or model that cannot guess for it.
+    """
+    kind, named = config.speculate, config.draft_model
+    own = path / FOLDER if path.is_dir() and (path / FOLDER / CONFIG).exists() else None
+    if named is not None and kind not in ("head", "draft"):
+        raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
+    if kind == "draft":
+        if named is None:
+            raise ConfigError("--speculate draft needs --draft-model DIR, a small model with the same tokens")
+        return _found_model(Path(named).expanduser(), path, model)
+    if kind == "head" and named is None and own is None:
+        raise ConfigError(
+            f"--speculate head: {path} has no folder {FOLDER}; name a head that was trained for this model with "
+            "--draft-model DIR, or use --speculate lookup"
+        )
+    if kind == "head" or (kind == "auto" and own is not None):
+        folder = Path(named).expanduser() if named is not None else own
+        return None if folder is None else _found_head(folder, model)
+    return None
+
+
+def _found_head(folder: Path, model: ModelSpec) -> FoundHead:
+    if model.architecture not in BUILT_IN:
+        raise ModelError(f"{folder}: an installed package's model hands out no hidden states for a head to read")
+    return FoundHead(folder, inspect_head(folder, model))
+
+
+def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
+    if not folder.exists():
+        raise ModelError(f"--draft-model {folder}: no such folder")
+    if folder.is_dir() and is_head(folder):
+        raise ModelError(f"{folder}: is a head ({ARCHITECTURE}); use it with --speculate head")
+    spec = inspect_model(folder)
+    if spec.kv.shared or spec.max_positions < DRAFT_POSITIONS:
+        raise ModelError(f"{folder}: a draft model needs full keys and values and {DRAFT_POSITIONS} positions")
+    if _tokens(folder) != _tokens(path):
+        raise ModelError(
+            f"{folder}: its tokens are not those of {path}; a draft model must have the tokenizer of the model that it "
+            "guesses for"
+        )
+    return FoundModel(folder, for_length(spec, DRAFT_POSITIONS))
+
+
+def _tokens(path: Path) -> Any:
+    """What tells two vocabularies apart: the tokens and their ids, where ``tokenizer.json`` says them."""
+    files = small_files(path)
+    raw = files.read(TOKENIZER)
+    if raw is None:
+        named = [file for file in sorted(path.glob("*")) if file.suffix in (".model", ".tiktoken")]
+        return {file.name: file.read_bytes() for file in named}
+    model: Mapping[str, Any] = parse_object(raw, files.path_of(TOKENIZER)).get("model", {})
+    return json.dumps(model.get("vocab"))

@@ -1,0 +1,228 @@
+# ruff: noqa: N815  (field names carry shapes)
+"""Draft heads in the format of EAGLE-3 (arXiv:2503.01840): their ``config.json`` and tensors.
+
+One decoder layer that reads hidden states of the model it was trained for, and guesses that model's next token.  It has
+that model's embedding and vocabulary, and its output matrix unless it brings one for a part of the vocabulary.  Knows
+what a head is made of, not how it is computed (``engine.models.eagle``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ModelError
+from penstock.kernels.ops import Ops
+from penstock.weights.decoder import Attention, Mlp
+from penstock.weights.decoder_fields import parse_activation, parse_sizes
+from penstock.weights.fields import Fields
+from penstock.weights.reader import Checkpoint
+from penstock.weights.rope import parse_rope
+from penstock.weights.small_files import CONFIG, read_object, small_files
+from penstock.weights.spec import ModelSpec
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+FOLDER = "head"
+"""Where a model's folder has its head."""
+
+LAYER_NAMES = ("midlayer.", "layers.0.")
+"""What the layer is called: by its makers, and in other releases."""
+
+MAX_TAPS = 16
+UNREAD = frozenset({"t2d"})
+"""Tensors that say nothing new."""
+
+
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A head, without its weights.  Sizes are checked."""
+
+    where: str
+    hidden: int
+    vocab: int  # of the model
+    outputs: int  # tokens that it can guess
+    attention: Attention
+    mlp: Mlp
+    eps: float
+    tapped: tuple[int, ...]  # it reads the model's hidden states behind so many layers
+    target: str | None = None  # hash of the weights that it was trained for, if its file says
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A head in memory.  ``weights``: by the names of ``engine.models.eagle``."""
+
+    spec: HeadSpec
+    weights: Mapping[str, Any]
+    ids_V: NDArray[np.int32] | None  # the model's token of each of its outputs; None: the same
+
+
+def is_head(path: Path) -> bool:
+    """Does this folder hold a head, and no model?  Raises ModelError for a ``config.json`` that is none."""
+    fields = _fields(path)
+    return fields is not None and fields.get("architectures", list, []) == [ARCHITECTURE]
+
+
+def inspect_head(path: Path, model: ModelSpec) -> HeadSpec:
+    """What the folder's head is, for this model.
+
+    Raises ModelError if it is not one, or one for a model of other sizes.
+    """
+    config = _fields(path)
+    if config is None:
+        raise ModelError(f"{path}: has no {CONFIG}; expected the folder of an EAGLE-3 head")
+    if config.get("architectures", list, []) != [ARCHITECTURE]:
+        raise config.refuse(f"architectures must be ['{ARCHITECTURE}'] of a head")
+    sizes = parse_sizes(config)
+    if config.get("norm_before_residual", bool, False):
+        raise config.refuse("norm_before_residual is true; heads whose residual stream is not normed can be served")
+    if sizes.layers != 1:
+        raise config.refuse(f"num_hidden_layers must be 1, got {sizes.layers}: heads of one layer can be served")
+    for name, own, wanted in (
+        ("hidden_size", sizes.hidden, model.hidden),
+        ("target_hidden_size", config.size("target_hidden_size", model.hidden), model.hidden),
+        ("vocab_size", config.size("vocab_size"), model.vocab),
+    ):
+        if own != wanted:
+            raise config.refuse(f"{name} is {own}, the model's is {wanted}: this is another model's head")
+    outputs = config.size("draft_vocab_size", model.vocab)
+    if outputs > model.vocab:
+        raise config.refuse(f"draft_vocab_size {outputs} is more than the vocabulary of {model.vocab}")
+    section = config.section("penstock")
+    return HeadSpec(
+        where=config.where,
+        hidden=sizes.hidden,
+        vocab=model.vocab,
+        outputs=outputs,
+        attention=sizes.attention(parse_rope(config, sizes.head_dim)),
+        mlp=Mlp(
+            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+        ),
+        eps=config.real("rms_norm_eps", 1e-6),
+        tapped=_tapped(config, model.layers),
+        target=None if section is None else section.get("target", str),
+    )
+
+
+def _fields(path: Path) -> Fields | None:
+    files = small_files(path)
+    values = read_object(files, CONFIG)
+    return None if values is None else Fields(values, files.path_of(CONFIG))
+
+
+def _tapped(config: Fields, layers: int) -> tuple[int, ...]:
+    """Behind how many layers hidden states are read: as the file says, in either of two ways, or as usual."""
+    section = config.section("eagle_config") or Fields({}, config.where)
+    name = "eagle_aux_hidden_state_layer_ids"
+    if config.has(name):
+        ids, first = config.get(name, list), 0
+    else:  # there they count the layers whose output is read
+        ids, first = section.get(name, list, [1, layers // 2 - 1, layers - 4]), 1
+    if not 1 <= len(ids) <= MAX_TAPS or not all(type(item) is int and 0 <= item + first < layers for item in ids):
+        raise config.refuse(f"{name} must name layers of the model, which has {layers}, got {ids!r}")
+    if len(set(ids)) < len(ids):
+        raise config.refuse(f"{name} names a layer twice: {ids!r}")
+    return tuple(item + first for item in ids)
+
+
+def load_head(path: Path, spec: HeadSpec, weights_hash: str, ops: Ops) -> LoadedHead:
+    """Its weights, packed.  ``weights_hash``: of the model it is to guess for.
+
+    Raises ModelError if it was trained for other weights, or its tensors are not those of such a head.
+    """
+    if spec.target is not None and spec.target != weights_hash:
+        raise ModelError(
+            f"{spec.where}: this head was trained for a model with the weights {spec.target[:16]}..., this model has "
+            f"{weights_hash[:16]}...: its guesses would be of no use"
+        )
+    with Checkpoint(path) as checkpoint:
+        return _Tensors(checkpoint, spec, ops).load()
+
+
+class _Tensors:
+    """Takes every tensor once, and minds those that nobody wanted."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: HeadSpec, ops: Ops) -> None:
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._ops = ops
+        self._left = set(checkpoint.names) - UNREAD
+        found = [name for name in LAYER_NAMES if f"{name}hidden_norm.weight" in checkpoint]
+        self._layer = found[0] if found else LAYER_NAMES[0]
+
+    def load(self) -> LoadedHead:
+        spec, ops = self._spec, self._ops
+        width, attention = spec.hidden, spec.attention
+        keys = attention.kv_heads * attention.head_dim
+        queries = attention.heads * attention.head_dim
+        qkv = np.concatenate(
+            [
+                self._layer_array(f"self_attn.{name}_proj.weight", rows, 2 * width)
+                for name, rows in (("q", queries), ("k", keys), ("v", keys))
+            ]
+        )
+        inner = spec.mlp.intermediate
+        gate_up = [self._layer_array(f"mlp.{name}_proj.weight", inner, width) for name in ("gate", "up")]
+        weights = {
+            "fuse": ops.pack_linear(self._array("fc.weight", width, len(spec.tapped) * width)),
+            "qkv_embed": ops.pack_linear(qkv[:, :width]),
+            "qkv_feature": ops.pack_linear(qkv[:, width:]),
+            "out": ops.pack_linear(self._layer_array("self_attn.o_proj.weight", width, queries)),
+            "gate_up": ops.pack_linear(np.concatenate(gate_up)),
+            "down": ops.pack_linear(self._layer_array("mlp.down_proj.weight", width, inner)),
+            "norm": ops.vector(self._array("norm.weight", width)),
+        }
+        for weight, name in (
+            ("norm_embed", "input_layernorm"),
+            ("norm_feature", "hidden_norm"),
+            ("norm_mlp", "post_attention_layernorm"),
+        ):
+            weights[weight] = ops.vector(self._layer_array(f"{name}.weight", width))
+        for weight, name in (("embed", "embed_tokens.weight"), ("head", "lm_head.weight")):
+            if name in self._checkpoint:
+                rows = spec.vocab if weight == "embed" else spec.outputs
+                weights[weight] = ops.pack_linear(self._array(name, rows, width))
+        ids_V = self._ids()
+        if self._left:
+            raise ModelError(f"{spec.where}: tensor {min(self._left)!r} is not part of an EAGLE-3 head")
+        return LoadedHead(spec, MappingProxyType(weights), ids_V)
+
+    def _layer_array(self, name: str, *shape: int) -> NDArray[Any]:
+        return self._array(self._layer + name, *shape)
+
+    def _array(self, name: str, *shape: int) -> NDArray[Any]:
+        """Aligned, whatever the file's."""
+        self._left.discard(name)
+        found = self._checkpoint.info(name).shape
+        if found != shape:
+            raise ModelError(
+                f"{self._checkpoint.path_of(name)}: tensor {name!r} has shape {list(found)}, "
+                f"by config.json it must have {list(shape)}"
+            )
+        return np.array(self._checkpoint.array(name))
+
+    def _ids(self) -> NDArray[np.int32] | None:
+        """The model's token of each output: its number, and what ``d2t`` adds."""
+        self._left.discard("d2t")
+        spec = self._spec
+        if "d2t" not in self._checkpoint:
+            if spec.outputs != spec.vocab:
+                raise ModelError(f"{spec.where}: draft_vocab_size is {spec.outputs}, but there is no tensor 'd2t'")
+            return None
+        info, path = self._checkpoint.info("d2t"), self._checkpoint.path_of("d2t")
+        if info.dtype != "I64" or info.shape != (spec.outputs,) or "lm_head.weight" not in self._checkpoint:
+            raise ModelError(
+                f"{path}: tensor 'd2t' must be {spec.outputs} numbers of type I64, beside an lm_head.weight of as many "
+                "rows"
+            )
+        ids = np.frombuffer(self._checkpoint.raw("d2t"), np.int64) + np.arange(spec.outputs)
+        if ids.min() < 0 or ids.max() >= spec.vocab:
+            raise ModelError(f"{path}: tensor 'd2t' leads out of the vocabulary of {spec.vocab}")
+        return ids.astype(np.int32)
