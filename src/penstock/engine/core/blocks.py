@@ -20,12 +20,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
+
+import msgspec
 
 from penstock.types import BlockHash, PageId
 
 
-class Label(NamedTuple):
+class Label(msgspec.Struct, frozen=True, gc=False):
     """The name of what stands in a full and final page."""
 
     group: int  # of layers
@@ -172,13 +173,14 @@ class BlockPool:
         places = [0] * self.pages
         for page in (*self._free, *self._cached):
             places[page] += 1
-        leaked = double = 0
-        promised = sum(held - 1 for page, held in enumerate(self._references) if held > 1 and self._moves(PageId(page)))
-        lost = abs(promised - self._promised) + max(0, -self.available)
+        leaked = double = lost = promised = 0
         for index, held in enumerate(self._references):
+            if held > 1 and self._moves(PageId(index)):
+                promised += held - 1
             leaked += held > owned[index]
             double += held < owned[index] or (owned[index] > 1 and self._labels[index] is None)
             lost += places[index] + (held > 0) != 1
+        lost += abs(promised - self._promised) + max(0, -self.available)
         return Leaks(leaked, double, lost)
 
     def _give_out(self) -> PageId:

@@ -27,7 +27,7 @@ from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.core.request import Request
 from penstock.hashing import block_hash, image_marks
 from penstock.reach import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
-from penstock.types import BlockHash, Leg
+from penstock.types import BlockHash, Leg, PageId
 
 
 class Refusal(Enum):
@@ -41,18 +41,11 @@ class PageMemory:
     """The pool and the prefix cache of one worker, as requests use them."""
 
     def __init__(
-        self,
-        *,
-        pages: int,
-        page_tokens: int,
-        reaches: Sequence[Reach] = (EVERYTHING,),
-        ahead: int = 1,
-        shares_prefixes: bool = True,
+        self, *, pages: int, page_tokens: int, reaches: Sequence[Reach] = (EVERYTHING,), ahead: int = 1
     ) -> None:
         """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most."""
         self.page_tokens = page_tokens
         self.reaches = tuple(reaches)
-        self._shares_prefixes = shares_prefixes
         self.pool = BlockPool(pages)
         self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
         self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
@@ -77,7 +70,11 @@ class PageMemory:
 
     def missing_pages(self, request: Request, tokens: int) -> int:
         """Pages that ``request`` lacks for its first ``tokens`` tokens."""
-        return sum(self._missing(request, tokens))
+        blocks, missing = blocks_of(tokens, self.page_tokens), 0
+        for own in request.held:
+            if blocks > len(own.pages):
+                missing += blocks - len(own.pages)
+        return missing
 
     def pieces(self, request: Request) -> Pieces:
         """The pages that are handed over with everything that is known of ``request`` elsewhere."""
@@ -92,8 +89,7 @@ class PageMemory:
         if self._refused == (request, self.pool.releases):
             return Refusal.NO_ROOM
         request.waits_for = None
-        if self._shares_prefixes:
-            self._hash(request, request.known // self.page_tokens)
+        self._hash(request, request.known // self.page_tokens)
         limit = self._shareable(request)
         match = self.prefix.match(request.hashes, limit, self._next(request))
         found = match.blocks
@@ -107,22 +103,19 @@ class PageMemory:
                 self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
                 return Refusal.NO_ROOM
             with fresh:
-                known, new = iter(shared.take()), iter(fresh.take())
-                held = [
-                    Holding(begin, [next(known if block < found else new) for block in range(begin, end)])
-                    for begin, end in spans
-                ]
-                request.adopt(held, page_tokens=self.page_tokens)
+                request.adopt(_dealt(spans, found, shared.take(), fresh.take()), page_tokens=self.page_tokens)
         self._count_found(request, found, limit)
         return None
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
-        missing = self._missing(request, tokens)
-        fresh = self.pool.reserve(sum(missing))
+        missing = self.missing_pages(request, tokens)
+        if missing == 0:
+            return True
+        fresh = self.pool.reserve(missing)
         if isinstance(fresh, Shortfall):
             return False
-        self._extend(request, missing, fresh)
+        self._extend(request, [blocks_of(tokens, self.page_tokens)] * len(request.held), fresh)
         return True
 
     def read_on(self, request: Request) -> None:
@@ -130,19 +123,20 @@ class PageMemory:
         if not self._moving:
             return
         blocks = blocks_of(request.known, self.page_tokens)
-        missing = [0] * self.groups
+        ends = [len(own.pages) for own in request.held]
+        missing = 0
         for group in self._moving:
-            own = request.held[group]
-            end = min(blocks, own.begin + self._ring(group, request.known))
-            missing[group] = max(0, end - len(own.pages))
-        fresh = self.pool.reserve(sum(missing))
+            end = min(blocks, request.held[group].begin + self._ring(group, request.known))
+            missing += max(0, end - ends[group])
+            ends[group] = max(end, ends[group])
+        fresh = self.pool.reserve(missing)
         assert isinstance(fresh, Lease), "each page that fell out made room for another"
-        self._extend(request, missing, fresh)
+        self._extend(request, ends, fresh)
 
     def settle(self, request: Request) -> None:
         """Name the pages that have become full and final, offer them to the prefix cache, and give back what no later
         position reads."""
-        full = request.computed // self.page_tokens if self._shares_prefixes else 0
+        full = request.computed // self.page_tokens
         self._hash(request, full)
         while request.settled < full:
             block = request.settled
@@ -182,24 +176,22 @@ class PageMemory:
         blocks = blocks_of(request.known, self.page_tokens)
         return begin, min(blocks, begin + self._ring(group, request.known))
 
-    def _missing(self, request: Request, tokens: int) -> list[int]:
-        blocks = blocks_of(tokens, self.page_tokens)
-        return [max(0, blocks - len(own.pages)) for own in request.held]
-
-    def _extend(self, request: Request, missing: Sequence[int], fresh: Lease) -> None:
+    def _extend(self, request: Request, ends: Sequence[int], fresh: Lease) -> None:
+        """Give each group's table so many blocks."""
         with fresh:
             pages = fresh.take()
-            for own, count in zip(request.held, missing, strict=True):
-                own.pages += pages[:count]
-                del pages[:count]
+            for own, end in zip(request.held, ends, strict=True):
+                missing = end - len(own.pages)
+                if missing > 0:
+                    own.pages += pages[:missing]
+                    del pages[:missing]
             request.measure(self.page_tokens)
 
     def _shareable(self, request: Request) -> int:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
         if request.leg is Leg.DECODE:
             return request.known // self.page_tokens
-        alone = request.wants_prompt_logprobs or not self._shares_prefixes
-        return 0 if alone else (request.known - 1) // self.page_tokens
+        return 0 if request.wants_prompt_logprobs else (request.known - 1) // self.page_tokens
 
     def _count_found(self, request: Request, found: int, limit: int) -> None:
         request.computed = found * self.page_tokens
@@ -208,7 +200,7 @@ class PageMemory:
         self.found_tokens += request.computed
         if not request.preempted:
             request.cached_tokens = min(request.computed, len(request.prompt))
-        if request.leg is not Leg.DECODE and self._shares_prefixes:
+        if request.leg is not Leg.DECODE:
             for name in request.hashes[found : request.known // self.page_tokens]:
                 if name not in self.prefix:
                     self._being_computed.setdefault(name, request)
@@ -221,3 +213,17 @@ class PageMemory:
             start = len(hashes) * size
             marks = image_marks(request.images, start, start + size) if request.images else b""
             hashes.append(block_hash(parent, request.tokens(start, start + size), marks))
+
+
+def _dealt(
+    spans: Sequence[tuple[int, int]], found: int, known: Sequence[PageId], new: Sequence[PageId]
+) -> list[Holding]:
+    """Blocks [begin, end) of each group: below ``found`` the pages that are known, from there on new ones."""
+    held: list[Holding] = []
+    shared = taken = 0
+    for begin, end in spans:
+        old, fresh = max(0, found - begin), end - max(begin, found)
+        held.append(Holding(begin, [*known[shared : shared + old], *new[taken : taken + fresh]]))
+        shared += old
+        taken += fresh
+    return held
