@@ -6,6 +6,8 @@
       RequestError      4xx, the client's to mend, never retried by us
         BadField            a field has a wrong type or value
         PromptTooLong       prompt and answer do not fit the context
+        InputTooLong        a text that is only read does not fit it
+        WrongTask           the model is not made for what was asked
         UnknownModel        404
         BadJson             the body is not strict JSON
         BodyTooLarge        413
@@ -76,6 +78,25 @@ class PromptTooLong(RequestError):
             param=param,
             code="context_length_exceeded",
         )
+
+
+class InputTooLong(RequestError):
+    """A text has more tokens than the model reads.  Cut only where the client says so."""
+
+    def __init__(self, param: str, *, tokens: int, limit: int, at_least: bool = False) -> None:
+        super().__init__(
+            f"This model's maximum input length is {limit} tokens, and '{param}' has {'at least ' if at_least else ''}"
+            f"{tokens}. Shorten it, or have it cut with 'truncate_prompt_tokens': -1 where that is offered.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class WrongTask(RequestError):
+    """The model cannot do what was asked.  ``instead``: paths that it serves."""
+
+    def __init__(self, name: str, why: str, instead: str) -> None:
+        super().__init__(f"The model '{name}' {why}. Use {instead}.", param="model", code="wrong_task")
 
 
 class UnknownModel(RequestError):

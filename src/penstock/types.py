@@ -57,6 +57,14 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"  # said by the gateway of an answer that stopped, never by a worker
 
 
+class Task(StrEnum):
+    """What a model is served for."""
+
+    GENERATE = "generate"  # text that goes on
+    EMBED = "embed"  # a vector for a text
+    CLASSIFY = "classify"  # a score for each label of a text; with one label, how well two texts fit
+
+
 class WorkerState(StrEnum):
     """A worker as an operator sees it."""
 
@@ -108,6 +116,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None  # how many alternatives to report; 0 reports the chosen token only
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     grammar: Grammar | None = None  # no token is drawn that it does not allow; the end only where it is complete
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is wanted of a text that is only read.  Checked at the door; nothing below checks again."""
+
+    dimensions: int | None = None  # of an embedding: only so many of its first numbers; None: all
+    normalised: bool | None = None  # an embedding is brought to length 1; None: as the model's makers do it
+    second: int | None = None  # where the second of two texts begins, for models that tell them apart
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +180,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full pages
     sampling: SamplingParams
     arrival: float  # monotonic seconds on the gateway's host
+    pooling: PoolingParams | None = None  # the text is only read; then ``max_tokens`` is 1 (see ``TokenBatch.pooled``)
     priority: int = 0  # lower is served first
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     pictures: tuple[Picture, ...] = ()  # one an image
@@ -178,6 +195,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first batch when asked for
     finish: FinishReason | None = None  # set on the last batch
     cached_tokens: int = 0  # prompt tokens found in a prefix cache, on the first batch
+    pooled: bytes | None = None  # the vector or scores of a text that was only read: fp32, little-endian
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,11 +40,14 @@ class Oracle:
             return torch.log_softmax(logits_TV.double(), dim=-1).numpy()
 
 
-def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Oracle:
-    """A folder that can be served, with weights under which nothing is trivial, and the oracle on the same weights."""
+def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0, kind: Any = None) -> Oracle:
+    """A folder that can be served, with weights under which nothing is trivial, and the oracle on the same weights.
+
+    ``kind``: the class of transformers that makes the model, if it is not to be one that writes.
+    """
     torch.manual_seed(seed)
     made = _config(config)
-    model = _maker(made).from_config(made, dtype=torch.float32)
+    model = (kind or _maker(made)).from_config(made, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_drawn(name, weight))

@@ -17,6 +17,7 @@ from penstock.clock import MonotonicClock
 from penstock.config.schema import Limits
 from penstock.edge.app import Behind, make_app
 from penstock.edge.auth import KeyRing
+from penstock.intake.reading import ReadingIntake
 from penstock.intake.service import ModelIntake
 
 from .streams import NullStreams
@@ -34,7 +35,12 @@ def intake_of(limits: Limits) -> ModelIntake:
     return ModelIntake(STORYTELLER, name=MODEL, max_model_len=2048, limits=limits, created=1)
 
 
-def app_of(streams: NullStreams, limits: Limits | None = None, *keys: str, intake: ModelIntake | None = None) -> Any:
+def app_of(
+    streams: NullStreams,
+    limits: Limits | None = None,
+    *keys: str,
+    intake: ModelIntake | ReadingIntake | None = None,
+) -> Any:
     """The application as the composition root makes it."""
     limits = limits or Limits()
     return make_app(
@@ -45,6 +51,7 @@ def app_of(streams: NullStreams, limits: Limits | None = None, *keys: str, intak
             clock=MonotonicClock(),
             metrics=lambda: b"# no metrics\n",
             keys=KeyRing.of(keys),
+            pools=intake if isinstance(intake, ReadingIntake) else None,
         )
     )
 
@@ -71,7 +78,10 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    streams: NullStreams | None = None, limits: Limits | None = None, *keys: str, intake: ModelIntake | None = None
+    streams: NullStreams | None = None,
+    limits: Limits | None = None,
+    *keys: str,
+    intake: ModelIntake | ReadingIntake | None = None,
 ) -> AsyncIterator[Stage]:
     """Use: ``async with stage() as on: await on.chat()``."""
     streams = streams or NullStreams()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,14 @@ def answer_tokens(request: ValidRequest, vocabulary: int) -> tuple[tuple[int, ..
     return tuple(tokens), FinishReason.LENGTH
 
 
+def vector_of(request: ValidRequest, width: int) -> bytes:
+    """What this double makes of a text that is only read."""
+    assert request.pooling is not None
+    count = request.pooling.dimensions or width
+    numbers = [hash_of(request.prompt, index) % 1000 / 1000 for index in range(count)]
+    return struct.pack(f"<{count}f", *numbers)
+
+
 def logprob_of(token: int, position: int, top: int, vocabulary: int) -> TokenLogprob:
     """A made-up log-probability with alternatives."""
     others = tuple(
@@ -60,6 +69,7 @@ class NullStreams:
     served: ModelIdentity | None = IDENTITY
     stuck: str | None = None
     rows: Sequence[dict[str, Any]] = ()
+    width: int = 4  # of the vectors of texts that are only read
     fail_at: dict[int, Exception] = field(default_factory=dict)  # tokens emitted -> raised then, in every stream
     gate: asyncio.Event | None = None  # waited for before each batch
     opened: list[ValidRequest] = field(default_factory=list)
@@ -90,6 +100,9 @@ class NullStreams:
             self.changed.set()
 
     async def _batches(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
+        if request.pooling is not None:
+            yield await self._pooled(request)
+            return
         tokens, finish = self.script(request) if self.script else answer_tokens(request, self.vocabulary)
         sampling = request.sampling
         done = 0
@@ -110,6 +123,14 @@ class NullStreams:
                 finish=finish if done == len(tokens) else None,
                 cached_tokens=self.cached if first else 0,
             )
+
+    async def _pooled(self, request: ValidRequest) -> TokenBatch:
+        await asyncio.sleep(0)
+        if self.gate is not None:
+            await self.gate.wait()
+        if 0 in self.fail_at:
+            raise self.fail_at[0]
+        return TokenBatch(tokens=(0,), finish=FinishReason.LENGTH, pooled=vector_of(request, self.width))
 
     def _logprobs(self, tokens: Sequence[int], start: int, top: int) -> tuple[TokenLogprob, ...]:
         return tuple(logprob_of(token, start + i, top, self.vocabulary) for i, token in enumerate(tokens))

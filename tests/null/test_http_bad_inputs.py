@@ -131,7 +131,7 @@ PATHS = [
     ("GET", "/%2e%2e/%2e%2e/etc/passwd", 404, "unknown_url"),
     ("GET", "/health/", 404, "unknown_url"),
     ("GET", "//health", 404, "unknown_url"),
-    ("POST", "/v1/embeddings", 404, "unknown_url"),
+    ("POST", "/v1/images", 404, "unknown_url"),
     ("GET", CHAT, 405, "method_not_allowed"),
     ("PUT", CHAT, 405, "method_not_allowed"),
     ("DELETE", TEXT, 405, "method_not_allowed"),

@@ -12,6 +12,7 @@ examples:
   penstock serve                                     the bundled storyteller, prefill and decode apart
   penstock serve ~/models/Llama-3.2-1B-Instruct      a Hugging Face folder of the Llama architecture
   penstock serve meta-llama/Llama-3.2-1B-Instruct    the same from the Hub
+  penstock serve BAAI/bge-small-en-v1.5              embeddings: one worker, /v1/embeddings (rerankers: /rerank)
   penstock serve --prefill 2 --decode 2 --kv-memory 2GiB
   penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
 

@@ -13,6 +13,7 @@ from penstock.config.schema import (
     Config,
     EngineSettings,
     Loan,
+    PoolingConfig,
     SchedulerConfig,
     ServeConfig,
     WorkerServeConfig,
@@ -54,6 +55,7 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
     page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
     reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each such group
+    pooling: PoolingConfig | None = None  # None: it writes
 
 
 class PageSize(Config, frozen=True, kw_only=True):
@@ -103,7 +105,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
 
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """All decisions.  Raises ConfigError with the numbers and the flag to change."""
-    if config.device != "cpu" and not config.aggregated:
+    if config.device != "cpu" and not config.aggregated and model.pooling is None:
         raise ConfigError(
             f"--device {config.device}: pages in its memory cannot be handed over; "
             "add --aggregated to serve from one worker"
@@ -119,7 +121,8 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
         lend=config.lend_cores and config.device == "cpu" and config.kernels != REFERENCE,
     )
     carrier = "shm" if config.transfer == "auto" else config.transfer
-    return _resolve(config, _places(config), (carrier, wishes), machine, model)
+    places = _places(config) if model.pooling is None else _readers(config, model)
+    return _resolve(config, places, (carrier, wishes), machine, model)
 
 
 def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
@@ -128,6 +131,8 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
         raise ConfigError(f"--device {config.device}: pages in its memory cannot be handed over; use --role both")
     if config.role is Role.ENCODE and not model.sees:
         raise ConfigError(f"--role encode: {model.name} reads no images, so there is nothing to encode")
+    if model.pooling is not None and config.role is not Role.BOTH:
+        raise ConfigError(f"--role {config.role.value}: {model.name} only reads, in one phase; use --role both")
     return _resolve(config, ((worker, config.role),), ("tcp", Wishes(threads=config.threads)), machine, model)
 
 
@@ -160,7 +165,8 @@ def _resolve(
         max_running=config.max_running,
         max_chunk_tokens=chunk,
         even_pace=any(share.loans for share in division.shares),
-        max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
+        max_draft_tokens=config.max_draft_tokens if config.speculate != "off" and model.pooling is None else 0,
+        pooling=model.pooling,
     )
     return ServePlan(
         workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
@@ -180,6 +186,17 @@ def _places(config: ServeConfig) -> Places:
         counts = ((Role.BOTH, 1),)
     counts += ((Role.ENCODE, config.encode_workers or 0),)
     return tuple((WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count))
+
+
+def _readers(config: ServeConfig, model: ModelFacts) -> Places:
+    """Workers of a model that writes nothing: there is one phase, so ``--prefill N`` says how many."""
+    for flag in ("decode", "prefill_cores", "decode_cores"):
+        if getattr(config, flag) is not None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')}: {model.name} only reads, so there is nothing to decode and one kind of "
+                "worker; leave it out (--prefill N starts N of them)"
+            )
+    return tuple((WorkerId(f"both-{i}"), Role.BOTH) for i in range(config.prefill or 1))
 
 
 def _family(config: EngineSettings, machine: MachineFacts) -> str:
@@ -215,6 +232,8 @@ def _memory(
     room = _room(machine, model, 4 if size.page_bytes > model.page_bytes_bf16 else 2)
     budget, source = _budget(config, room, needed, workers)
     pages = budget // size.page_bytes
+    if model.pooling is not None and model.pooling.whole_prompts:
+        pages = min(pages, KV_CONTEXTS * size.pages(longest))  # they only count tokens
     if pages >= size.pages(longest):
         return pages, longest, None
     fits = size.tokens(pages, longest)

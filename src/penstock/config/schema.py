@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from penstock.reach import EVERYTHING, Reach
-from penstock.types import PAGE_TOKENS, Role, WorkerId
+from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
 
 BACKLOG = 2048
 """Connections that wait to be taken by a gateway."""
@@ -24,6 +24,13 @@ MAX_CHUNK_TOKENS = 2048
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all configuration: frozen, keyword-only, strict."""
+
+
+class PoolingConfig(Config, frozen=True, kw_only=True):
+    """How texts are read by a model that writes none."""
+
+    whole_prompts: bool  # in one step each: every token reads all others
+    share_prefixes: bool  # what was computed of an equal beginning is used again: only the last token's state counts
 
 
 class SchedulerConfig(Config, frozen=True, kw_only=True):
@@ -43,6 +50,12 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
     max_step_draft_tokens: int = 64  # the same of all requests together
     max_drafting: int = 16  # requests in a step that a head or a draft model guesses for; in larger ones it is silent
+    pooling: PoolingConfig | None = None  # None: the model writes
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Is every prompt to be computed in one step?"""
+        return self.pooling is not None and self.pooling.whole_prompts
 
 
 class HandOverConfig(Config, frozen=True, kw_only=True):
@@ -113,6 +126,9 @@ class Limits(Config, frozen=True, kw_only=True):
     max_queued_images: int = 64  # that wait to be decoded, of all requests
     remote_image_s: float = 10.0  # to fetch one image, redirects included
     default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
+    max_inputs: int = 2048  # texts in one /v1/embeddings, /rerank or /classify request
+    max_input_tokens: int = 300_000  # of all of them together
+    max_inputs_at_once: int = 64  # of those, given to workers at one time
     max_queued_requests: int = 512  # accepted and without a first token
     max_queued_tokens: int = 262_144  # prompt tokens of those
     first_byte_s: float = 120.0  # to the first token, resubmissions included
@@ -142,6 +158,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     model_name: str = ""  # as clients name it
     max_model_len: int = 2048
     split: bool = True
+    task: Task = Task.GENERATE
+    width: int = 0  # of a model that only reads: numbers of its vectors, or its labels
     api_key: str | None = None
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()

@@ -32,12 +32,17 @@ from penstock.edge.exchange import Exchange
 from penstock.edge.openai_chat import ChatShape
 from penstock.edge.openai_completions import CompletionShape
 from penstock.edge.openai_shapes import Head, Shape
-from penstock.errors import BadField, MethodNotAllowed, NoWorkers, RequestError, UnknownPath
+from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
+from penstock.edge.reading import read_all, written
+from penstock.errors import BadField, MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
 from penstock.types import ModelIdentity, RequestId
-from penstock.wire.ports import Envelope, Intake, JsonObject, Prepared, TokenStreams
+from penstock.wire.ports import Envelope, Intake, JsonObject, Pools, PoolWork, Prepared, TokenStreams
 
 INLINE_BODY_BYTES = 16 << 10
 """Larger bodies are parsed on a thread, which lets others run between two numbers."""
+
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+WRITING_PATHS = "/v1/chat/completions or /v1/completions"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -53,16 +58,21 @@ class Behind:
     metrics: Callable[[], bytes]  # Prometheus' text
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: KeyRing = field(default_factory=KeyRing)
+    pools: Pools | None = None  # None: the model writes
 
 
 def make_app(behind: Behind) -> ASGIApp:
     """The ASGI application.  It makes no connections and starts no tasks of its own."""
     service = _Service(behind)
-    prepare = behind.intake
+    prepare, pools = behind.intake, behind.pools
+    embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
     app = Starlette(
         routes=[
             _post("/v1/chat/completions", service.generation(prepare.chat, ChatShape())),
             _post("/v1/completions", service.generation(prepare.completion, CompletionShape())),
+            _post("/v1/embeddings", service.reading(embeddings, EmbeddingShape())),
+            *(_post(path, service.reading(rerank, RerankShape())) for path in RERANK_PATHS),
+            _post("/classify", service.reading(classify, ClassifyShape())),
             _post("/tokenize", service.question(_tokenize(prepare))),
             _post("/detokenize", service.question(_detokenize(prepare))),
             *status.routes(behind.streams, prepare.card, behind.metrics, behind.metrics_type),
@@ -91,6 +101,27 @@ class _Service:
             prepared, head = await self._prepare(body, prepare, shape)
             hold.release()
             await self._answer(exchange, prepared, shape, head)
+
+        return self._endpoint(work, self._admission.check)
+
+    def reading(
+        self, prepare: Callable[[JsonObject, Envelope], Awaitable[PoolWork]] | None, shape: PoolShape
+    ) -> ASGIApp:
+        """An endpoint that answers with what texts become; ``prepare`` is None where the model writes instead."""
+
+        async def work(exchange: Exchange, body: JsonObject, hold: BodyHold) -> None:
+            if prepare is None:
+                name = self._behind.intake.card().name
+                raise WrongTask(name, "writes text and is read with for nothing else", WRITING_PATHS)
+            envelope = self._envelope(shape.prefix)
+            asked = await prepare(body, envelope)
+            hold.release()
+            with self._admission.admit([asked.tokens]) as permit:
+                pooled = await read_all(self._behind.streams, asked, self._behind.limits.max_inputs_at_once)
+                permit.started(0)
+            head = PoolHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
+            answer = await written(shape, head, asked, pooled)
+            await exchange.reply(200, answer, (b"x-request-id", head.id.encode()))
 
         return self._endpoint(work, self._admission.check)
 
@@ -135,13 +166,16 @@ class _Service:
     async def _prepare(
         self, body: JsonObject, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape
     ) -> tuple[Prepared, Head]:
+        envelope = self._envelope(shape.prefix)
+        prepared = await prepare(body, envelope)
+        return prepared, _head(envelope.id, prepared, envelope.identity)
+
+    def _envelope(self, prefix: str) -> Envelope:
         identity = self._behind.streams.identity()
         if identity is None:
             raise NoWorkers("The server is starting: no worker is ready yet.")
-        name = shape.prefix + secrets.token_hex(12)
-        envelope = Envelope(id=RequestId(name), arrival=self._behind.clock.now(), identity=identity)
-        prepared = await prepare(body, envelope)
-        return prepared, _head(name, prepared, identity)
+        name = prefix + secrets.token_hex(12)
+        return Envelope(id=RequestId(name), arrival=self._behind.clock.now(), identity=identity)
 
     async def _answer(self, exchange: Exchange, prepared: Prepared, shape: Shape, head: Head) -> None:
         reply = prepared.reply

@@ -101,6 +101,15 @@ class TextTokenizer:
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
 
+    def encode_many(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each of ``texts``, without special tokens around it."""
+        return [tuple(e.ids) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def probe(self, text: str, pair: str | None = None) -> list[tuple[int, int | None, int]]:
+        """What one or two texts become with special tokens: (token, which text or None, type) for each token."""
+        encoding = self._tokenizer.encode(text, pair)
+        return list(zip(encoding.ids, encoding.sequence_ids, encoding.type_ids, strict=True))
+
     def encode_guarded(self, text: str) -> tuple[int, ...]:
         """All of ``text``; only guarded names (``ControlText.guarded``) become control tokens.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from penstock.config.cores import show_cpus
 from penstock.config.resolve import ServePlan, WorkerPlan, show_bytes
 from penstock.launch.locate import Located
+from penstock.types import Task
 from penstock.weights.spec import ModelSpec
 
 PROGRESS_EVERY_S = 2.0
@@ -39,13 +40,20 @@ def model_lines(
 
 def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[str]:
     """One line a worker, and one for what they share."""
-    yield (
+    if plan.scheduler.pooling is not None:
+        yield f"kernels {plan.family}, {plan.dtype}; texts are only read: one phase, no decode workers"
+    else:
+        yield _memory_line(plan)
+    for worker in plan.workers:
+        yield f"{worker.worker}: pid {pid(worker.worker)}, {_cores(worker)}"
+
+
+def _memory_line(plan: ServePlan) -> str:
+    return (
         f"kernels {plan.family}, {plan.dtype}; "
         f"KV pages {plan.scheduler.pages} a worker ({show_bytes(plan.scheduler.pages * plan.page_bytes)}), "
         + (f"handed over by {plan.carrier}" if plan.split else "not handed over: one worker does both phases")
     )
-    for worker in plan.workers:
-        yield f"{worker.worker}: pid {pid(worker.worker)}, {_cores(worker)}"
 
 
 def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
@@ -59,12 +67,18 @@ def worker_lines(endpoint: str, keys: str, *, took: str) -> Iterator[str]:
     yield f"join it: penstock serve MODEL --keys {keys} --join {endpoint}"
 
 
-def talk_lines(url: str, model: str, *, needs_key: bool, took: str) -> Iterator[str]:
-    """Ready, and how to talk to it."""
+def talk_lines(url: str, served: tuple[str, Task], *, needs_key: bool, took: str) -> Iterator[str]:
+    """Ready, and how to talk to it: ``served`` is the model's name and what it is for."""
     yield f"ready after {took}: {url}"
+    model, task = served
+    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
+    if task is not Task.GENERATE:
+        path = "/v1/embeddings" if task is Task.EMBED else "/classify"
+        body = json.dumps({"model": model, "input": "A fox."})
+        yield f"try it: curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+        return
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     body = json.dumps({"model": model, "messages": messages, "stream": True})
-    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
     at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     yield f"talk to it: penstock chat{at}"
     yield f"or: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

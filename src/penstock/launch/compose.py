@@ -33,7 +33,14 @@ from penstock.config.resolve import (
     resolve,
     resolve_worker,
 )
-from penstock.config.schema import BACKLOG, EngineSettings, GatewayConfig, ServeConfig, WorkerServeConfig
+from penstock.config.schema import (
+    BACKLOG,
+    EngineSettings,
+    GatewayConfig,
+    PoolingConfig,
+    ServeConfig,
+    WorkerServeConfig,
+)
 from penstock.errors import ConfigError
 from penstock.kernels.select import REFERENCE, available_families
 from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
@@ -44,10 +51,10 @@ from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Stopped, Supervisor
 from penstock.telemetry.log import configure
-from penstock.types import WorkerId
+from penstock.types import Task, WorkerId
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.manifest import Manifests
-from penstock.weights.spec import ModelSpec
+from penstock.weights.spec import ModelSpec, Pooler, Pooling
 from penstock.weights.vision import SeeingDecoder
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import check_endpoint
@@ -74,7 +81,7 @@ def serve(config: ServeConfig) -> int:
         slots = _slots((GATEWAY, *_names(plan)))
         length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
         front = Front(
-            config=_gateway_config(config, located, name, length, port),
+            config=_gateway_config(config, located, spec, (name, length, port)),
             listener=listener,
             keys=keys,
             slot=slots[GATEWAY],
@@ -94,7 +101,7 @@ def serve(config: ServeConfig) -> int:
         def ready() -> None:
             _say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
             url = f"http://{_reachable(config.host)}:{port}"
-            _say(talk_lines(url, name, needs_key=config.api_key is not None, took=str(phases)))
+            _say(talk_lines(url, (name, spec.task), needs_key=config.api_key is not None, took=str(phases)))
 
         return _watch(supervisor, workers, plan, phases, ready)
 
@@ -187,7 +194,10 @@ def _slots(names: tuple[str, ...]) -> dict[str, Slot]:
     return dict(zip(names, Board(len(names)).slots, strict=True))
 
 
-def _gateway_config(config: ServeConfig, located: Located, name: str, length: int, port: int) -> GatewayConfig:
+def _gateway_config(
+    config: ServeConfig, located: Located, spec: ModelSpec, told: tuple[str, int, int]
+) -> GatewayConfig:
+    name, length, port = told
     return GatewayConfig(
         name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
         host=config.host,
@@ -195,7 +205,9 @@ def _gateway_config(config: ServeConfig, located: Located, name: str, length: in
         model_path=str(located.path),
         model_name=name,
         max_model_len=length,
-        split=not config.aggregated,
+        split=not config.aggregated and spec.task is Task.GENERATE,
+        task=spec.task,
+        width=0 if spec.pooler is None else spec.pooler.labels or spec.hidden,
         api_key=config.api_key,
         limits=config.limits,
         failover=config.failover,
@@ -221,6 +233,13 @@ def _model_facts(name: str, spec: ModelSpec) -> ModelFacts:
         auto_dtype=compute_dtype_for(spec, "auto"),
         page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
         reaches=spec.kv.reaches,
+        pooling=None if spec.pooler is None else _pooling(spec.pooler),
+    )
+
+
+def _pooling(pooler: Pooler) -> PoolingConfig:
+    return PoolingConfig(
+        whole_prompts=not pooler.causal, share_prefixes=pooler.causal and pooler.pooling is Pooling.LAST
     )
 
 

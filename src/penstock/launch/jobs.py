@@ -19,8 +19,8 @@ from msgspec import structs
 
 from penstock.config.resolve import ServePlan, WorkerPlan
 from penstock.config.schema import EngineSettings, GatewayConfig, Limits, SchedulerConfig, WorkerConfig
-from penstock.engine.models.port import Model
-from penstock.engine.models.registry import build_model
+from penstock.engine.models.port import Model, Reader
+from penstock.engine.models.registry import build_model, build_reader
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.intake.service import ModelIntake
 from penstock.kernels.cores import Cores, KeptCores
@@ -84,7 +84,7 @@ class Workers:
         self._plan = plan
         self._path, spec, self._manifests = model
         self._spec = for_length(spec, plan.scheduler.max_model_len)
-        self._drafts = drafting.find(config, self._path, self._spec)
+        self._drafts = None if self._spec.pooler else drafting.find(config, self._path, self._spec)
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
@@ -170,7 +170,8 @@ class Workers:
     def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:
         begun = time.monotonic()
         loaded = load_model(self._path, self._spec, ops, progress, threads=threads, manifests=self._manifests)
-        model = build_model(loaded, ops, self._plan.scheduler.max_model_len)
+        build = build_model if self._plan.scheduler.pooling is None else build_reader
+        model = build(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
         drafts = self._load_drafts(loaded, ops, threads)
         return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics), drafts)
@@ -188,7 +189,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    model: Model
+    model: Model | Reader
     identity: ModelIdentity
     drafts: guessing.Loaded | None
 

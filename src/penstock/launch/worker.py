@@ -11,16 +11,19 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic_ns
+from typing import cast
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import WorkerConfig
+from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.images.stage import ImageStage
 from penstock.engine.loop import EngineLoop
-from penstock.engine.models.port import Model, encoder_of
+from penstock.engine.models.port import Model, Reader, encoder_of
 from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.pooling_runner import PoolingRunner
+from penstock.engine.runner.port import Runner
 from penstock.engine.service.encoders import Encoders
 from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.held import Ready
@@ -53,7 +56,7 @@ LAST_WORDS_S = 0.25
 class Inheritance:
     """What a worker has from the process that forked it: read-only, or its own alone."""
 
-    model: Model
+    model: Model | Reader  # by ``SchedulerConfig.pooling``
     ops: Ops
     identity: ModelIdentity
     parameters: int  # of the model, for a first guess of how long a step takes
@@ -90,8 +93,9 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         covered=lambda event: scheduler.memory.covered(event.hashes),
         elsewhere=encoders,
     )
-    runner = _runner(inherited, own, grammars, images)
-    speculator = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock).speculator(config.scheduler, runner)
+    runner = _runner(config.scheduler, inherited, own, (grammars, images))
+    guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
+    speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
     scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), speculator)
     carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
     hand_over = HandOver(
@@ -150,10 +154,15 @@ class _Pulse:
         self._slot.beat(now, now + int(plan.predicted_s * 1e9), self._mailbox.reporter.steps)
 
 
-def _runner(inherited: Inheritance, own: KvMemory, grammars: Grammars, images: ImageStage) -> ModelRunner:
-    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
-    program = record(inherited.model, inherited.ops, kv, inherited.drafts)
-    return ModelRunner(inherited.model, inherited.ops, kv, program, grammars.matcher, images=images)
+def _runner(
+    config: SchedulerConfig, inherited: Inheritance, own: KvMemory, beside: tuple[Grammars, ImageStage]
+) -> Runner:
+    kv, ops = _kv_array(inherited.ops, own, inherited.pages_on_device), inherited.ops
+    if config.pooling is not None:
+        return PoolingRunner(cast(Reader, inherited.model), ops, kv)
+    model, (grammars, images) = cast(Model, inherited.model), beside
+    program = record(model, ops, kv, inherited.drafts)
+    return ModelRunner(model, ops, kv, program, grammars.matcher, images=images)
 
 
 def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:

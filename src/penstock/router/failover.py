@@ -221,6 +221,7 @@ class Flight:
             logprobs=logprobs[skip:] if skip and logprobs is not None else logprobs,
             prompt_logprobs=None if self._started else item.prompt_logprobs,
             finish=item.finish,
+            pooled=item.pooled,
             cached_tokens=0 if self._started else item.cached_tokens,
         )
         self.emitted.extend(tokens)

@@ -306,7 +306,7 @@ class RouterService:
         if stream.first_at is None:
             stream.first_at = now
             self.metrics.first_token(now - request.arrival, stream.queued_s, len(request.prompt))
-            self.metrics.more_tokens(len(batch.tokens), None)
+            self.metrics.more_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
         else:
             self.metrics.more_tokens(len(batch.tokens), now - stream.last_at)
         stream.last_at = now

@@ -39,6 +39,7 @@ def submissions(
             images=request.images,
             pictures=() if chosen.leg is Leg.DECODE else request.pictures,
             encoders=() if chosen.leg is Leg.DECODE else decision.encoders,
+            pooling=request.pooling,
             pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
         )
         for chosen in legs

@@ -16,6 +16,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "steps",  # steps that computed something
     "prompt_tokens_computed",  # prompt (and resubmitted) tokens computed here, not found in a cache or received
     "generation_tokens",  # tokens drawn here
+    "texts_pooled",  # texts read to the end for an embedding or scores
     "prefix_cache_queries",  # tokens looked up in the prefix cache
     "prefix_cache_hits",  # of those, found
     "preemptions",  # requests whose pages were taken back before their end
@@ -101,6 +102,7 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "steps": _counter("engine_steps", "Steps that computed something.", "worker"),
     "prompt_tokens_computed": _counter("prompt_tokens_computed", "Prompt tokens computed, not cached.", "worker"),
     "generation_tokens": _counter("worker_generation_tokens", "Tokens drawn, resubmitted work included.", "worker"),
+    "texts_pooled": _counter("texts_pooled", "Texts read for an embedding or scores.", "worker"),
     "prefix_cache_queries": _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", "worker"),
     "prefix_cache_hits": _counter("prefix_cache_hits", "Tokens found in the prefix cache.", "worker"),
     "preemptions": _counter("num_preemptions", "Requests preempted.", "worker"),

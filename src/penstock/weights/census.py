@@ -120,7 +120,13 @@ def bits_of(weight: Matrix | Vector, how: Coding) -> float:
 
 
 def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding) -> ModelSize:
-    """The model as numbers.  Raises ModelError if a weight belongs to no layer and is no table."""
+    """The model as numbers.  Raises ModelError if a weight belongs to no layer and is no table, or nothing is kept of
+    what is read, so that there is nothing to plan."""
+    if not isinstance(spec.details, Decoder):
+        raise ModelError(
+            f"{spec.architecture}: keeps nothing of a text that it has read, so there are no KV pages to plan; "
+            f"its {layout.parameters / 1e6:,.1f} M parameters are all it needs"
+        )
     tables = {"embed": 0.0, "head": 0.0}
     other = 0.0
     layers = [_Layer() for _ in range(spec.layers)]

@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import ConfigError, ModelError
-from penstock.weights.family import CheckpointFormat, checkpoint_format, named_architecture
+from penstock.weights.family import checkpoint_format, named_architecture
 from penstock.weights.fields import Fields
 from penstock.weights.formats.quantization import parse_quantization
 from penstock.weights.gguf_file import is_gguf
+from penstock.weights.pooling import read_with
 from penstock.weights.reader import Checkpoint
 from penstock.weights.small_files import (
     CONFIG,
@@ -46,8 +47,9 @@ def inspect_model(path: str | Path) -> ModelSpec:
     _check_files(folder, files)
     if fields is None:
         raise ModelError(f"{folder}: has no {CONFIG}")
-    family = _family(fields)
-    spec, quantization = family.parse(fields), parse_quantization(fields)
+    architecture = named_architecture(fields)
+    family, quantization = checkpoint_format(architecture, fields.where), parse_quantization(fields)
+    spec = read_with(family.parse(fields), architecture, fields, files)
     with Checkpoint(folder, quantization) as checkpoint:
         layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
@@ -103,10 +105,6 @@ def _check_files(folder: Path, files: SmallFiles) -> None:
 def _fields(files: SmallFiles, name: str) -> Fields | None:
     values = read_object(files, name)
     return None if values is None else Fields(values, files.path_of(name))
-
-
-def _family(fields: Fields) -> CheckpointFormat:
-    return checkpoint_format(named_architecture(fields), fields.where)
 
 
 def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tuple[int, ...]:

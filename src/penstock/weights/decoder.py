@@ -7,7 +7,7 @@ tensors are called.  ``engine.models.decoder`` computes it.  Layers may differ i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -126,6 +126,7 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Of routed experts see ``moe.MoePlace``,
     of latent attention ``latent.LatentPlace``.
 
+    A model that only reads has no ``head``, and with labels the matrix ``score``.
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
     decoder = spec.own(Decoder)
@@ -139,9 +140,14 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
         inside = _Place(names, names.model + names.layer.format(index), f"{index}.", spec.hidden)
         weights += [*_attention(decoder, layer.attention, inside), *_mlp(decoder, layer.mlp, inside)]
     weights += place.norm(decoder.norm, "norm", names.norm)
-    if not spec.tied:
+    writes = spec.pooler is None
+    if writes and not spec.tied:
         weights.append(Matrix("head", (Part(f"{names.head}.weight", table),)))
-    ignored = names.ignored + (rf"|{re.escape(names.head)}\.weight" if spec.tied else "")
+    if spec.pooler is not None and spec.pooler.labels:
+        weights.append(Matrix("score", (Part("score.weight", (spec.pooler.labels, spec.hidden)),)))
+    ignored = names.ignored + ("" if writes and not spec.tied else rf"|{re.escape(names.head)}\.weight")
+    if not writes and names.model:
+        others = (*others, replace(names, model=""))  # saved without what is around the layers
     return WeightLayout(tuple(weights), re.compile(ignored), tuple(layout(spec, other) for other in others))
 
 

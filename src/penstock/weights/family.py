@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from penstock.errors import ModelError
 from penstock.weights import (
+    bert,
     cohere,
     deepseek,
     gemma,
@@ -97,6 +98,33 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
 
 BUILT_IN: Mapping[str, CheckpointFormat] = DECODERS
 
+_BERT = CheckpointFormat(bert.parse_bert, bert.layout_bert)
+_ROBERTA = CheckpointFormat(bert.parse_roberta, bert.layout_roberta)
+_XLM_ROBERTA = CheckpointFormat(bert.parse_xlm_roberta, bert.layout_roberta)
+
+ENCODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
+    {
+        "BertForSequenceClassification": _BERT,
+        "BertModel": _BERT,
+        "RobertaForSequenceClassification": _ROBERTA,
+        "RobertaModel": _ROBERTA,
+        "XLMRobertaForSequenceClassification": _XLM_ROBERTA,
+        "XLMRobertaModel": _XLM_ROBERTA,
+    }
+)
+"""Families that ``engine.models.encoder`` computes: they read, and write nothing."""
+
+READERS: Mapping[str, CheckpointFormat] = MappingProxyType(
+    {
+        f"{name}{end}": DECODERS[f"{name}ForCausalLM"]
+        for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3")
+        for end in ("ForSequenceClassification", "Model")
+    }
+)
+"""Decoders that are only read with (``weights.pooling``): their specification's architecture is that of the writer."""
+
+_KNOWN: Mapping[str, CheckpointFormat] = MappingProxyType({**READERS, **ENCODERS, **BUILT_IN})
+
 
 def installed_plugin(architecture: str) -> Plugin | None:
     """The family that an installed package offers for this architecture."""
@@ -108,7 +136,7 @@ def installed_plugin(architecture: str) -> Plugin | None:
 
 def installed_names() -> list[str]:
     """Architectures that can be served: built-in ones and those of installed packages."""
-    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=PLUGIN_GROUP))})
+    return sorted({*_KNOWN, *(point.name for point in entry_points(group=PLUGIN_GROUP))})
 
 
 def named_architecture(config: Fields) -> str:
@@ -124,8 +152,8 @@ def named_architecture(config: Fields) -> str:
 
 def checkpoint_format(architecture: str, where: str) -> CheckpointFormat:
     """The format of an architecture.  Raises ModelError, beginning with ``where``, if there is none."""
-    if architecture in BUILT_IN:
-        return BUILT_IN[architecture]
+    if architecture in _KNOWN:
+        return _KNOWN[architecture]
     plugin = installed_plugin(architecture)
     if plugin is None:
         raise ModelError(

@@ -68,4 +68,6 @@ def _canonical(spec: ModelSpec) -> bytes:
     }
     if spec.quantization is not None:
         fields["quantization"] = spec.quantization.groups
+    if spec.pooler is not None:
+        fields["pooler"] = spec.pooler
     return msgspec.json.encode(fields, order="sorted")

@@ -13,6 +13,8 @@ from penstock.errors import ModelError
 from penstock.weights.family import checkpoint_format, installed_names, named_architecture
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
+from penstock.weights.pooling import read_with
+from penstock.weights.small_files import SmallFiles, small_files
 from penstock.weights.spec import ModelSpec
 from penstock.weights.strict_json import read_object
 
@@ -39,10 +41,15 @@ def read_outline(path: Path) -> Outline:
     config = _text_part(Fields(read_object(file), str(file)))
     architecture = named_architecture(config)
     family = checkpoint_format(architecture, config.where)
-    spec = family.parse(Fields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where))
+    plain = Fields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where)
+    spec = read_with(family.parse(plain), architecture, plain, _beside(file))
     layout = family.layout(spec)
     name = path.resolve().name if path.is_dir() else path.name
     return Outline(name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config)
+
+
+def _beside(config: Path) -> SmallFiles | None:
+    return small_files(config.parent) if config.name == CONFIG else None
 
 
 def _text_part(config: Fields) -> Fields:

@@ -53,7 +53,8 @@ def layout(spec: ModelSpec) -> WeightLayout:
 
 def _spec(config: Fields, architecture: str, sizes: Sizes, sliding: Attention) -> ModelSpec:
     """``sliding`` in the layers from ``max_window_layers`` on, if windows are used at all; the same without before."""
-    refuse_own_code(config)
+    if not config.has("is_causal"):  # a release that looks both ways for vectors says so, and brings code that does it
+        refuse_own_code(config)
     mlp = Mlp(intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu"))
     first = config.get("max_window_layers", int, 28) if config.get("use_sliding_window", bool, False) else sizes.layers
     layers = tuple(

@@ -6,11 +6,13 @@ the family's own ``Details``, which only the family reads.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TypeVar
 
 import msgspec
 
 from penstock.kernels.operands import KvShape
+from penstock.types import Task
 from penstock.weights.formats.quantization import Quantization
 
 D = TypeVar("D", bound="Details")
@@ -29,8 +31,40 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_k: int | None = None
 
 
+class Pooling(StrEnum):
+    """Which hidden states of a text count."""
+
+    CLS = "cls"  # the first token's
+    MEAN = "mean"  # all of them, on average
+    LAST = "last"  # the last token's
+
+
+class Scores(StrEnum):
+    """What is made of a label's score."""
+
+    RAW = "raw"  # nothing
+    SIGMOID = "sigmoid"  # a probability for each label by itself
+    SOFTMAX = "softmax"  # probabilities that sum up to 1
+
+
+class Pooler(Details, frozen=True, kw_only=True):
+    """What becomes of a text that is only read: a vector, or scores of labels."""
+
+    pooling: Pooling
+    causal: bool = True  # a token reads what stands before it; else all of its text
+    normalised: bool = False  # embeddings are brought to length 1
+    labels: int = 0  # of a classification head; 0: there is none
+    scores: Scores = Scores.RAW
+    dense: bool = False  # tanh of a square product before the head
+
+    @property
+    def task(self) -> Task:
+        """What a model with it is served for."""
+        return Task.CLASSIFY if self.labels else Task.EMBED
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only transformer.  Sizes are checked by whoever makes one."""
+    """A transformer without cross-attention.  Sizes are checked by whoever makes one."""
 
     architecture: str
     vocab: int
@@ -46,6 +80,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bos_id: int | None = None
     sampling: SamplingDefaults = SamplingDefaults()
     quantization: Quantization | None = None  # how a folder's matrices are stored
+    pooler: Pooler | None = None  # None: the model writes
+
+    @property
+    def task(self) -> Task:
+        """What the model is served for."""
+        return Task.GENERATE if self.pooler is None else self.pooler.task
 
     def own(self, kind: type[D]) -> D:
         """The family's details.  Raises TypeError if they are another family's."""

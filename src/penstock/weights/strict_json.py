@@ -17,13 +17,25 @@ MAX_CONFIG_BYTES = 64 << 20
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object in ``raw``.  Raises ModelError, beginning with ``where``, for anything else."""
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where}: not valid JSON ({error})") from error
+    value = _parse(raw, where)
     if not isinstance(value, dict):
         raise ModelError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def parse_objects(raw: bytes, where: str) -> list[dict[str, Any]]:
+    """The JSON array of objects in ``raw``; as ``parse_object``."""
+    value = _parse(raw, where)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ModelError(f"{where}: expected a JSON array of objects")
+    return value
+
+
+def _parse(raw: bytes, where: str) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where}: not valid JSON ({error})") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

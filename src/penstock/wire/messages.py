@@ -30,6 +30,7 @@ from penstock.types import (
     PageId,
     Picture,
     PlacedImage,
+    PoolingParams,
     RequestId,
     Role,
     SamplingParams,
@@ -98,6 +99,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     pictures: tuple[Picture, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
+    pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -122,6 +124,7 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed for this leg
     queued_s: float = 0.0  # with a leg's first tokens: from its arrival to its first computed token
+    pooled: bytes | None = None  # see ``types.TokenBatch``; the one token beside it means nothing
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):

@@ -157,6 +157,38 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class PoolWork(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked HTTP request whose texts are only read, and how its client wants to be answered."""
+
+    requests: tuple[ValidRequest, ...]  # one a text
+    model: str
+    base64: bool = False  # vectors as text
+    labels: tuple[str, ...] = ()  # of a classifier, by number
+    documents: tuple[str, ...] | None = None  # to be told beside their scores
+    top: int | None = None  # how many scores are told, the highest; None: all, in order
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return sum(len(request.prompt) for request in self.requests)
+
+
+class Pools(Protocol):
+    """The intake of a model that only reads; refusals as in ``Intake``."""
+
+    async def embeddings(self, body: JsonObject, envelope: Envelope) -> PoolWork:
+        """A body of ``/v1/embeddings``."""
+        ...
+
+    async def rerank(self, body: JsonObject, envelope: Envelope) -> PoolWork:
+        """A body of ``/rerank``."""
+        ...
+
+    async def classify(self, body: JsonObject, envelope: Envelope) -> PoolWork:
+        """A body of ``/classify``."""
+        ...
+
+
 class Intake(Protocol):
     """From parsed JSON to checked requests.  Every refusal is a RequestError; nothing here blocks the event loop."""
 

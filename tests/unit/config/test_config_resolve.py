@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.config.cores import Core
 from penstock.config.load import parse_size
 from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, resolve_worker, show_bytes
-from penstock.config.schema import ServeConfig, WorkerServeConfig
+from penstock.config.schema import PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId
@@ -81,6 +81,21 @@ def test_encode_workers_have_cores_and_no_part_of_the_memory() -> None:
         resolve_worker(WorkerServeConfig(role=Role.ENCODE), WorkerId("e"), LAPTOP, STORY)
     alone = resolve_worker(WorkerServeConfig(role=Role.ENCODE), WorkerId("e"), SERVER, seeing)
     assert [w.role for w in alone.workers] == [Role.ENCODE]
+
+
+def test_a_model_that_only_reads_has_one_kind_of_worker() -> None:
+    reads = PoolingConfig(whole_prompts=True, share_prefixes=False)
+    bge = msgspec.structs.replace(STORY, name="bge", max_positions=512, page_bytes_bf16=128, pooling=reads)
+    made = plan(model=bge)
+    assert [(w.worker, w.role, w.threads) for w in made.workers] == [("both-0", Role.BOTH, 2)]
+    assert made.scheduler.pooling == reads
+    assert made.scheduler.pages == 64 * 512 // PAGE_TOKENS
+    assert plan(model=bge, kv_memory=GIB).scheduler.pages == made.scheduler.pages  # more pages would count nothing
+    assert [w.worker for w in plan(model=bge, prefill=2).workers] == ["both-0", "both-1"]
+    for flag in ({"decode": 1}, {"prefill_cores": "0"}, {"decode_cores": "1"}):
+        refused(f"--{next(iter(flag)).replace('_', '-')}: bge only reads", model=bge, **flag)
+    with pytest.raises(ConfigError, match="--role prefill: bge only reads"):
+        resolve_worker(WorkerServeConfig(role=Role.PREFILL), WorkerId("w"), LAPTOP, bge)
 
 
 def test_a_server_gives_each_worker_cores_of_its_own() -> None:

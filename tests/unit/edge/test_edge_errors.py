@@ -15,6 +15,8 @@ TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issub
 MADE = {
     errors.BadField: lambda: errors.BadField("f", got=1, want="2"),
     errors.PromptTooLong: lambda: errors.PromptTooLong(prompt_tokens=1, max_tokens=2, limit=2),
+    errors.InputTooLong: lambda: errors.InputTooLong("input", tokens=3, limit=2),
+    errors.WrongTask: lambda: errors.WrongTask("a", "writes no text", "/b"),
     errors.UnknownModel: lambda: errors.UnknownModel("a", "b"),
     errors.MethodNotAllowed: lambda: errors.MethodNotAllowed("GET", "/", allow="POST"),
 }

@@ -27,6 +27,7 @@ class Case:
     rotated: int = 0  # columns
     places: bool = False  # rows of the table are named
     reach: int | None = None  # of a bias
+    lengths: tuple[int, ...] = (1, 17, 110, 64)
 
     @property
     def width(self) -> int:
@@ -41,20 +42,22 @@ class Case:
         return None if self.reach is None else normal(8, self.heads, 2 * self.reach + 1)
 
 
+LONG = (1, 150, 530)
+"""The last one has keys of two partitions."""
+
 CASES = {
-    "both ways": Case(12, 12, 32),
+    "both ways": Case(3, 3, 32, lengths=LONG),
     "grouped": Case(6, 2, 24),
     "causal": Case(4, 4, 20, causal=True),
-    "window": Case(3, 3, 64, window=65),
-    "causal window": Case(2, 1, 16, causal=True, window=70),
+    "window": Case(3, 3, 64, window=65, lengths=LONG),
+    "causal window": Case(2, 1, 16, causal=True, window=70, lengths=LONG),
     "window of one": Case(2, 2, 6, window=1),
     "rotated": Case(4, 2, 40, rotated=40),
     "by named rows": Case(2, 2, 80, rotated=40, places=True),
-    "near bias": Case(4, 4, 16, reach=20),
+    "near bias": Case(2, 2, 16, reach=20, lengths=LONG),
     "far bias": Case(2, 2, 64, reach=200, causal=True),
     "everything": Case(6, 3, 24, window=90, softcap=15.0, rotated=12, places=True, reach=33),
 }
-LENGTHS = [1, 17, 150, 600, 64]
 
 
 def places(case: Case, length: int) -> NDArray[np.int32]:
@@ -114,7 +117,7 @@ def turned(x: NDArray[np.float64], turn: NDArray[np.complex128], columns: int) -
 
 
 def sequences_of(case: Case) -> list[NDArray[np.float32]]:
-    return [normal(length, length, case.width) for length in LENGTHS]
+    return [normal(length, length, case.width) for length in case.lengths]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 
+import msgspec
+
 from penstock.bundled import storyteller
 from penstock.config.resolve import MachineFacts, ModelFacts, resolve
-from penstock.config.schema import ServeConfig
+from penstock.config.schema import PoolingConfig, ServeConfig
 from penstock.launch.announce import Phases, fleet_lines, model_lines, talk_lines
 from penstock.launch.locate import Located
+from penstock.types import Task
 from penstock.weights.checkpoint import inspect_model
 
 MACHINE = MachineFacts(cpus=tuple(range(16)), cores=16, memory_bytes=64 << 30, kernel_families=("avx2", "portable"))
@@ -42,15 +45,28 @@ def test_every_worker_has_a_line() -> None:
 
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
-    *_, curl = talk_lines("http://127.0.0.1:8001", "it's", needs_key=True, took="1.23 s")
+    *_, curl = talk_lines("http://127.0.0.1:8001", ("it's", Task.GENERATE), needs_key=True, took="1.23 s")
     words = shlex.split(curl.removeprefix("or: "))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8001/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert (body["model"], body["stream"]) == ("it's", True)
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
-    ready, talk, _ = talk_lines("http://127.0.0.1:8000", "m", needs_key=False, took="1.23 s")
+    ready, talk, _ = talk_lines("http://127.0.0.1:8000", ("m", Task.GENERATE), needs_key=False, took="1.23 s")
     assert ready == "ready after 1.23 s: http://127.0.0.1:8000"
     assert talk == "talk to it: penstock chat"
+
+
+def test_a_model_that_only_reads_is_introduced_by_its_own_route() -> None:
+    for task, path in ((Task.EMBED, "/v1/embeddings"), (Task.CLASSIFY, "/classify")):
+        _, curl = talk_lines("http://127.0.0.1:8000", ("bge", task), needs_key=False, took="1.23 s")
+        words = shlex.split(curl.removeprefix("try it: "))
+        assert words[1] == f"http://127.0.0.1:8000{path}"
+        assert json.loads(words[words.index("-d") + 1]) == {"model": "bge", "input": "A fox."}
+    reads = PoolingConfig(whole_prompts=True, share_prefixes=False)
+    plan = resolve(ServeConfig(threads=1), MACHINE, msgspec.structs.replace(MODEL, pooling=reads))
+    (shared, both) = fleet_lines(plan, {}.get)
+    assert both == "both-0: pid None, 1 thread"
+    assert "no decode workers" in shared
 
 
 def test_a_start_is_told_phase_by_phase() -> None:

@@ -50,7 +50,8 @@ class Draft:
 
     def can_begin(self, request: Request) -> bool:
         """Is enough left of the budgets for a first chunk that is worth it?  The first of a step always is."""
-        piece = min(request.known, self._config.page_tokens, self._config.max_chunk_tokens)
+        whole = self._config.whole_prompts
+        piece = request.known if whole else min(request.known, self._config.page_tokens, self._config.max_chunk_tokens)
         left = self._config.max_step_tokens - self.work.tokens
         return self.chunks == 0 or min(left, self._affordable(0)) >= piece
 
@@ -61,16 +62,20 @@ class Draft:
         """Grant ``request`` as many of its missing tokens as fit.  False when it must wait for another step.
 
         The first chunk of a step always gets something, up to the end of a page if tokens allow: nobody starves
-        behind a budget.  A chunk that is cut ends with a page when it can.
+        behind a budget.  A chunk that is cut ends with a page when it can; whole prompts are never cut.
         """
         config, size, start = self._config, self._config.page_tokens, request.computed
         missing = request.known - start
         left = config.max_step_tokens - self.work.tokens
         each = request.wants_prompt_logprobs
-        want = min(missing, config.max_chunk_tokens)
+        want = missing if config.whole_prompts else min(missing, config.max_chunk_tokens)
         count = min(want, left, self._affordable(start, draws_each=each))
         to_page_end = min(want, size - start % size)
-        if count < to_page_end:
+        if config.whole_prompts and count < missing:
+            if self.rows:
+                return False
+            count = missing
+        elif count < to_page_end:
             if self.chunks or left < 1:
                 return False
             count = min(to_page_end, left)

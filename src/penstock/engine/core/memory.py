@@ -41,11 +41,18 @@ class PageMemory:
     """The pool and the prefix cache of one worker, as requests use them."""
 
     def __init__(
-        self, *, pages: int, page_tokens: int, reaches: Sequence[Reach] = (EVERYTHING,), ahead: int = 1
+        self,
+        *,
+        pages: int,
+        page_tokens: int,
+        reaches: Sequence[Reach] = (EVERYTHING,),
+        ahead: int = 1,
+        shares_prefixes: bool = True,
     ) -> None:
         """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most."""
         self.page_tokens = page_tokens
         self.reaches = tuple(reaches)
+        self._shares_prefixes = shares_prefixes
         self.pool = BlockPool(pages)
         self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
         self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
@@ -89,7 +96,8 @@ class PageMemory:
         if self._refused == (request, self.pool.releases):
             return Refusal.NO_ROOM
         request.waits_for = None
-        self._hash(request, request.known // self.page_tokens)
+        if self._shares_prefixes:
+            self._hash(request, request.known // self.page_tokens)
         limit = self._shareable(request)
         match = self.prefix.match(request.hashes, limit, self._next(request))
         found = match.blocks
@@ -136,7 +144,7 @@ class PageMemory:
     def settle(self, request: Request) -> None:
         """Name the pages that have become full and final, offer them to the prefix cache, and give back what no later
         position reads."""
-        full = request.computed // self.page_tokens
+        full = request.computed // self.page_tokens if self._shares_prefixes else 0
         self._hash(request, full)
         while request.settled < full:
             block = request.settled
@@ -191,7 +199,8 @@ class PageMemory:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
         if request.leg is Leg.DECODE:
             return request.known // self.page_tokens
-        return 0 if request.wants_prompt_logprobs else (request.known - 1) // self.page_tokens
+        alone = request.wants_prompt_logprobs or not self._shares_prefixes
+        return 0 if alone else (request.known - 1) // self.page_tokens
 
     def _count_found(self, request: Request, found: int, limit: int) -> None:
         request.computed = found * self.page_tokens
@@ -200,7 +209,7 @@ class PageMemory:
         self.found_tokens += request.computed
         if not request.preempted:
             request.cached_tokens = min(request.computed, len(request.prompt))
-        if request.leg is not Leg.DECODE:
+        if request.leg is not Leg.DECODE and self._shares_prefixes:
             for name in request.hashes[found : request.known // self.page_tokens]:
                 if name not in self.prefix:
                     self._being_computed.setdefault(name, request)

@@ -18,6 +18,7 @@ from penstock.types import (
     Leg,
     Picture,
     PlacedImage,
+    PoolingParams,
     RequestId,
     SamplingParams,
     TokenLogprob,
@@ -48,6 +49,7 @@ class Arrive:
     images: Sequence[PlacedImage] = ()
     pictures: Sequence[Picture] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,7 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
     cut: bool = False  # the answer cannot go on: it ends with these tokens, as if it had been too long
+    pooled: bytes | None = None  # of a prompt that is only read, beside one token that means nothing
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):
@@ -161,6 +164,7 @@ class Progress(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...]
     finish: FinishReason | None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt, with the first token, when asked for
+    pooled: bytes | None = None
 
 
 class PageDone(msgspec.Struct, frozen=True, gc=False):

@@ -58,6 +58,7 @@ class Request:
         "order",
         "output",
         "pictures",
+        "pooling",
         "preempted",
         "priority",
         "prompt",
@@ -82,13 +83,15 @@ class Request:
         self.output: list[int] = list(event.emitted)  # emitted elsewhere, then drawn here
         self.emitted = len(self.output)
         self.sampling = event.sampling
+        self.pooling = event.pooling
         self.arrival = event.arrival
         self.priority = event.priority
         self.root = event.root
         self.order: OrderKey = (event.priority, event.arrival, serial)
         self.known = len(event.prompt) + self.emitted
         self.computed = 0
-        self.last = min(len(event.prompt) + event.sampling.max_tokens, max_model_len)  # ``known`` at which it ends
+        drawn = event.sampling.max_tokens if event.pooling is None else 0
+        self.last = min(len(event.prompt) + drawn, max_model_len)  # ``known`` at which it ends
         self.stops = frozenset(event.sampling.stop_token_ids)
         self.held: list[Holding] = []  # one a group of layers; empty: no pages.  Made anew at every admission
         self.room = 0

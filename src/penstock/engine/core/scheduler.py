@@ -71,6 +71,7 @@ class Scheduler:
             page_tokens=config.page_tokens,
             reaches=config.reaches,
             ahead=min(config.max_chunk_tokens, config.max_step_tokens),
+            shares_prefixes=config.pooling is None or config.pooling.share_prefixes,
         )
         needed = self.memory.most_pages(config.max_model_len)
         if needed > config.pages:
@@ -130,8 +131,13 @@ class Scheduler:
 
     def _refusal(self, request: Request) -> str | None:
         config = self.config
-        most = request.known if request.leg is Leg.PREFILL else len(request.prompt) + request.sampling.max_tokens
-        if request.known >= config.max_model_len or self.memory.most_pages(most) > config.pages:
+        only_read = request.pooling is not None
+        if only_read != (config.pooling is not None):
+            return "wrong_task"
+        most = len(request.prompt) + request.sampling.max_tokens
+        if only_read or request.leg is Leg.PREFILL:
+            most = request.known
+        if request.known >= config.max_model_len + only_read or self.memory.most_pages(most) > config.pages:
             return "too_long"
         if request.known == 0:
             return "empty"
@@ -252,7 +258,7 @@ class Scheduler:
         told: tuple[TokenLogprob, ...] = ()
         if index == 0 and request.sampling.prompt_logprobs is not None:
             told = (*request.prompt_logprobs, *new.prompt_logprobs)
-        outcome.progress.append(Progress(request, index, tokens, logprobs, finish, told))
+        outcome.progress.append(Progress(request, index, tokens, logprobs, finish, told, new.pooled))
         if request.leg is Leg.PREFILL:
             self._table.hand_over(request)
             self._announce(request, outcome)

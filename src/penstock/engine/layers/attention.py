@@ -1,4 +1,4 @@
-"""Causal self-attention over paged KV memory, grouped queries included."""
+"""Self-attention, grouped queries included: causal over paged KV memory, or of whole texts, which keeps nothing."""
 
 from __future__ import annotations
 
@@ -82,6 +82,46 @@ class SelfAttention:
             chunk=self.chunk,
             softcap=self.softcap,
             sinks_H=self.sinks,
+        )
+
+    def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
+        """hidden += output projection, in place."""
+        self.out.add_to(ops, mixed_TK, hidden_TD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeAttention:
+    """Attention block whose tokens read all of their text; every text of a batch is there as a whole."""
+
+    heads: int
+    kv_heads: int
+    scale: float
+    norm: Norm
+    qkv: Linear
+    out: Output
+    rope: Array | None = None
+    head_norms: HeadNorms | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
+        """Nothing is kept; returns queries, keys and values, hidden [T, N]."""
+        qkv_TN = self.qkv(ops, self.norm(ops, hidden_TD))
+        if self.head_norms is not None:
+            self.head_norms(ops, qkv_TN)
+        return qkv_TN
+
+    def mix(self, ops: Ops, qkv_TN: Array, batch: StepBatch, kv: Array) -> Array:
+        """What every token reads from its text, before the output projection; compute [T, H C]."""
+        return ops.attention(
+            qkv_TN,
+            batch.starts_S1,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            rope=self.rope,
         )
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:

@@ -54,3 +54,7 @@ class LayerNorm:
     def __call__(self, ops: Ops, hidden_TD: Array) -> Array:
         """compute [T, D] of hidden [T, D]."""
         return ops.layer_norm(hidden_TD, self.weight, self.bias, self.eps)
+
+    def in_place(self, ops: Ops, hidden_TD: Array) -> None:
+        """hidden = norm(hidden): of encoders whose residual stream is normed."""
+        ops.layer_norm_in_place(hidden_TD, self.weight, self.bias, self.eps)

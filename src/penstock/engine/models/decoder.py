@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.layers import norm as norms
-from penstock.engine.layers.attention import AttentionBlock, HeadNorms, SelfAttention
+from penstock.engine.layers.attention import AttentionBlock, HeadNorms, SelfAttention, WholeAttention
 from penstock.engine.layers.latent import LatentAttention, QueryDown
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
@@ -31,8 +31,12 @@ from penstock.weights.vision import SeeingDecoder
 class Parts:
     """Building blocks of one model out of its packed weights, by the names of ``weights.decoder.layout``."""
 
-    def __init__(self, decoder: Decoder, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> None:
+    def __init__(
+        self, decoder: Decoder, weights: Mapping[str, Any], ops: Ops, max_positions: int, *, causal: bool = True
+    ) -> None:
+        """``causal``: a token reads what stands before it; else all of its text, and nothing is kept of it."""
         self.decoder = decoder
+        self._causal = causal
         self.weights = weights
         self._ops = ops
         self._max_positions = max_positions
@@ -110,19 +114,24 @@ class Parts:
         """The attention block of a layer."""
         if isinstance(attention, Latent):
             return self.latent(index, attention)
+        shared: dict[str, Any] = {
+            "heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "scale": attention.scale,
+            "norm": self.norm_before(f"{index}.attention_norm"),
+            "qkv": self.linear(f"{index}.qkv"),
+            "out": self.output(f"{index}.out", f"{index}.attention_norm_after"),
+            "rope": self.rope(attention.rope),
+            "head_norms": self.head_norms(index, attention),
+            "window": attention.window,
+            "softcap": attention.softcap,
+        }
+        if not self._causal:
+            return WholeAttention(**shared)
         return SelfAttention(
+            **shared,
             layer=index,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            scale=attention.scale,
-            norm=self.norm_before(f"{index}.attention_norm"),
-            qkv=self.linear(f"{index}.qkv"),
-            out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
-            rope=self.rope(attention.rope),
-            head_norms=self.head_norms(index, attention),
-            window=attention.window,
             chunk=attention.chunk,
-            softcap=attention.softcap,
             sinks=self.weights.get(f"{index}.sinks"),
             q_scale=self.q_scale(attention.temperature),
         )
@@ -276,7 +285,10 @@ def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: 
     if isinstance(decoder, SeeingDecoder):
         axes = any(isinstance(layer.attention, Attention) and has_axes(layer.attention) for layer in decoder.layers)
         vision = ImageEncoder(decoder.vision, weights, axes=axes)
-    return DecoderModel(Parts(decoder, weights, ops, max_positions), tied=spec.tied, vision=vision)
+    causal = spec.pooler is None or spec.pooler.causal
+    headless = spec.pooler is not None  # nothing is written, so any table will do
+    parts = Parts(decoder, weights, ops, max_positions, causal=causal)
+    return DecoderModel(parts, tied=spec.tied or headless, vision=vision)
 
 
 def has_axes(attention: Attention) -> bool:

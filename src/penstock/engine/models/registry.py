@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.engine.models import decoder
-from penstock.engine.models.port import Model
+from penstock.engine.models import decoder, encoder, reader
+from penstock.engine.models.port import Model, Reader
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
-from penstock.weights.family import DECODERS, installed_plugin
+from penstock.weights.family import DECODERS, ENCODERS, installed_plugin
 from penstock.weights.load import LoadedModel
 from penstock.weights.spec import ModelSpec
 
@@ -31,8 +31,7 @@ def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:
     Raises ModelError if no family computes the architecture, or ``max_positions`` is more than the model has.
     """
     spec = loaded.spec
-    if not 1 <= max_positions <= spec.max_positions:
-        raise ModelError(f"the model has {spec.max_positions} positions, {max_positions} were asked for")
+    _check_positions(spec, max_positions)
     build = BUILT_IN.get(spec.architecture)
     if build is None:
         plugin = installed_plugin(spec.architecture)
@@ -40,3 +39,19 @@ def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:
             raise ModelError(f"no installed package computes the architecture {spec.architecture!r}")
         build = plugin.build
     return build(spec, loaded.weights, ops, max_positions)
+
+
+def build_reader(loaded: LoadedModel, ops: Ops, max_positions: int) -> Reader:
+    """The same for a model that only reads: its specification has a pooler."""
+    spec = loaded.spec
+    if spec.pooler is None:
+        raise ModelError(f"{spec.architecture}: writes text, and gives no vectors")
+    if spec.architecture not in ENCODERS:
+        return reader.ReadingDecoder(build_model(loaded, ops, max_positions), spec.pooler, loaded.weights.get("score"))
+    _check_positions(spec, max_positions)
+    return encoder.build(spec, loaded.weights)
+
+
+def _check_positions(spec: ModelSpec, wanted: int) -> None:
+    if not 1 <= wanted <= spec.max_positions:
+        raise ModelError(f"the model has {spec.max_positions} positions, {wanted} were asked for")

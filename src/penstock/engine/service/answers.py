@@ -40,5 +40,6 @@ def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
         prompt_logprobs=progress.prompt_logprobs or None,
         finish=progress.finish,
         cached_tokens=request.cached_tokens if is_first else 0,
+        pooled=progress.pooled,
         queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
     )

@@ -288,6 +288,7 @@ class WorkerMailbox:
                 images=message.images,
                 pictures=message.pictures,
                 encoders=message.encoders,
+                pooling=message.pooling,
             )
         )
         if message.leg is Leg.PREFILL:

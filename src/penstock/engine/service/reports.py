@@ -52,6 +52,10 @@ class Reporter:
             counts["batch_multi_row_steps"] += plan.steps
         counts["batch_rows_max"] = max(counts["batch_rows_max"], len(rows))
         for row in rows:
+            if row.request.pooling is not None:
+                counts["texts_pooled"] += row.samples
+                counts["prompt_tokens_computed"] += row.count
+                continue
             if row.samples:
                 counts["generation_tokens"] += plan.steps
             if row.draft:

@@ -1,0 +1,151 @@
+"""Whether a model is only read with, and how: by the name of its architecture, its ``config.json``, and the files that
+sentence-transformers puts beside it (``modules.json``, ``1_Pooling/config.json``, ``sentence_bert_config.json``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from types import MappingProxyType
+
+import msgspec
+
+from penstock.errors import ModelError
+from penstock.weights.decoder import Decoder
+from penstock.weights.encoder import KEEPS_NOTHING
+from penstock.weights.fields import Fields
+from penstock.weights.small_files import SmallFiles, read_object
+from penstock.weights.spec import ModelSpec, Pooler, Pooling, Scores
+from penstock.weights.strict_json import parse_objects
+
+MODULES = "modules.json"
+SENTENCES = "sentence_bert_config.json"
+CLASSIFIER = "ForSequenceClassification"
+MAX_LABELS = 65_536
+
+_MODES: Mapping[str, Pooling] = MappingProxyType(
+    {
+        "pooling_mode_cls_token": Pooling.CLS,
+        "pooling_mode_mean_tokens": Pooling.MEAN,
+        "pooling_mode_lasttoken": Pooling.LAST,
+        "lasttoken": Pooling.LAST,
+        **{mode.value: mode for mode in Pooling},
+    }
+)
+"""As switches, or as the value of ``pooling_mode``."""
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def read_with(spec: ModelSpec, architecture: str, config: Fields, files: SmallFiles | None) -> ModelSpec:
+    """The specification with its pooler, or as it is for a model that writes.
+
+    ``files``: those beside the configuration, if there are any.  Raises ModelError for what cannot be served.
+    """
+    decodes = isinstance(spec.details, Decoder)
+    causal = config.get("is_causal", bool, True) if decodes else False
+    modules = _modules(files) if files is not None else None
+    if architecture.endswith(CLASSIFIER):
+        pooler = _classifier(config, decodes=decodes, causal=causal)
+    elif modules is not None and files is not None:
+        pooler = _sentences(modules, files, causal=causal)
+        spec = _at_most(spec, files)
+    elif decodes and not architecture.endswith("Model"):
+        if not causal:
+            raise config.refuse(f"is_causal is false: such a model writes no text, and for vectors it has no {MODULES}")
+        return spec
+    else:
+        # As sentence-transformers takes an encoder that says nothing.
+        pooler = Pooler(pooling=Pooling.LAST if decodes else Pooling.MEAN, causal=causal, normalised=decodes)
+    if pooler.causal and pooler.pooling is Pooling.CLS:
+        raise config.refuse("the first token's state is to stand for a text, but that token reads nothing of it")
+    return msgspec.structs.replace(spec, pooler=pooler, kv=spec.kv if pooler.causal else KEEPS_NOTHING)
+
+
+def _at_most(spec: ModelSpec, files: SmallFiles) -> ModelSpec:
+    """Texts are no longer than their makers cut them."""
+    values = read_object(files, SENTENCES)
+    own = Fields(values or {}, files.path_of(SENTENCES))
+    if not own.has("max_seq_length"):
+        return spec
+    return msgspec.structs.replace(spec, max_positions=min(spec.max_positions, own.size("max_seq_length")))
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def _classifier(config: Fields, *, decodes: bool, causal: bool) -> Pooler:
+    names = config.get("id2label", dict, {})
+    labels = len(names) or config.size("num_labels", 2)
+    if labels > MAX_LABELS:
+        raise config.refuse(f"id2label has {labels} labels; at most {MAX_LABELS} can be served")
+    return Pooler(
+        pooling=Pooling.LAST if decodes else Pooling.CLS,
+        causal=causal,
+        labels=labels,
+        scores=_scores(config, labels),
+        dense=not decodes,
+    )
+
+
+def _scores(config: Fields, labels: int) -> Scores:
+    """What sentence-transformers and transformers' pipelines make of the head's outputs."""
+    own = config.get("sentence_transformers", dict, {}).get("activation_fn")
+    activation = own or config.get("sbert_ce_default_activation_function", str, "")
+    kinds = {"": None, "Identity": Scores.RAW, "Sigmoid": Scores.SIGMOID, "Softmax": Scores.SOFTMAX}
+    name = str(activation).rpartition(".")[2]
+    if name not in kinds:
+        raise config.refuse(f"scores go through {activation!r}; Identity, Sigmoid and Softmax can be served")
+    told = kinds[name]
+    if told is not None:
+        return told
+    problem = config.get("problem_type", str, "")
+    if problem == "regression":
+        return Scores.RAW
+    return Scores.SIGMOID if labels == 1 or problem == "multi_label_classification" else Scores.SOFTMAX
+
+
+# --- sentence-transformers -------------------------------------------------------------------------------------------
+
+
+def _modules(files: SmallFiles) -> list[Fields] | None:
+    """The entries of ``modules.json``; None if there is no such file."""
+    raw, where = files.read(MODULES), files.path_of(MODULES)
+    if raw is None:
+        return None
+    modules = [Fields(entry, where) for entry in parse_objects(raw, where)]
+    if not modules:
+        raise ModelError(f"{where}: names no modules")
+    return modules
+
+
+def _sentences(modules: list[Fields], files: SmallFiles, *, causal: bool) -> Pooler:
+    kinds = [module.get("type", str).rpartition(".")[2] for module in modules]
+    usual = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+    if kinds not in usual:
+        raise modules[0].refuse(
+            f"its modules are {', '.join(kinds)}; a Transformer with Pooling, and Normalize behind it, can be served"
+        )
+    return Pooler(pooling=_pooling(modules[1], files), causal=causal, normalised="Normalize" in kinds)
+
+
+def _pooling(module: Fields, files: SmallFiles) -> Pooling:
+    folder = module.get("path", str)
+    if not _FOLDER.fullmatch(folder):
+        raise module.refuse(f"path {folder!r} is no folder beside it")
+    name = str(PurePosixPath(folder, "config.json"))
+    values = read_object(files, name)
+    if values is None:
+        raise ModelError(f"{files.path_of(name)}: is missing, though {MODULES} names it")
+    config = Fields(values, files.path_of(name))
+    if not config.get("include_prompt", bool, True):
+        raise config.refuse("include_prompt is false; only models that pool their prompt too can be served")
+    if isinstance(mode := values.get("pooling_mode"), str):
+        chosen = [mode]
+    else:
+        chosen = [key for key, value in values.items() if key.startswith("pooling_mode_") and value is True]
+    found = _MODES.get(chosen[0]) if len(chosen) == 1 else None
+    if found is None:
+        known = "the first token's state, the last token's or the mean can be served"
+        raise config.refuse(f"pools by {', '.join(chosen) or 'nothing'}; {known}")
+    return found

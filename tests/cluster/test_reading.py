@@ -1,0 +1,109 @@
+"""Models that only read, served by real processes: OpenAI's client, a worker killed in the middle, clear refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tiny_readers import bert_config, write_modules, write_reader
+
+from .server import PenstockServer
+
+WORDS = ["fox", "dog", "cat", "moon", "river", "forest"]
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 256}
+
+
+def text(seed: int, length: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, length))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]:
+    folder = tmp_path_factory.mktemp("models") / "tiny-bge"
+    folder.mkdir()
+    write_modules(folder, "cls_token")
+    write_reader(folder, bert_config(**WIDE))
+    with PenstockServer([str(folder), "--prefill", "2"]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: PenstockServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_openais_client_gets_floats_and_base64(client: openai.OpenAI, server: PenstockServer):
+    texts = [text(i, 3 + 7 * i) for i in range(20)]
+    asked: dict[str, Any] = {"model": "tiny-bge", "input": texts}
+    encoded = client.embeddings.create(**asked)  # the client itself asks for base64
+    plain = client.embeddings.create(**asked, encoding_format="float")
+    assert [item.embedding for item in encoded.data] == [item.embedding for item in plain.data]
+    assert encoded.usage.total_tokens == sum(len(one.split()) + 2 for one in texts)
+    for item in plain.data:
+        assert len(item.embedding) == 128
+        assert np.linalg.norm(item.embedding) == pytest.approx(1, abs=1e-6)
+    alone = client.embeddings.create(model="tiny-bge", input=texts[7])
+    assert alone.data[0].embedding == plain.data[7].embedding
+    short = client.embeddings.create(**asked, dimensions=16)
+    assert np.linalg.norm(short.data[3].embedding) == pytest.approx(1, abs=1e-6)
+    assert {row["role"] for row in server.workers()} == {"both"}
+    server.wait_for(lambda: server.metrics()["penstock:texts_pooled_total"] == 61, 5, "told of 61 texts")
+    assert server.metrics()["penstock:generation_tokens_total"] == 0
+
+
+def test_a_worker_that_dies_in_the_middle_changes_nothing(client: openai.OpenAI, server: PenstockServer):
+    asked: dict[str, Any] = {"model": "tiny-bge", "input": [text(i, 200) for i in range(96)]}
+    wanted = [item.embedding for item in client.embeddings.create(**asked).data]
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(client.embeddings.create(**asked)))
+    resubmitted = server.metrics()["penstock:resubmissions_total"]
+    asking.start()
+    server.wait_for(lambda: server.worker("both-0")["tokens_in_flight"] > 0, 10, "busy")
+    os.kill(server.worker("both-0")["pid"], signal.SIGKILL)
+    asking.join(60)
+    assert [item.embedding for item in answers[0].data] == wanted
+    assert server.metrics()["penstock:resubmissions_total"] > resubmitted
+    server.wait_all_ready(10)
+    server.wait_idle(5)
+
+
+def test_a_client_that_leaves_takes_its_texts_along(server: PenstockServer):
+    body = {"model": "tiny-bge", "input": [text(i, 200) for i in range(512)]}
+    with httpx.Client(trust_env=False) as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post(f"{server.url}/v1/embeddings", json=body, timeout=httpx.Timeout(30, read=0.3))
+    server.wait_idle(5)
+
+
+def test_what_it_does_not_do_is_told(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="writes no text"):
+        client.chat.completions.create(model="tiny-bge", messages=[{"role": "user", "content": "Hi"}])
+    with pytest.raises(openai.BadRequestError, match="maximum input length is 256 tokens"):
+        client.embeddings.create(model="tiny-bge", input=text(1, 300))
+
+
+@pytest.mark.long
+def test_rerank_and_classify(tmp_path: Path):
+    labels = {"id2label": {"0": "LABEL_0"}}
+    folder = write_reader(
+        tmp_path / "judge", bert_config(architectures=["BertForSequenceClassification"], **WIDE, **labels)
+    )
+    with PenstockServer([str(folder)]) as server:
+        documents = [text(i, 20) for i in range(30)]
+        ask = {"query": "fox forest", "documents": documents, "top_n": 5}
+        ranked = httpx.post(f"{server.url}/v1/rerank", json=ask, timeout=30).json()["results"]
+        scores = [item["relevance_score"] for item in ranked]
+        assert scores == sorted(scores, reverse=True)
+        assert all(0 < score < 1 for score in scores)
+        pair = {"text": "fox forest", "text_pair": documents[ranked[0]["index"]]}
+        told = httpx.post(f"{server.url}/classify", json={"input": pair}, timeout=30).json()["data"]
+        assert told[0]["probs"] == [scores[0]]

@@ -1,0 +1,216 @@
+"""Models that only read give transformers' vectors and scores, both in fp32, and keep law 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_cases import CONFIGS, SMALL
+from numpy.typing import NDArray
+from parity_oracle import Oracle, write_random_model
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from penstock.engine.core.holding import Holding
+from penstock.engine.core.plan import Arrive, Plan, Row
+from penstock.engine.core.request import Request
+from penstock.engine.models.registry import build_reader
+from penstock.engine.runner.pooling_runner import PoolingRunner
+from penstock.kernels.select import make_ops
+from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, PoolingParams, RequestId, SamplingParams
+from penstock.weights.checkpoint import inspect_model
+from penstock.weights.family import checkpoint_format
+from penstock.weights.fields import Fields
+from penstock.weights.load import load_model
+from penstock.weights.pooling import read_with
+from penstock.weights.small_files import small_files
+from tiny_readers import bert_config, write_modules
+
+LENGTHS = [1, 40, 17, 61]
+THREE = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
+ONE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def real(name: str, **changes: Any) -> dict[str, Any]:
+    """A published config.json, made small."""
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    small = {key: value for key, value in SMALL.items() if key in config or key == "num_key_value_heads"}
+    return config | small | {"torch_dtype": "float32"} | changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, and how its texts are pooled; labels make it a classifier."""
+
+    config: dict[str, Any]
+    pooling: str = ""  # as sentence-transformers calls it; "": it says nothing
+    normalise: bool = True
+    chunked: bool = False  # a text may be read in pieces
+    both_ways: bool = False  # a decoder that reads what stands behind a token too
+    second: int | None = None  # where the second text begins
+    scores: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda x: x.softmax(-1))
+
+
+XLM_R = {"model_type": "xlm-roberta", "type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66}
+QWEN3 = {"head_dim": 24, "max_window_layers": 3}
+REWARD = {"architectures": ["Qwen3ForSequenceClassification"], "problem_type": "regression", **ONE}
+CASES = {
+    "BGE": Case(config=real("bge_large", max_position_embeddings=64), pooling="cls_token"),
+    "MiniLM": Case(config=bert_config(), pooling="mean_tokens"),
+    "an encoder that says nothing": Case(config=bert_config(), normalise=False, second=9),
+    "XLM-R": Case(config=bert_config(**XLM_R, architectures=["XLMRobertaModel"]), pooling="mean_tokens"),
+    "E5-Mistral": Case(config=real("e5_mistral_7b", sliding_window=30), pooling="lasttoken", chunked=True),
+    "Qwen3-Embedding": Case(config=real("qwen3_embedding_8b", **QWEN3), pooling="lasttoken", chunked=True),
+    "a decoder's mean": Case(config=real("qwen3_embedding_8b", **QWEN3), pooling="mean_tokens", chunked=True),
+    "GTE-Qwen2": Case(config=real("gte_qwen2_7b", max_window_layers=3), pooling="lasttoken", both_ways=True),
+    "BERT with labels": Case(
+        config=bert_config(architectures=["BertForSequenceClassification"], **THREE), second=12
+    ),
+    "BGE-Reranker": Case(
+        config=bert_config(**XLM_R, architectures=["XLMRobertaForSequenceClassification"], **ONE),
+        scores=torch.sigmoid,
+    ),
+    "Skywork-Reward": Case(
+        config=real("qwen3_embedding_8b", **QWEN3 | REWARD), chunked=True, scores=lambda x: x
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A case on disk, and transformers' model of it."""
+
+    case: Case
+    folder: Path
+    oracle: Oracle
+    texts: list[list[int]]
+
+    @property
+    def labels(self) -> bool:
+        return "id2label" in self.case.config and self.case.config["architectures"][0].endswith("Classification")
+
+    def wanted(self, tokens: list[int]) -> NDArray[np.float64]:
+        """The vector, or the scores, of one text."""
+        case, given = self.case, {"input_ids": torch.tensor([tokens])}
+        if case.both_ways:
+            given["attention_mask"] = torch.zeros((1, 1, len(tokens), len(tokens)))
+        if case.second is not None:
+            given["token_type_ids"] = (torch.arange(len(tokens)) >= case.second).long()[None]
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            told = self.oracle.model(**given)
+        if self.labels:
+            return case.scores(told.logits[0].double()).numpy()
+        states_TD = told.last_hidden_state[0].double()
+        pools = {"cls_token": states_TD[0], "lasttoken": states_TD[-1], "mean_tokens": states_TD.mean(0)}
+        vector = pools[case.pooling or "mean_tokens"]
+        return (vector / vector.norm() if case.normalise else vector).numpy()
+
+
+class Bench:
+    """The real runner over one folder, driven by hand."""
+
+    def __init__(self, place: Place, dtype: str = "fp32") -> None:
+        spec = inspect_model(place.folder)
+        ops = make_ops(family=None, compute_dtype=dtype)
+        self.max_model_len = spec.max_positions
+        reader = build_reader(load_model(place.folder, spec, ops), ops, self.max_model_len)
+        self.runner = PoolingRunner(reader, ops, ops.new_kv(spec.kv, pages=64))
+        self.second = place.case.second
+        self._serial = 0
+
+    def read(self, texts: Sequence[list[int]], chunk: int = 1000, **wanted: Any) -> list[NDArray[np.float32]]:
+        """All of these texts together, so many tokens of each in one step."""
+        requests = [self._request(tokens, PoolingParams(second=self.second, **wanted)) for tokens in texts]
+        found: dict[RequestId, NDArray[np.float32]] = {}
+        while left := [request for request in requests if request.missing]:
+            counts = [min(chunk, request.missing) for request in left]
+            rows = tuple(Row(r, r.computed, n, n == r.missing) for r, n in zip(left, counts, strict=True))
+            for row, drawn in zip(rows, self.runner.run(Plan(rows=rows)), strict=True):
+                row.request.computed += row.count
+                assert (drawn.pooled is not None) == row.samples
+                if drawn.pooled is not None:
+                    found[row.request.id] = np.frombuffer(drawn.pooled, "<f4")
+        for request in requests:
+            self.runner.forget(request.id)
+        return [found[request.id] for request in requests]
+
+    def _request(self, tokens: list[int], wanted: PoolingParams) -> Request:
+        self._serial += 1
+        arrive = Arrive(
+            id=RequestId(f"r{self._serial}"),
+            epoch=0,
+            leg=Leg.WHOLE,
+            prompt=tokens,
+            sampling=SamplingParams(seed=0, max_tokens=1),
+            arrival=0.0,
+            root=BlockHash(bytes(32)),
+            pooling=wanted,
+        )
+        request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
+        first = self._serial % 8 * 8
+        request.adopt([Holding(0, [PageId(page) for page in range(first, first + 8)])], page_tokens=PAGE_TOKENS)
+        return request
+
+
+@pytest.fixture(scope="module", params=CASES)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("reader")
+    (architecture,) = case.config["architectures"]
+    kind = AutoModelForSequenceClassification if architecture.endswith("Classification") else AutoModel
+    oracle = write_random_model(folder, case.config, kind=kind)
+    if case.pooling:
+        write_modules(folder, case.pooling, normalise=case.normalise)
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(2, case.config["vocab_size"], length).tolist() for length in LENGTHS]
+    return Place(case, folder, oracle, texts)
+
+
+def test_transformers_vectors_and_law_1(place: Place) -> None:
+    bench = Bench(place)
+    together = bench.read(place.texts)
+    for got, tokens in zip(together, place.texts, strict=True):
+        want = place.wanted(tokens)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        if not place.labels:
+            assert 1 - float(got @ want / np.linalg.norm(got) / np.linalg.norm(want)) < 1e-6
+    for dtype in ("fp32", "bf16"):
+        bench = bench if dtype == "fp32" else Bench(place, dtype)
+        whole = [vector.tobytes() for vector in bench.read(place.texts)]
+        assert [bench.read([tokens])[0].tobytes() for tokens in place.texts] == whole
+        if place.case.chunked:
+            assert [vector.tobytes() for vector in bench.read(place.texts, chunk=7)] == whole
+
+
+def test_vectors_can_be_cut_and_normed(tmp_path: Path) -> None:
+    write_modules(tmp_path, normalise=False)
+    oracle = write_random_model(tmp_path, bert_config(), kind=AutoModel)
+    bench = Bench(Place(CASES["MiniLM"], tmp_path, oracle, []))
+    texts = [list(range(2, 40))]
+    (whole,), (cut,) = bench.read(texts), bench.read(texts, dimensions=10)
+    (normed,) = bench.read(texts, dimensions=10, normalised=True)
+    assert cut.tobytes() == whole[:10].tobytes()
+    np.testing.assert_allclose(normed, whole[:10] / np.linalg.norm(whole[:10].astype(np.float64)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("bge_large", 334_092_288),
+        ("e5_mistral_7b", 7_110_660_096),
+        ("gte_qwen2_7b", 7_069_121_024),
+        ("qwen3_embedding_8b", 7_567_295_488),
+    ],
+)
+def test_the_real_model_has_its_size(name: str, parameters: int, tmp_path: Path) -> None:
+    """Without pooler and head, which vectors do not need."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    write_modules(tmp_path, "lasttoken" if "Bert" not in config["architectures"][0] else "cls_token")
+    family, fields = checkpoint_format(config["architectures"][0], ""), Fields(config, "config.json")
+    spec = read_with(family.parse(fields), config["architectures"][0], fields, small_files(tmp_path))
+    assert family.layout(spec).parameters == parameters
