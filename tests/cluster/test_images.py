@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import httpx
 import openai
 import pytest
 
+from penstock.wire.keys import Keys
 from vision_models import IMAGE_TOKEN, data_url, image_part, write_vision_model
 
-from .server import PenstockServer
+from .server import PenstockServer, PenstockWorker
 
 MODEL = "tiny-vision"
 FLAGS = ["--served-model-name", MODEL, "--kv-memory", "16MiB", "--max-chunk-tokens", "32"]
@@ -108,10 +111,27 @@ def test_one_answer_whatever_serves_it(server: PenstockServer, folder: Path):
                     after = 0
             assert got == want
             server.wait_all_ready(20)
-    for flags in (["--aggregated"], ["--transfer", "tcp"], ["--aggregated", "--image-cache", "1"]):
+    for flags in (
+        ["--aggregated", "--speculate", "lookup"],
+        ["--transfer", "tcp"],
+        ["--aggregated", "--image-cache", "1"],
+    ):
         with PenstockServer([str(folder), *FLAGS, *flags]) as other, client_of(other) as client:
             assert told(ask(client, SEEN, max_tokens=400)) == want
             assert told(ask(client, SEEN, max_tokens=400, extra_body=salted("x"))) == want
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [["--aggregated"], []], ids=["aggregated", "split"])
+def test_a_crowd_with_images_in_too_little_memory(server: PenstockServer, folder: Path, flags: list[str]):
+    """Answers are interrupted, their pages given away, their images encoded anew: nobody notices."""
+    chats = [[WORDS, image_part(150, 90 + 30 * one, seed=one), *SEEN[2:]] for one in range(6)]
+    with client_of(server) as client:
+        want = [told(ask(client, chat, max_tokens=400)) for chat in chats]
+    tight = [str(folder), *FLAGS, *flags, "--kv-memory", "512KiB", "--image-cache", "1"]
+    with PenstockServer(tight) as crowded, client_of(crowded) as client, ThreadPoolExecutor(len(chats)) as pool:
+        assert list(pool.map(lambda chat: told(ask(client, chat, max_tokens=400)), chats)) == want
+        crowded.wait_for(lambda: crowded.metrics()["penstock:num_preemptions_total"] > 0, 5, "a preemption")
 
 
 @pytest.mark.long
@@ -130,6 +150,25 @@ def test_encoders_on_workers_of_their_own_may_die(server: PenstockServer, folder
         alone = told(ask(client, other, max_tokens=100))
         own.wait_all_ready(30)  # they were killed and replaced
         assert told(ask(client, other, max_tokens=100, extra_body=salted("again"))) == alone
+
+
+@pytest.mark.long
+def test_encoders_on_other_hosts(server: PenstockServer, folder: Path, tmp_path: Path):
+    keys = str(tmp_path / "keys")
+    Keys.ephemeral().save(tmp_path / "keys")
+    with client_of(server) as client:
+        want = told(ask(client, SEEN, max_tokens=100))
+    with ExitStack() as stack:
+        words: list[str] = []
+        for role in ("prefill", "decode", "encode"):
+            flags = [str(folder), "--role", role, "--keys", keys, "--name", role, "--kv-memory", "16MiB"]
+            words += ["--join", stack.enter_context(PenstockWorker(flags)).endpoint]
+        joined = [str(folder), "--served-model-name", MODEL, "--keys", keys, *words]
+        fleet = stack.enter_context(PenstockServer(joined))
+        with client_of(fleet) as client:
+            assert told(ask(client, SEEN, max_tokens=100)) == want
+        counter = "penstock:images_received_total"
+        fleet.wait_for(lambda: fleet.metrics()[counter] == 2, 5, "rows from the encode worker")
 
 
 def salted(salt: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ LONG = {
 
 
 AXES = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "max_window_layers": 3}
-VISION = {
+VISION: dict[str, Any] = {
     "depth": 2,
     "num_heads": 2,
     "in_chans": 3,

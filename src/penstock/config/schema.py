@@ -121,7 +121,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_queued_grammars: int = 64  # that wait to be checked
     max_images: int = 8  # of one chat
     max_image_bytes: int = 12 << 20  # of one image as it is sent or fetched
-    max_image_pixels: int = 64_000_000  # of one image as it is stored; looked at before it is decoded
+    max_image_pixels: int = 32_000_000  # of one image as it is stored; looked at before it is decoded
     max_image_tokens: int = 1024  # that one image becomes; a larger one is made smaller
     max_queued_images: int = 64  # that wait to be decoded, of all requests
     remote_image_s: float = 10.0  # to fetch one image, redirects included
