@@ -8,7 +8,6 @@ One time limit holds for all of it, one size limit for the body.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 import ssl
@@ -100,17 +99,27 @@ class RemoteImages:
         addresses = await self._resolve(host, port)
         if not addresses or not all(map(self._public, addresses)):
             raise bad_image(where, "its address is not a public one.")
-        tls = self._tls if url.scheme == "https" else None
-        name = host if tls is not None else None
-        reader, writer = await asyncio.open_connection(addresses[0], port, ssl=tls, server_hostname=name)
+        reader, writer = await self._connect(url, addresses)
         try:
             writer.write(_request(url))
             await writer.drain()
             return await self._read(reader, where)
         finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            writer.transport.abort()  # at once: an orderly end of TLS may take longer than all of this may
+
+    async def _connect(
+        self, url: SplitResult, addresses: Sequence[str]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To the first of these that takes connections.  Raises OSError."""
+        tls = self._tls if url.scheme == "https" else None
+        name = url.hostname if tls is not None else None
+        failed: OSError | None = None
+        for address in addresses:
+            try:
+                return await asyncio.open_connection(address, PORTS[url.scheme], ssl=tls, server_hostname=name)
+            except OSError as error:
+                failed = error
+        raise failed or OSError("no address")
 
     async def _read(self, reader: asyncio.StreamReader, where: str) -> _Answer:
         answer = _Answer()

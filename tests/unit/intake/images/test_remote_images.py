@@ -96,6 +96,19 @@ async def test_a_body_comes_with_a_length_in_chunks_or_until_the_end(loopback: C
         assert heads[0].startswith("GET /a%20b?x=%C3%BC HTTP/1.1\r\nHost: example.com\r\n")
 
 
+async def test_an_address_that_takes_no_connections_is_passed_over(loopback: Callable[[int], None]):
+    async def two(host: str, port: int) -> Sequence[str]:
+        return ["::1", "127.0.0.1"]
+
+    async with server(lambda head: answer()) as port:
+        loopback(port)
+        both = RemoteImages(max_bytes=10_000, max_seconds=5.0, resolve=two, public=lambda address: True)
+        assert await both.fetch("http://example.com/", "here") == IMAGE
+        nobody = RemoteImages(max_bytes=10_000, max_seconds=5.0, resolve=two, public=lambda address: True)
+    with pytest.raises(RequestError, match="could not be fetched"):
+        await nobody.fetch("http://example.com/", "here")
+
+
 async def test_redirects_are_followed_and_looked_at(loopback: Callable[[int], None]):
     def respond(head: str) -> bytes:
         path = head.split()[1]
