@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 
+from tiny_models import llama_config
 from tiny_readers import bert_config, write_modules, write_reader
 
 from .server import PenstockServer
@@ -107,3 +108,25 @@ def test_rerank_and_classify(tmp_path: Path):
         pair = {"text": "fox forest", "text_pair": documents[ranked[0]["index"]]}
         told = httpx.post(f"{server.url}/classify", json={"input": pair}, timeout=30).json()["data"]
         assert told[0]["probs"] == [scores[0]]
+
+
+@pytest.mark.long
+def test_a_decoder_gives_the_same_vector_in_pieces_from_cached_pages_and_through_windows(tmp_path: Path):
+    folder = tmp_path / "tiny-e5"
+    write_modules(folder, "lasttoken")
+    windows = {"sliding_window": 40, "attention_bias": None, "mlp_bias": None}
+    write_reader(folder, llama_config(architectures=["MistralModel"], model_type="mistral", **windows))
+    texts = [f"{text(0, 100)} {text(i, 5 + 29 * i)}" for i in range(1, 12)]
+    with PenstockServer([str(folder), "--max-chunk-tokens", "64"]) as server:
+
+        def vectors(asked: list[str]) -> list[list[float]]:
+            body = {"model": "tiny-e5", "input": asked}
+            answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+            return [item["embedding"] for item in answer.json()["data"]]
+
+        together = vectors(texts)
+        assert vectors(texts[::-1])[::-1] == together
+        assert [vectors([one])[0] for one in texts] == together
+        server.wait_for(lambda: server.metrics()["penstock:prefix_cache_hits_total"] > 4000, 5, "read from the cache")
+        server.wait_idle(5)
+        assert server.metrics()["penstock:kv_pages_leaked"] == 0

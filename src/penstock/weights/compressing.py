@@ -25,6 +25,7 @@ from penstock.weights.compressed import TENSORS_KEY, VERSION_KEY, Original, meta
 from penstock.weights.header import LENGTH_BYTES, TensorInfo
 from penstock.weights.reader import INDEX, SINGLE, Checkpoint
 from penstock.weights.safetensors_file import SafetensorsFile
+from penstock.weights.small_files import CONFIG
 from penstock.weights.whole_file import replacing
 
 PARTIAL = ".partial"
@@ -325,7 +326,10 @@ def _beside(target: Path, suffix: str) -> Path:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Configuration, tokenizer, index and the like."""
+    """Configuration, tokenizer, index and the like; of folders in it, what says how texts are pooled."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix not in WEIGHT_SUFFIXES:
             shutil.copyfile(path, target / path.name)
+        elif (path / CONFIG).is_file():
+            (target / path.name).mkdir(exist_ok=True)
+            shutil.copyfile(path / CONFIG, target / path.name / CONFIG)

@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import ModelError
 from penstock.types import Task
 from penstock.weights.checkpoint import inspect_model
+from penstock.weights.compressing import compress_folder
 from penstock.weights.encoder import KEEPS_NOTHING
 from penstock.weights.spec import Pooler, Pooling, Scores
 from tiny_models import llama_config, write_model
@@ -104,3 +105,10 @@ def test_causal_models_need_a_last_token(tmp_path: Path) -> None:
     (tmp_path / "modules.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(llama_config(is_causal=False)))
     refused(tmp_path, "is_causal is false")
+
+
+def test_a_compressed_folder_is_still_for_the_same(tmp_path: Path) -> None:
+    write_modules(tmp_path / "plain", "lasttoken")
+    write_model(tmp_path / "plain", llama_config())
+    compress_folder(tmp_path / "plain", tmp_path / "small", threads=1, report=lambda _: None)
+    assert inspect_model(tmp_path / "small").pooler == Pooler(pooling=Pooling.LAST, normalised=True)
