@@ -15,6 +15,7 @@
         WrongMediaType      415
         Unauthorized        401
         UnknownPath         404
+        UnknownRequest      404, nothing is remembered of it
         MethodNotAllowed    405
       CapacityError     429, with Retry-After
         QueueFull
@@ -140,6 +141,12 @@ class Unauthorized(RequestError):
 
 class UnknownPath(RequestError):
     """Nothing is served at this path."""
+
+    status = 404
+
+
+class UnknownRequest(RequestError):
+    """Nothing is remembered of this request: it never was, or was long ago."""
 
     status = 404
 

@@ -184,6 +184,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower is served first
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     pictures: tuple[Picture, ...] = ()  # one an image
+    session: str = ""  # a hint: requests of one session go to one worker, where that costs little
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
 
 

@@ -71,6 +71,8 @@ class NullStreams:
     rows: Sequence[dict[str, Any]] = ()
     width: int = 4  # of the vectors of texts that are only read
     fail_at: dict[int, Exception] = field(default_factory=dict)  # tokens emitted -> raised then, in every stream
+    explained: Sequence[str] = ()  # requests whose decisions are remembered
+    explains: bool = True
     gate: asyncio.Event | None = None  # waited for before each batch
     opened: list[ValidRequest] = field(default_factory=list)
     closed: list[RequestId] = field(default_factory=list)
@@ -154,6 +156,12 @@ class NullStreams:
     def alive(self) -> str | None:
         """See ``wire.ports.TokenStreams``."""
         return self.stuck
+
+    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+        return [{"because": "there is nobody else"}] if request in self.explained else []
+
+    def explain_in_a_line(self, request: RequestId) -> str | None:
+        return "whole=\u2603\r\n" if self.explains else None
 
     def workers(self) -> Sequence[dict[str, Any]]:
         """See ``wire.ports.TokenStreams``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock import __version__
+from penstock.config.schema import Limits
 
 from .http_stage import MODEL, stage
 from .streams import NullStreams
@@ -62,3 +63,44 @@ async def test_tokenize_and_detokenize_as_vllm_has_them():
         }
         back = await on.post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})
         assert back.json() == {"prompt": "Once upon"}
+
+
+async def test_why_this_worker_is_told_of_remembered_requests():
+    async with stage() as on:
+        unknown = await on.client.get("/debug/requests/nobody")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["code"] == "request_not_found"
+        name = (await on.chat(n=2, temperature=1)).json()["id"]
+        on.streams.explained = [f"{name}/0", f"{name}/1"]
+        told = (await on.client.get(f"/debug/requests/{name}")).json()
+        assert [choice["id"] for choice in told["choices"]] == on.streams.explained
+        assert told["choices"][0]["decisions"] == [{"because": "there is nobody else"}]
+        assert len((await on.client.get(f"/debug/requests/{name}/1")).json()["choices"]) == 1
+    async with stage(None, None, "a-key") as on:
+        assert (await on.client.get("/debug/requests/x")).status_code == 401
+
+
+async def test_a_header_tells_the_route_when_asked_and_nothing_that_would_break_it():
+    async with stage() as on:
+        for stream in (False, True):
+            assert "x-penstock-route" not in (await on.chat(stream=stream)).headers
+            on.client.headers["x-penstock-explain"] = "1"
+            assert (await on.chat(stream=stream)).headers["x-penstock-route"] == "whole=???"
+            del on.client.headers["x-penstock-explain"]
+        on.streams.explains = False
+        on.client.headers["x-penstock-explain"] = "1"
+        assert "x-penstock-route" not in (await on.chat()).headers
+
+
+async def test_a_session_comes_from_a_header_or_the_body():
+    async with stage(None, Limits(max_session_chars=8)) as on:
+        await on.chat(prompt_cache_key="body")
+        on.client.headers["x-session-affinity"] = " header "
+        await on.chat(prompt_cache_key="body")
+        assert [request.session for request in on.streams.opened] == ["body", "header"]
+        on.client.headers["x-session-affinity"] = "123456789"
+        refused = await on.chat()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "session_too_long")
+        assert "x-session-affinity has 9 characters; at most 8" in refused.json()["error"]["message"]
+        del on.client.headers["x-session-affinity"]
+        assert (await on.chat(prompt_cache_key="123456789")).status_code == 400

@@ -131,6 +131,7 @@ STRUCTS = {
     "failover": schema.FailoverConfig,
     "supervise": schema.SuperviseConfig,
     "hand_over": schema.HandOverConfig,
+    "routing": schema.RoutingConfig,
 }
 
 

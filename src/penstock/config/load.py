@@ -33,7 +33,7 @@ OTHER_VARIABLES = frozenset(
 
 _Kind = TypeVar("_Kind", bound=EngineSettings)
 
-_TABLES = ("limits", "failover", "hand_over", "supervise")  # in a file only: too many for flags
+_TABLES = ("limits", "failover", "hand_over", "supervise", "routing")  # in a file only: too many for flags
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power

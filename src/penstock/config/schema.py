@@ -125,6 +125,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_image_tokens: int = 1024  # that one image becomes; a larger one is made smaller
     max_queued_images: int = 64  # that wait to be decoded, of all requests
     remote_image_s: float = 10.0  # to fetch one image, redirects included
+    max_session_chars: int = 256  # of a session's name
     default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
     max_inputs: int = 2048  # texts in one /v1/embeddings, /rerank or /classify request
     max_input_tokens: int = 300_000  # of all of them together
@@ -147,6 +148,19 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     still_s: float = 4.0  # workers that report but compute nothing for so long lose what they have
 
 
+class RoutingConfig(Config, frozen=True, kw_only=True):
+    """How workers are chosen, and what the gateway remembers for it."""
+
+    policy: Literal["penstock", "round-robin", "random", "least-loaded", "prefix"] = "penstock"
+    split: Literal["auto", "always"] = (
+        "auto"  # whether a decode worker may read a prompt that takes it less than a step
+    )
+    max_indexed_blocks: Annotated[int, msgspec.Meta(ge=1)] = 1 << 24  # of all workers' caches together; 20 bytes each
+    max_indexed_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1024  # whose caches are told apart
+    remembered_requests: Annotated[int, msgspec.Meta(ge=0)] = 1024  # whose decisions can be asked for
+    remembered_decisions: Annotated[int, msgspec.Meta(ge=0)] = 16  # the latest, of each of those
+
+
 class GatewayConfig(Config, frozen=True, kw_only=True):
     """Everything the gateway process needs."""
 
@@ -163,6 +177,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     api_key: str | None = None
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
+    routing: RoutingConfig = RoutingConfig()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
     remote_images: bool = False  # images may be fetched from public addresses
@@ -230,6 +245,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
+    routing: RoutingConfig = RoutingConfig()
 
 
 class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):

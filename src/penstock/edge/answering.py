@@ -7,7 +7,7 @@ open.  Knows nothing about JSON bodies or the words of an API (``Shape`` does).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -134,8 +134,10 @@ def _whole_calls(parts: Iterable[CallPiece]) -> list[CallPiece]:
     return calls
 
 
-async def stream(exchange: Exchange, answering: Answering, shape: Shape, head: Head, *headers: Header) -> None:
-    """Send the answer as events.
+async def stream(
+    exchange: Exchange, answering: Answering, shape: Shape, head: Head, headers: Callable[[], Sequence[Header]]
+) -> None:
+    """Send the answer as events.  ``headers`` are asked for when they are sent.
 
     The status line waits for the first piece, so that an error before it has a status of its own; one after it is an
     event, and the end of the stream.
@@ -192,9 +194,9 @@ class _Events:
 class _Out:
     """Where events go: straight out, or, for a client that knows no chunks, out at the end in one piece."""
 
-    def __init__(self, exchange: Exchange, headers: Sequence[Header]) -> None:
+    def __init__(self, exchange: Exchange, headers: Callable[[], Sequence[Header]]) -> None:
         self._exchange = exchange
-        self._headers = (*sse.HEADERS, *headers)
+        self._headers = headers
         self._kept: list[bytes] | None = None if exchange.chunked else []
         self.started = False
 
@@ -204,13 +206,13 @@ class _Out:
             self._kept.append(data)
             return
         if not self._exchange.started:
-            await self._exchange.start(200, *self._headers)
+            await self._exchange.start(200, *sse.HEADERS, *self._headers())
         await self._exchange.send(data)
 
     async def finish(self, data: bytes) -> None:
         if self._kept is not None:
-            await self._exchange.reply(200, b"".join((*self._kept, data)), *self._headers)
+            await self._exchange.reply(200, b"".join((*self._kept, data)), *sse.HEADERS, *self._headers())
             return
         if not self._exchange.started:
-            await self._exchange.start(200, *self._headers)
+            await self._exchange.start(200, *sse.HEADERS, *self._headers())
         await self._exchange.finish(data)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from penstock.edge import json_strict, status
 from penstock.edge.admission import Admission, BodyHold
 from penstock.edge.answering import Answering, gather, stream
 from penstock.edge.auth import Authenticated, KeyRing
-from penstock.edge.errors import ClientGone, noted
+from penstock.edge.errors import ClientGone, Header, noted
 from penstock.edge.exchange import Exchange
 from penstock.edge.openai_chat import ChatShape
 from penstock.edge.openai_completions import CompletionShape
@@ -37,6 +38,15 @@ from penstock.edge.reading import read_all, written
 from penstock.errors import BadField, MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
 from penstock.types import ModelIdentity, RequestId
 from penstock.wire.ports import Envelope, Intake, JsonObject, Pools, PoolWork, Prepared, TokenStreams
+
+SESSION = b"x-session-affinity"
+"""Names the session that a request belongs to."""
+
+EXPLAIN = b"x-penstock-explain"
+"""Asks, with any value, for ``ROUTE``."""
+
+ROUTE = b"x-penstock-route"
+"""Says which workers were chosen, and by which numbers."""
 
 INLINE_BODY_BYTES = 16 << 10
 """Larger bodies are parsed on a thread, which lets others run between two numbers."""
@@ -98,7 +108,7 @@ class _Service:
         """An endpoint that answers with generated text."""
 
         async def work(exchange: Exchange, body: JsonObject, hold: BodyHold) -> None:
-            prepared, head = await self._prepare(body, prepare, shape)
+            prepared, head = await self._prepare(exchange, body, prepare, shape)
             hold.release()
             await self._answer(exchange, prepared, shape, head)
 
@@ -113,7 +123,7 @@ class _Service:
             if prepare is None:
                 name = self._behind.intake.card().name
                 raise WrongTask(name, "writes text and is read with for nothing else", WRITING_PATHS)
-            envelope = self._envelope(shape.prefix)
+            envelope = self._envelope(exchange, shape.prefix)
             asked = await prepare(body, envelope)
             hold.release()
             with self._admission.admit([asked.tokens]) as permit:
@@ -164,30 +174,57 @@ class _Service:
         return value
 
     async def _prepare(
-        self, body: JsonObject, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape
+        self,
+        exchange: Exchange,
+        body: JsonObject,
+        prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]],
+        shape: Shape,
     ) -> tuple[Prepared, Head]:
-        envelope = self._envelope(shape.prefix)
+        envelope = self._envelope(exchange, shape.prefix)
         prepared = await prepare(body, envelope)
         return prepared, _head(envelope.id, prepared, envelope.identity)
 
-    def _envelope(self, prefix: str) -> Envelope:
+    def _envelope(self, exchange: Exchange, prefix: str) -> Envelope:
         identity = self._behind.streams.identity()
         if identity is None:
             raise NoWorkers("The server is starting: no worker is ready yet.")
-        name = prefix + secrets.token_hex(12)
-        return Envelope(id=RequestId(name), arrival=self._behind.clock.now(), identity=identity)
+        return Envelope(
+            id=RequestId(prefix + secrets.token_hex(12)),
+            arrival=self._behind.clock.now(),
+            identity=identity,
+            session=_session(exchange, self._behind.limits.max_session_chars),
+        )
 
     async def _answer(self, exchange: Exchange, prepared: Prepared, shape: Shape, head: Head) -> None:
         reply = prepared.reply
         costs = [0 if i % reply.n else len(request.prompt) for i, request in enumerate(prepared.requests)]
         with self._admission.admit(costs) as permit:
             answering = Answering(self._behind.streams, prepared, permit)
-            header = (b"x-request-id", head.id.encode())
+            headers = partial(self._headers, head.id, explained=exchange.header(EXPLAIN) is not None)
             if reply.stream:
-                await stream(exchange, answering, shape, head, header)
+                await stream(exchange, answering, shape, head, headers)
             else:
                 choices = await gather(answering, len(prepared.requests))
-                await exchange.reply(200, shape.whole(head, choices, answering.used()), header)
+                await exchange.reply(200, shape.whole(head, choices, answering.used()), *headers())
+
+    def _headers(self, name: str, *, explained: bool) -> list[Header]:
+        """Of an answer.  To be asked for when its first choice has a worker."""
+        headers = [(b"x-request-id", name.encode())]
+        line = self._behind.streams.explain_in_a_line(RequestId(f"{name}/0")) if explained else None
+        if line is not None:
+            headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
+        return headers
+
+
+def _session(exchange: Exchange, max_chars: int) -> str:
+    """What the client says in a header; a name that is too long is refused rather than cut."""
+    name = (exchange.header(SESSION) or b"").strip().decode("latin-1")
+    if len(name) > max_chars:
+        raise RequestError(
+            f"The header {SESSION.decode()} has {len(name)} characters; at most {max_chars} are allowed.",
+            code="session_too_long",
+        )
+    return name
 
 
 def _head(name: str, prepared: Prepared, identity: ModelIdentity) -> Head:

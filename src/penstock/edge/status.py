@@ -1,4 +1,4 @@
-"""What the service says about itself: models, health, readiness, metrics, version, workers.
+"""What the service says about itself: models, health, readiness, metrics, version, workers, decisions.
 
 Liveness is progress, not an open port: ``/health`` is 503 while something runs and nothing moves.
 """
@@ -15,10 +15,14 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock.edge.errors import refusal
-from penstock.errors import UnknownModel
+from penstock.errors import UnknownModel, UnknownRequest
+from penstock.types import RequestId
 from penstock.wire.ports import ModelCard, TokenStreams
 
 _encode = msgspec.json.Encoder().encode
+
+MAX_ID_CHARS = 128
+"""Of a request's id in a path; ours are shorter."""
 
 
 def routes(
@@ -54,6 +58,9 @@ def routes(
     async def workers(_: Request) -> Response:
         return _json({"workers": list(streams.workers())})
 
+    async def decisions(request: Request) -> Response:
+        return _explained(streams, request.path_params["name"][:MAX_ID_CHARS])
+
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
@@ -62,7 +69,27 @@ def routes(
         Route("/metrics", show_metrics),
         Route("/version", version),
         Route("/admin/workers", workers),
+        Route("/debug/requests/{name:path}", decisions),
     ]
+
+
+def _explained(streams: TokenStreams, name: str) -> Response:
+    choices = _decisions(streams, name)
+    if choices:
+        return _json({"id": name, "choices": choices})
+    answer = refusal(UnknownRequest(f"Nothing is remembered of a request {name!r}.", code="request_not_found"))
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
+    """Of one choice (``ID/0``), or of all choices of an answer's id."""
+    told = streams.explain(RequestId(name))
+    if told:
+        return [{"id": name, "decisions": list(told)}]
+    choices: list[dict[str, Any]] = []
+    while told := streams.explain(RequestId(f"{name}/{len(choices)}")):
+        choices.append({"id": f"{name}/{len(choices)}", "decisions": list(told)})
+    return choices
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

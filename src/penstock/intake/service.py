@@ -43,12 +43,14 @@ from penstock.intake.validate import (
     parse_detokenize,
     parse_tokenize,
 )
-from penstock.types import BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
+from penstock.kernels.blocks import hash_blocks
+from penstock.types import PAGE_TOKENS, BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
 from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
+_TOKENS_HASHED_AT_A_TIME = 4096 * PAGE_TOKENS
 _HASHES_AT_A_TIME = 512
-"""Blocks hashed before others get a turn: some 0.5 ms."""
+"""Before others get a turn: some 0.5 ms, of text alone and of blocks that may show images."""
 
 _CHARS_OF_A_MESSAGE = 256
 """What rendering one message costs, in characters of encoding: many short messages, too, go to a thread."""
@@ -287,6 +289,7 @@ class ModelIntake:
                         arrival=envelope.arrival,
                         images=prompt.images,
                         pictures=prompt.pictures,
+                        session=envelope.session or call.session,
                         cache_salt=call.cache_salt,
                     )
                 )
@@ -329,11 +332,19 @@ def _remote(limits: Limits) -> RemoteImages:
 
 
 async def _hash_blocks(root: BlockHash, prompt: Seen) -> tuple[BlockHash, ...]:
+    """Others get a turn every now and then."""
     hashes: list[BlockHash] = []
-    for block in block_hashes(root, prompt.tokens, images=prompt.images):
-        hashes.append(block)
-        if len(hashes) % _HASHES_AT_A_TIME == 0:
+    if prompt.images:
+        for block in block_hashes(root, prompt.tokens, images=prompt.images):
+            hashes.append(block)
+            if len(hashes) % _HASHES_AT_A_TIME == 0:
+                await asyncio.sleep(0)
+        return tuple(hashes)
+    for start in range(0, len(prompt.tokens), _TOKENS_HASHED_AT_A_TIME):
+        if start:
             await asyncio.sleep(0)
+        end = min(len(prompt.tokens), start + _TOKENS_HASHED_AT_A_TIME)
+        hashes += hash_blocks(hashes[-1] if hashes else root, prompt.tokens, start, end)
     return tuple(hashes)
 
 

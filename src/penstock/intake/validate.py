@@ -34,12 +34,14 @@ from penstock.intake.tool_fields import Tooling, parse_tooling
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "reasoning_effort"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+        *("prompt_cache_retention", "prompt_cache_options", "prediction"),
     }
 )
 """Fields that change nothing about an answer of this server."""
 
-_OWN = frozenset({"model", "stream", "stream_options", "logprobs", "cache_salt", "return_token_ids"})
+_OWN = frozenset(
+    {"model", "stream", "stream_options", "logprobs", "cache_salt", "prompt_cache_key", "return_token_ids"}
+)
 _COMMON = SAMPLING | GRAMMAR | IGNORED | _OWN
 _TEMPLATE = TOOLS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
 _CHAT_LATER = frozenset(
@@ -77,6 +79,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     logprobs: int | None  # alternatives to report for each token
     cache_salt: str
+    session: str  # that the client says it belongs to
     token_ids: bool
     grammar: Asked | None  # what the answer must look like
 
@@ -256,6 +259,7 @@ def _parse_call(fields: Fields, limits: Limits, facts: ModelFacts, *, logprobs: 
         include_usage=parse_stream_options(fields, stream=stream),
         logprobs=logprobs,
         cache_salt=parse_cache_salt(fields),
+        session=fields.string("prompt_cache_key", max_chars=limits.max_session_chars) or "",
         token_ids=fields.boolean("return_token_ids"),
         grammar=grammar,
     )

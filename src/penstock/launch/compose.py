@@ -211,6 +211,7 @@ def _gateway_config(
         api_key=config.api_key,
         limits=config.limits,
         failover=config.failover,
+        routing=config.routing,
         join=config.join,
         allow_mixed_numerics=config.allow_mixed_numerics,
         remote_images=config.remote_images,

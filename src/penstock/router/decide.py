@@ -1,22 +1,39 @@
 """Which workers serve a request: a pure function from (request, fleet, now) to a decision with its reasons.
 
-Knows no sockets, clocks or models; the simulator calls this very function.  The numbers a decision was made from are
-kept in it, and become words only when somebody asks.
+Knows no sockets, clocks or models; the simulator calls this very function.  It finds who may be given the request; a
+policy (``policy``) chooses among them.  The numbers a decision was made from are kept in it, and become words only when
+somebody asks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from penstock.router.fleet import Fleet
-from penstock.router.policy.least_tokens import LeastTokens, Score
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.router.columns import NOTHING_DUE, Due, Slots
+from penstock.router.fleet import OTHER_IDENTITY, STATES, Fleet
+from penstock.router.policy.costs import due_of
+from penstock.router.policy.least_cost import LeastCost
+from penstock.router.policy.port import Choice, Policy, View, Weighed
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import Leg, ModelIdentity, Role, ValidRequest, WorkerId, WorkerState
 from penstock.wire.messages import PageSource
 
 QUIET_S = 0.75
 """Workers answer several times in so long.  One that does not is given work only where there is no other."""
+
+Pairs = frozenset[tuple[WorkerId, int]]
+"""(worker, incarnation)."""
+
+_NOBODY: Pairs = frozenset()
+
+SERVING = (Role.PREFILL, Role.DECODE, Role.BOTH)
+"""Roles that have a part in an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +43,18 @@ class Ask:
     request: ValidRequest
     emitted: int = 0  # tokens of the answer that exist already
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
-    avoid: frozenset[tuple[WorkerId, int]] = frozenset()  # (worker, incarnation) pairs that gave it back
-    doubt: frozenset[tuple[WorkerId, int]] = frozenset()  # pairs to be taken only where there is no other
+    avoid: Pairs = _NOBODY  # those that gave it back
+    doubt: Pairs = _NOBODY  # those to be taken only where there is no other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """By which rules.  With ``mixed_numerics`` an answer may go on in another numerics class of its model, while none
+    of its own can take it."""
+
+    policy: Policy = field(default_factory=LeastCost)
+    always_split: bool = False
+    mixed_numerics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +67,7 @@ class Chosen:
     incarnation: int
     endpoint: str
     tokens: int  # that it will have to compute
+    due: Due = NOTHING_DUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +78,26 @@ class Reason:
     worker: WorkerId
     chosen: bool
     because: str
+    numbers: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Who does what.  ``legs`` is empty (nobody can serve now), one whole leg, or a decode and a prefill leg.
 
-    ``weighed`` and ``passed_over`` are the numbers and states that were looked at.
+    ``weighed`` are the numbers that were compared, ``standing`` and ``set_aside`` tell of who was no candidate.
     """
 
     at: float
+    policy: str
     identity: ModelIdentity | None
     legs: tuple[Chosen, ...] = ()
     encoders: tuple[PageSource, ...] = ()  # of a request with images: those that may be asked for their rows
+    because: str = ""  # why it is split, or is not
     names: tuple[WorkerId, ...] = ()  # by slot
-    weighed: tuple[tuple[Leg, tuple[Score, ...]], ...] = ()
-    passed_over: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate)
+    weighed: tuple[Weighed, ...] = ()
+    standing: bytes = b""  # by slot (``Fleet.standing``)
+    set_aside: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
 
     @property
     def prefill(self) -> Chosen | None:
@@ -78,51 +110,51 @@ class Decision:
         return next((chosen for chosen in self.legs if chosen.leg is not Leg.PREFILL), None)
 
     def reasons(self) -> tuple[Reason, ...]:
-        """One reason a candidate and leg, and one a worker that was no candidate."""
+        """One reason a candidate and leg (the best of each), and one a worker that was no candidate."""
         taken = {(chosen.leg, chosen.slot) for chosen in self.legs}
-        told = [
-            Reason(leg, self.names[score.slot], (leg, score.slot) in taken, _numbers(score))
-            for leg, scores in self.weighed
-            for score in scores
-        ]
-        told += [Reason(None, self.names[slot], False, why) for slot, why in self.passed_over]
-        return tuple(told)
+        reasons: list[Reason] = []
+        for weighed in self.weighed:
+            for slot, column in zip(weighed.slots.tolist(), weighed.numbers.T.tolist(), strict=True):
+                numbers = dict(zip(weighed.names, column, strict=True))
+                chosen = (weighed.leg, slot) in taken
+                reasons.append(Reason(weighed.leg, self.names[slot], chosen, _in_words(numbers), numbers))
+        known = {slot for weighed in self.weighed for slot in weighed.slots.tolist()}
+        aside = dict(self.set_aside)
+        for slot, standing in enumerate(self.standing):
+            if slot not in known:
+                why = aside.get(slot) or self._why_not(standing)
+                reasons.append(Reason(None, self.names[slot], False, why))
+        return tuple(reasons)
+
+    def _why_not(self, standing: int) -> str:
+        state = STATES[standing & ~OTHER_IDENTITY]
+        if state is not WorkerState.READY:
+            return state.value
+        if standing & OTHER_IDENTITY:
+            return "another model or numerics class"
+        dearer = any(weighed.others for weighed in self.weighed)
+        return "dearer than those, or not looked at" if dearer else "not needed, or completes no set of legs"
 
 
-def decide(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, *, mixed_numerics: bool = False) -> Decision:
+def decide(
+    ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How | None = None, *, write: float = math.inf
+) -> Decision:
     """Choose the workers for one submission of a request.
 
-    All workers of an answer have one identity.  With ``mixed_numerics`` it may change in mid-answer to another class of
-    the same model, while none of the answer's own can take it.
-
-    Where prefill and decode workers stand ready the request is split between them, except for its very last token: that
-    one needs no hand-over, and a prefill worker writes it.  Otherwise a worker that does both takes it whole.
+    All workers of an answer have one identity.  ``write`` is how many tokens an answer has on the average.
     """
-    policy = LeastTokens()
-    for identity in _identities(ask, fleet, mixed_numerics):
-        for parts in _ways(ask):
-            legs: list[Chosen] = []
-            weighed: list[tuple[Leg, tuple[Score, ...]]] = []
-            for leg, role in parts:
-                slots = _candidates(ask, fleet, fleet.ready(role, identity), now)
-                scores = policy.scores(ask.request, ask.emitted, leg, slots, (fleet, prefixes))
-                best = policy.best(ask.request, scores, fleet.ids)
-                if best is None:
-                    break
-                weighed.append((leg, tuple(scores)))
-                legs.append(_chosen(leg, best, fleet))
-            else:
-                return Decision(
-                    at=now,
-                    identity=identity,
-                    legs=tuple(legs),
-                    encoders=_encoders(ask, fleet, identity, now),
-                    names=tuple(fleet.ids),
-                    weighed=tuple(weighed),
-                    passed_over=_passed_over(ask, fleet, (identity, now), weighed),
-                )
-    names, passed_over = tuple(fleet.ids), _passed_over(ask, fleet, (ask.identity, now), ())
-    return Decision(at=now, identity=ask.identity, names=names, passed_over=passed_over)
+    how = how or How()
+    request = ask.request
+    hits = prefixes.hits(request.block_hashes, len(fleet))
+    best = int(hits.max(initial=0))
+    sharers = prefixes.promises.sharers(request.block_hashes, best) if best else 0
+    seen = _Seen(ask, how, hits, sharers, write)
+    for identity in _identities(ask, fleet, how.mixed_numerics):
+        set_aside: dict[int, str] = {}
+        choice = how.policy.choose(seen.view(fleet, identity, now, set_aside))
+        if choice.legs:
+            return _decision(seen, fleet, (identity, now), choice, set_aside)
+    return _decision(seen, fleet, (ask.identity, now), Choice(), _aside(ask, fleet, now))
 
 
 def can_serve(fleet: Fleet) -> bool:
@@ -131,6 +163,40 @@ def can_serve(fleet: Fleet) -> bool:
         fleet.ready(Role.BOTH, identity) or (fleet.ready(Role.PREFILL, identity) and fleet.ready(Role.DECODE, identity))
         for identity in fleet.identities()
     )
+
+
+class _Seen:
+    """A request as a policy is to see it, whatever the identity."""
+
+    def __init__(self, ask: Ask, how: How, hits: NDArray[np.int32], sharers: int, write: float) -> None:
+        request = ask.request
+        left = request.sampling.max_tokens - ask.emitted
+        self.ask, self.how, self.hits, self.sharers = ask, how, hits, sharers
+        self.known = len(request.prompt) + ask.emitted
+        self.write = max(1, min(left, math.ceil(write) if write < left else left))
+        self.left = left
+        start = request.block_hashes[0] if request.block_hashes else request.id.encode()
+        self.key = _hash(request.session.encode() if request.session else start)
+        self.luck = _hash(f"{request.id} {ask.emitted} {len(ask.avoid)} {len(ask.doubt)}".encode())
+
+    def view(self, fleet: Fleet, identity: ModelIdentity, now: float, set_aside: dict[int, str]) -> View:
+        """With the candidates of this identity."""
+        slots = {role: _candidates(self.ask, fleet, fleet.slots_of(role, identity), now, set_aside) for role in SERVING}
+        return View(
+            columns=fleet.columns,
+            known=self.known,
+            write=self.write,
+            last=self.left == 1,
+            hits=self.hits,
+            sharers=self.sharers,
+            key=self.key,
+            luck=self.luck,
+            session=bool(self.ask.request.session),
+            prefill=slots[Role.PREFILL],
+            decode=slots[Role.DECODE],
+            whole=slots[Role.BOTH],
+            always_split=self.how.always_split,
+        )
 
 
 def _identities(ask: Ask, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelIdentity]:
@@ -143,74 +209,88 @@ def _identities(ask: Ask, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelI
     return (own, *(each for each in fleet.identities() if each.fingerprint == own.fingerprint and each != own))
 
 
-def _ways(ask: Ask) -> tuple[tuple[tuple[Leg, Role], ...], ...]:
-    """The ways to serve this, the preferred one first."""
-    whole = ((Leg.WHOLE, Role.BOTH),)
-    if ask.request.sampling.max_tokens - ask.emitted == 1:
-        return (((Leg.WHOLE, Role.PREFILL),), whole)
-    return (((Leg.DECODE, Role.DECODE), (Leg.PREFILL, Role.PREFILL)), whole)
-
-
-def _chosen(leg: Leg, score: Score, fleet: Fleet) -> Chosen:
-    slot = score.slot
-    return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], score.compute)
-
-
-def _candidates(ask: Ask, fleet: Fleet, slots: Sequence[int], now: float) -> Sequence[int]:
+def _candidates(ask: Ask, fleet: Fleet, slots: Slots, now: float, set_aside: dict[int, str]) -> Slots:
     """Those who may be given the request, without the doubtful if others are left."""
-    if ask.avoid:
-        slots = [slot for slot in slots if not _avoided(ask, fleet, slot)]
-    return [slot for slot in slots if not _doubtful(ask, fleet, slot, now)] or slots
+    if not len(slots):
+        return slots
+    avoided = _among(ask.avoid, fleet, slots)
+    if avoided is not None:
+        set_aside.update(dict.fromkeys(slots[avoided].tolist(), "gave this request back"))
+        slots = slots[~avoided]
+    doubtful = fleet.columns.quiet(slots, now - QUIET_S)
+    doubted = _among(ask.doubt, fleet, slots)
+    if doubted is not None:
+        doubtful = doubted if doubtful is None else doubtful | doubted
+    if doubtful is None or not doubtful.any() or doubtful.all():
+        return slots
+    set_aside.update(dict.fromkeys(slots[doubtful].tolist(), "silent, or failed this request before"))
+    return slots[~doubtful]
 
 
-def _encoders(ask: Ask, fleet: Fleet, identity: ModelIdentity, now: float) -> tuple[PageSource, ...]:
+def _encoders(ask: Ask, fleet: Fleet, identity: ModelIdentity | None, now: float) -> tuple[PageSource, ...]:
     """Whoever reads the prompt chooses among them by image, so that one image is always asked of the same."""
     if not ask.request.images:
         return ()
-    slots = fleet.ready(Role.ENCODE, identity)
-    return tuple(
+    workers = [
         PageSource(worker=fleet.ids[slot], incarnation=fleet.incarnations[slot], endpoint=fleet.endpoints[slot])
-        for slot in slots
-        if not _doubtful(ask, fleet, slot, now)
+        for slot in fleet.ready(Role.ENCODE, identity)
+        if now - fleet.heard[slot] <= QUIET_S
+    ]
+    return tuple(each for each in workers if (each.worker, each.incarnation) not in ask.doubt)
+
+
+def _among(pairs: Pairs, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] | None:
+    """Which of ``slots`` are workers of ``pairs``; None when no pair is a worker that is there now."""
+    current = [
+        slot
+        for worker, incarnation in pairs
+        if (slot := fleet.slot(worker)) is not None and fleet.incarnations[slot] == incarnation
+    ]
+    return np.isin(slots, current) if current else None
+
+
+def _aside(ask: Ask, fleet: Fleet, now: float) -> dict[int, str]:
+    """Who was ready and yet no candidate, when nobody was chosen."""
+    set_aside: dict[int, str] = {}
+    for role in SERVING:
+        _candidates(ask, fleet, fleet.slots_of(role, ask.identity), now, set_aside)
+    return set_aside
+
+
+def _decision(
+    seen: _Seen, fleet: Fleet, of: tuple[ModelIdentity | None, float], choice: Choice, set_aside: dict[int, str]
+) -> Decision:
+    identity, now = of
+    return Decision(
+        at=now,
+        policy=seen.how.policy.name,
+        identity=identity,
+        legs=tuple(_chosen(seen, fleet, leg, slot) for leg, slot in choice.legs),
+        encoders=_encoders(seen.ask, fleet, identity, now) if choice.legs else (),
+        because=choice.because,
+        names=fleet.names(),
+        weighed=choice.weighed,
+        standing=fleet.standing(identity),
+        set_aside=tuple(set_aside.items()),
     )
 
 
-def _doubtful(ask: Ask, fleet: Fleet, slot: int, now: float) -> bool:
-    """Has it failed this request before, or not answered lately?  It is no proof, but a reason to prefer others."""
-    return now - fleet.heard[slot] > QUIET_S or (
-        bool(ask.doubt) and (fleet.ids[slot], fleet.incarnations[slot]) in ask.doubt
-    )
+def _chosen(seen: _Seen, fleet: Fleet, leg: Leg, slot: int) -> Chosen:
+    due = due_of(seen.known, int(seen.hits[slot]), reads=leg is not Leg.DECODE, writes=leg is not Leg.PREFILL)
+    tokens = due.tokens + (seen.left if leg is not Leg.PREFILL else 0)
+    return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], tokens, due)
 
 
-def _avoided(ask: Ask, fleet: Fleet, slot: int) -> bool:
-    return (fleet.ids[slot], fleet.incarnations[slot]) in ask.avoid
+def _hash(of: bytes) -> int:
+    return int.from_bytes(blake2b(of, digest_size=8).digest(), "little")
 
 
-def _passed_over(
-    ask: Ask,
-    fleet: Fleet,
-    at: tuple[ModelIdentity | None, float],
-    weighed: Sequence[tuple[Leg, tuple[Score, ...]]],
-) -> tuple[tuple[int, str], ...]:
-    candidates = {score.slot for _, scores in weighed for score in scores}
-    return tuple((slot, _why_not(ask, fleet, slot, *at)) for slot in range(len(fleet)) if slot not in candidates)
-
-
-def _why_not(ask: Ask, fleet: Fleet, slot: int, identity: ModelIdentity | None, now: float) -> str:
-    """In a word or two, from constants: this stands in the way of every decision."""
-    state = fleet.states[slot]
-    if state is not WorkerState.READY:
-        return state.value
-    report = fleet.reports[slot]
-    if report is None or (identity is not None and report.identity != identity):
-        return "another model or numerics class"
-    if _avoided(ask, fleet, slot):
-        return "gave this request back"
-    if _doubtful(ask, fleet, slot, now):
-        return "silent, or failed this request before"
-    return "completes no set of legs"
-
-
-def _numbers(score: Score) -> str:
-    words = f"{score.in_flight} tokens in flight, {score.compute} to compute, {score.cached} cached"
-    return words + (f", lacks {score.short} pages" if score.short else "")
+def _in_words(numbers: dict[str, float]) -> str:
+    """Seconds as milliseconds; what is 0 is left out, but for the cost."""
+    words = []
+    for name, value in numbers.items():
+        if name.endswith("_s"):
+            words.append(f"{name[:-2]} {value * 1e3:.4g} ms" if value or name == "cost_s" else "")
+        else:
+            words.append(f"{name} {value:g}" if value else "")
+    return ", ".join(filter(None, words))

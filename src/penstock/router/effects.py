@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
+from penstock.router.columns import Due
 from penstock.types import RequestId, TokenBatch, WorkerId
 from penstock.wire.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Submit this leg.  ``tokens`` are what it has to compute."""
+    """Submit this leg.  ``tokens`` are what it has to compute, ``due`` what it asks of its worker."""
 
     worker: WorkerId
     incarnation: int
     submit: Submit
     tokens: int
+    due: Due
 
 
 @dataclass(frozen=True, slots=True)

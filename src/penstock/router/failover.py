@@ -144,7 +144,7 @@ class Flight:
         self._idle_since = now
         sent = submissions(self.request, self.epoch, self.emitted, decision, root)
         return tuple(
-            Send(chosen.worker, chosen.incarnation, submit, chosen.tokens)
+            Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due)
             for chosen, submit in zip(decision.legs, sent, strict=True)
         )
 

@@ -2,19 +2,31 @@
 
 Columns, one slot a worker id; an id keeps its slot over restarts.  Two sources are joined: what workers report, and
 the gateway's own book of what it has handed out, so that the second of two decisions in one millisecond knows of the
-first.  Whatever comes from another incarnation than the current one is ignored (a fence).
+first.  Whatever comes from another incarnation than the current one is ignored (a fence).  The numbers that decisions
+compare stand in ``columns``.
 Knows nothing about links, requests' content or policies.  Pure: time is handed in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
+from penstock.router.book import Book
+from penstock.router.columns import Columns, Due, Slots
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState
 from penstock.wire.messages import Report, WorkerDown, WorkerUp
 
 _MOST_SILENCES = 8
+
+STATES = tuple(WorkerState)
+"""States in the order of ``Fleet.standing``'s numbers."""
+
+OTHER_IDENTITY = 128
+_READY = STATES.index(WorkerState.READY)
 
 
 class Fleet:
@@ -40,7 +52,12 @@ class Fleet:
         self._own: list[int] = []
         self._others: list[int] = []
         self._work: list[dict[RequestId, int]] = []
+        self.columns = Columns()
+        self._book = Book(self.columns)
         self._slots: dict[WorkerId, int] = {}
+        self._arrays: dict[tuple[Role, ModelIdentity | None], Slots] = {}  # until somebody changes
+        self._standing: dict[ModelIdentity | None, bytes] = {}  # the same
+        self._names: tuple[WorkerId, ...] = ()
         self._ready: dict[tuple[Role, ModelIdentity | None], tuple[int, ...]] = {}  # until somebody changes
         self._identities: tuple[ModelIdentity, ...] | None = None  # the same
 
@@ -73,6 +90,7 @@ class Fleet:
         self.endpoints[slot] = message.endpoint
         self.pids[slot] = message.pid
         self.heard[slot] = now
+        self.columns.heard(slot, now)
         self._ended[slot] = False
         self._gaps[slot] = 0.0
         self.moved[slot] = now
@@ -107,6 +125,8 @@ class Fleet:
         self.states[slot] = report.state
         self.reasons[slot] = ""
         self.pids[slot] = report.pid
+        self._book.reported(slot, report.heard)
+        self.columns.report(slot, report)
         self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
         self.load[slot] = self._own[slot] + self._others[slot]
         return True
@@ -121,6 +141,7 @@ class Fleet:
         if self.states[slot] is WorkerState.WEDGED:
             self._gaps[slot] = max(self._gaps[slot], now - self.heard[slot])
         self.heard[slot] = now
+        self.columns.heard(slot, now)
         return True
 
     def is_current(self, worker: WorkerId, incarnation: int) -> bool:
@@ -153,17 +174,32 @@ class Fleet:
         """This process did not listen for so long: nobody can be blamed for silence in that time."""
         self.heard = [heard + seconds for heard in self.heard]
         self.moved = [moved + seconds for moved in self.moved]
+        self.columns.forgive(seconds)
 
     # --- the gateway's own book -------------------------------------------------------------------------------------
 
-    def charge(self, worker: WorkerId, incarnation: int, request: RequestId, tokens: int) -> None:
-        """``worker`` was given ``request`` with so many tokens to compute, or has so many left of it."""
+    def charge(
+        self,
+        worker: WorkerId,
+        incarnation: int,
+        request: RequestId,
+        tokens: int,
+        *,
+        due: Due | None = None,
+        serial: int = 0,
+    ) -> None:
+        """``worker`` was given ``request`` with so many tokens to compute, or has so many left of it.
+
+        ``due`` counts on top of its reports until one of them has heard of ``serial``.
+        """
         slot = self._slots.get(worker)
         if slot is None or self.incarnations[slot] != incarnation:
             return
         work = self._work[slot]
         self._add_own(slot, tokens - work.get(request, 0))
         work[request] = tokens
+        if due is not None:
+            self._book.sent(slot, request, due, serial)
 
     def progress(self, worker: WorkerId, request: RequestId, left: int) -> None:
         """So many tokens are left; a request that is not in the book (any more) is none of ours."""
@@ -172,6 +208,7 @@ class Fleet:
         if before is not None:
             self._work[slot][request] = left
             self._add_own(slot, left - before)
+            self._book.begun(slot, request)
 
     def discharge(self, worker: WorkerId, incarnation: int, request: RequestId) -> None:
         """Nothing of ``request`` is left at ``worker``."""
@@ -179,6 +216,7 @@ class Fleet:
         if slot is None or self.incarnations[slot] != incarnation:
             return
         self._add_own(slot, -self._work[slot].pop(request, 0))
+        self._book.ended(slot, request)
 
     def work(self, slot: int) -> Sequence[RequestId]:
         """What the gateway has at this worker now."""
@@ -212,6 +250,31 @@ class Fleet:
                 and (identity is None or report.identity == identity)
             )
         return slots
+
+    def slots_of(self, role: Role, identity: ModelIdentity | None) -> Slots:
+        """``ready`` as an array."""
+        key = (role, identity)
+        slots = self._arrays.get(key)
+        if slots is None:
+            slots = self._arrays[key] = np.array(self.ready(role, identity), dtype=np.intp)
+        return slots
+
+    def names(self) -> tuple[WorkerId, ...]:
+        """``ids``, as they are now and for good."""
+        if len(self._names) != len(self.ids):
+            self._names = tuple(self.ids)
+        return self._names
+
+    def standing(self, identity: ModelIdentity | None) -> bytes:
+        """A byte a slot: the number of its state in ``STATES``, and ``OTHER_IDENTITY`` more for one of another."""
+        standing = self._standing.get(identity)
+        if standing is None:
+            numbers = bytearray(STATES.index(state) for state in self.states)
+            for slot, report in enumerate(self.reports):
+                if numbers[slot] == _READY and identity is not None and report and report.identity != identity:
+                    numbers[slot] |= OTHER_IDENTITY
+            standing = self._standing[identity] = bytes(numbers)
+        return standing
 
     def identities(self) -> Sequence[ModelIdentity]:
         """Identities of ready workers, that of most workers first, ties in order of slots."""
@@ -286,20 +349,26 @@ class Fleet:
         self._own.append(0)
         self._others.append(0)
         self._work.append({})
+        self._book.add()
+        self.columns.add(int.from_bytes(blake2b(worker.encode(), digest_size=8).digest(), "little"))
         return slot
 
     def _clear(self, slot: int) -> None:
         """What an ended incarnation had is gone with it."""
         self.reports[slot] = None
+        self.columns.clear(slot)
         self._clear_work(slot)
         self._changed()
 
     def _changed(self) -> None:
         self._ready.clear()
+        self._arrays.clear()
         self._identities = None
+        self._standing.clear()
 
     def _clear_work(self, slot: int) -> None:
         self._work[slot].clear()
+        self._book.clear(slot)
         self.load[slot] = self._own[slot] = self._others[slot] = 0
 
     def _add_own(self, slot: int, tokens: int) -> None:

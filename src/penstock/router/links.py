@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -64,9 +64,11 @@ class WorkerLink:
         if self._unsent or not self._link.send(cancel):
             self._unsent.append(cancel)
 
-    def beat(self, hello: Hello, awaited: Sequence[Awaited] = ()) -> None:
-        """Greet, ask about the legs that are awaited, and send what could not leave before."""
-        self._link.send(msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited)))
+    def beat(self, hello: Hello, awaited: Sequence[Awaited] = (), *, kv_snapshot: bool = False) -> None:
+        """Greet, ask about the legs that are awaited (and the whole cache), and send what could not leave before."""
+        self._link.send(
+            msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited), kv_snapshot=kv_snapshot)
+        )
         while self._unsent and self._link.send(self._unsent[0]):
             del self._unsent[0]
 
@@ -106,10 +108,16 @@ class Links:
         link = self._links.get(worker)
         return link if link is not None and link.incarnation == incarnation else None
 
-    def beat(self, hello: Hello, awaited: Mapping[WorkerId, Sequence[Awaited]] = NOBODY_AWAITED) -> None:
-        """Greet everybody, and ask each about the legs that it has been silent about."""
+    def beat(
+        self,
+        hello: Hello,
+        awaited: Mapping[WorkerId, Sequence[Awaited]] = NOBODY_AWAITED,
+        lacking: Collection[WorkerId] = (),
+    ) -> None:
+        """Greet everybody, ask each about the legs that it has been silent about, and the ``lacking`` for all of their
+        caches."""
         for worker, link in self._links.items():
-            link.beat(hello, awaited.get(worker, ()))
+            link.beat(hello, awaited.get(worker, ()), kv_snapshot=worker in lacking)
 
     def drop(self, worker: WorkerId) -> None:
         """Close the link to a worker, if there is one."""

@@ -1,17 +1,22 @@
 """Placing requests: who waits for a worker, what was decided and on what grounds, which prefixes lie where.
 
-Pure but for its log; a flight hears of a decision from whoever asked for it.
+Pure but for its log and its stop watch; a flight hears of a decision from whoever asked for it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
+from time import perf_counter
 
+from penstock.config.schema import RoutingConfig
 from penstock.hashing import chain_root
-from penstock.router.decide import Decision, decide
+from penstock.router.decide import Decision, How, decide
 from penstock.router.decision_log import DecisionLog
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
+from penstock.router.policy.named import policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
@@ -19,17 +24,26 @@ from penstock.types import BlockHash, RequestId, ValidRequest
 
 log = logging.getLogger("penstock.router")
 
+ANSWERS_AVERAGED = 64
+"""The expected length of an answer is the mean of the first so many, to which each later one adds its part of 1/64."""
+
 
 class Placement:
     """Decides for flights that ask, and remembers those that must ask again."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, *, mixed_numerics: bool) -> None:
-        self.decisions = DecisionLog()
+    def __init__(self, config: RoutingConfig, fleet: Fleet, metrics: Metrics, *, mixed_numerics: bool) -> None:
+        self.decisions = DecisionLog(config.remembered_requests, config.remembered_decisions)
+        self.prefixes = PrefixIndex(config.max_indexed_blocks, config.max_indexed_workers)
         self._fleet = fleet
         self._metrics = metrics
-        self._mixed_numerics = mixed_numerics
-        self._prefixes = PrefixIndex()
+        self._how = How(
+            policy=policy_named(config.policy),
+            always_split=config.split == "always",
+            mixed_numerics=mixed_numerics,
+        )
         self._waiting: dict[RequestId, float] = {}  # -> not before; in order of arrival
+        self._answers = 0  # so many were finished
+        self._length = math.inf  # tokens of an answer, on the average
 
     def wait(self, request: RequestId, not_before: float) -> None:
         """Nobody serves this request; it is to ask again then."""
@@ -43,19 +57,36 @@ class Placement:
         """Who may ask again by then, in order of arrival."""
         return [request for request, not_before in self._waiting.items() if not_before <= until]
 
-    def decide(self, flight: Flight, now: float) -> tuple[Decision, BlockHash]:
+    def decide(
+        self, flight: Flight, now: float, stopwatch: Callable[[], float] = perf_counter
+    ) -> tuple[Decision, BlockHash]:
         """A decision for this flight, and the hash chain's root where it will be served."""
         request = flight.request
-        decision = decide(flight.ask(now), self._fleet, self._prefixes, now, mixed_numerics=self._mixed_numerics)
+        began = stopwatch()
+        decision = decide(flight.ask(now), self._fleet, self.prefixes, now, self._how, write=self._length)
+        self._metrics.decided(stopwatch() - began, legs=len(decision.legs))
         self.decisions.add(request.id, decision)
         if decision.legs:
             self.forget(request.id)
+            self.prefixes.expect(request.id, request.block_hashes, [chosen.slot for chosen in decision.legs])
             if flight.epoch > 1:
                 self._metrics.resubmitted()
                 event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
-        if decision.prefill is not None:
-            self._prefixes.record(request.block_hashes, decision.prefill.slot, decision.prefill.incarnation)
         return decision, _root(decision, request)
+
+    def answered(self, request: RequestId) -> None:
+        """A token came: what the request will leave in caches was told before it."""
+        self.prefixes.settle(request)
+
+    def ended(self, flight: Flight) -> None:
+        """A flight is over."""
+        self.forget(flight.request.id)
+        self.prefixes.settle(flight.request.id)
+        tokens = len(flight.emitted)
+        if tokens:
+            self._answers += 1
+            share = 1 / min(self._answers, ANSWERS_AVERAGED)
+            self._length = float(tokens) if self._answers == 1 else (1 - share) * self._length + share * tokens
 
 
 def _root(decision: Decision, request: ValidRequest) -> BlockHash:

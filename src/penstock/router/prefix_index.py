@@ -1,88 +1,188 @@
-"""Which worker has probably computed which prompt prefix: a bounded memory, least recently used out first.
+"""Which worker has which prompt prefix: what workers tell of their caches, and what was just sent to them.
 
-A guess, never a promise: a worker may have evicted the pages, and then it computes them again.  Block hashes are
-chained, so "holds block n" means "held all before it", and the longest match is found by bisection.  Long prompts are
-remembered on a grid that grows coarser (every block up to 64, then every 2nd, every 4th, …), which bounds both the
-memory and the time of a decision by the logarithm of the length and costs at most 1/32 of a match.
-Pure: knows hashes and slots, no tokens and no workers' states.
+Two sources.  Workers number the changes of their prefix caches (``wire.messages.KvEvents``); a number that is missing,
+or that a report knows and we do not, makes the worker ``lacking`` until it has told everything anew.  And a prompt that
+was sent somewhere will be in that cache soon: until its first token it counts as if it were (``promises``).
+A guess, never a promise to anybody: a worker may have evicted the pages meanwhile, and then it computes them again.
+Pure: knows hashes, slots and incarnations, no tokens and no workers' states.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from penstock.types import BlockHash
+import numpy as np
+from numpy.typing import NDArray
 
-_FINE_BLOCKS = 64
-_HOLDERS = 8  # workers remembered a block
+from penstock.kernels.blocks import BlockIndex
+from penstock.router.promises import Promises
+from penstock.types import BlockHash, RequestId
+from penstock.wire.messages import KvEvents
+
+ASK_AGAIN_S = 1.0
+"""A worker that was asked for all of its cache is given so long before it is asked again."""
+
+SWEPT_AT_ONCE = 1 << 17
+"""Places of the table that are looked at for ended workers at each ``sweep``: some 3 ms, and nothing while all live."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """One incarnation of a worker: how far its telling has been heard."""
+
+    incarnation: int
+    owner: int | None = None  # in the native index; None: there are more workers than it has room for
+    sequence: int = 0  # of the last change that was taken
+    part: int | None = None  # of the snapshot that is coming: the next one
+    whole: bool = False  # nothing is missing
+    asked: float = float("-inf")  # when it was last asked for everything
 
 
 class PrefixIndex:
-    """Block hash -> the (slot, incarnation) pairs that were given a prompt with that block.
+    """Block hash -> slots that hold the block.
 
-    ``capacity`` bounds the number of blocks remembered.
+    ``capacity`` bounds the blocks, ``max_workers`` the workers that are told apart; the memory is 15 to 19 bytes a
+    block, whoever holds it.
     """
 
-    def __init__(self, capacity: int = 65_536) -> None:
-        if capacity < 1:
-            raise ValueError(f"a prefix index of {capacity} blocks remembers nothing")
-        self._capacity = capacity
-        self._holders: OrderedDict[BlockHash, dict[int, int]] = OrderedDict()
+    def __init__(self, capacity: int = 1 << 24, max_workers: int = 1024) -> None:
+        """Raises ValueError for limits below 1."""
+        self._blocks = BlockIndex(capacity, max_workers)
+        self._followed: list[_Followed | None] = []  # by slot
+        self._owners: NDArray[np.intp] = np.zeros(0, np.intp)  # by slot, ``max_workers`` for one without
+        self._depths: NDArray[np.int32] = np.zeros(max_workers + 1, np.int32)  # by owner; the last stays 0
+        self._nobody = max_workers
+        self.promises = Promises()
+        self.gaps = 0  # how often something that a worker told was missed
+        self.refused = 0  # blocks that found no room
+
+    # --- workers come and go ----------------------------------------------------------------------------------------
+
+    def follow(self, slot: int, incarnation: int) -> None:
+        """The worker of this slot has begun anew, with an empty cache."""
+        while len(self._followed) <= slot:
+            self._followed.append(None)
+        if len(self._owners) < len(self._followed):
+            more = np.full(len(self._followed) - len(self._owners), self._nobody, np.intp)
+            self._owners = np.concatenate((self._owners, more))
+        self.drop(slot)
+        followed = self._followed[slot] = _Followed(incarnation)
+        self._begin(slot, followed)
+
+    def drop(self, slot: int) -> None:
+        """The worker of this slot has ended, and its cache with it."""
+        followed = self._followed[slot] if slot < len(self._followed) else None
+        if followed is None:
+            return
+        self._end(slot, followed)
+        self._followed[slot] = None
+        self.promises.drop(slot)
+
+    def sweep(self) -> None:
+        """Give back some of the memory of what has ended.  Called now and then."""
+        self._blocks.sweep(SWEPT_AT_ONCE)
+
+    # --- what workers tell ------------------------------------------------------------------------------------------
+
+    def take(self, slot: int, events: KvEvents) -> None:
+        """A worker tells of its cache.  What is old, or out of turn, changes nothing."""
+        followed = self._current(slot, events.incarnation)
+        if followed is None:
+            return
+        if events.parts:
+            self._take_part(slot, followed, events)
+        elif followed.whole and events.sequence == followed.sequence + 1:
+            followed.sequence = events.sequence
+            self._apply(followed, events)
+        elif followed.whole and events.sequence > followed.sequence:
+            self._miss(followed)
+
+    def told(self, slot: int, incarnation: int, sequence: int) -> None:
+        """A worker's report says that it has told of so many changes; all of them should be here by now."""
+        followed = self._current(slot, incarnation)
+        if followed is not None and followed.whole and sequence > followed.sequence:
+            self._miss(followed)
+
+    def lacking(self, slot: int, now: float) -> bool:
+        """Is the worker to be asked for all that it has?  True at most once in ``ASK_AGAIN_S``."""
+        followed = self._followed[slot] if slot < len(self._followed) else None
+        if followed is None or followed.whole or followed.owner is None or now - followed.asked < ASK_AGAIN_S:
+            return False
+        followed.asked = now
+        return True
+
+    def _take_part(self, slot: int, followed: _Followed, events: KvEvents) -> None:
+        if events.part == 0:
+            self._end(slot, followed)
+            self._begin(slot, followed)
+            followed.whole, followed.part, followed.sequence = False, 0, events.sequence
+        if followed.part != events.part or followed.sequence != events.sequence:
+            followed.part = None
+            return
+        self._apply(followed, events)
+        followed.part = events.part + 1
+        if followed.part == events.parts:
+            followed.part, followed.whole = None, True
+
+    def _apply(self, followed: _Followed, events: KvEvents) -> None:
+        if followed.owner is not None:
+            self._blocks.remove(followed.owner, _whole_keys(events.removed))
+            self.refused += self._blocks.add(followed.owner, _whole_keys(events.stored))
+
+    def _miss(self, followed: _Followed) -> None:
+        """What is here stays the best guess until the worker has told everything anew."""
+        self.gaps += 1
+        followed.whole = False
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def hits(self, hashes: Sequence[BlockHash], slots: int) -> NDArray[np.int32]:
+        """How many leading blocks of this prompt each of the first ``slots`` slots has, or will have soon."""
+        if not hashes:
+            return np.zeros(slots, np.int32)
+        self._blocks.match(hashes, self._depths[:-1])
+        found = self._depths[self._owners[:slots]]
+        if len(found) < slots:
+            found = np.concatenate((found, np.zeros(slots - len(found), np.int32)))
+        for slot, blocks in self.promises.depths(hashes):
+            if slot < slots and blocks > found[slot]:
+                found[slot] = blocks
+        return found
+
+    def expect(self, request: RequestId, hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """A prompt was sent to these slots."""
+        self.promises.add(request, hashes, slots)
+
+    def settle(self, request: RequestId) -> None:
+        """It has its first token, or will never have one: what it has left in caches was told by now."""
+        self.promises.settle(request)
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return self._blocks.blocks()
 
-    def record(self, hashes: Sequence[BlockHash], slot: int, incarnation: int) -> None:
-        """Remember that ``slot`` was given the prompt with these blocks."""
-        # From the last block to the first: a prefix is always younger than what extends it, so it goes later.
-        for index in reversed(_grid(len(hashes))):
-            key = hashes[index]
-            holders = self._holders.get(key)
-            if holders is None:
-                self._holders[key] = {slot: incarnation}
-                continue
-            self._holders.move_to_end(key)
-            holders.pop(slot, None)
-            holders[slot] = incarnation
-            if len(holders) > _HOLDERS:
-                del holders[next(iter(holders))]
-        while len(self._holders) > self._capacity:
-            self._holders.popitem(last=False)
+    @property
+    def memory_bytes(self) -> int:
+        """Of what workers told."""
+        return self._blocks.memory_bytes()
 
-    def match(self, hashes: Sequence[BlockHash], slot: int, incarnation: int) -> int:
-        """How many leading blocks of this prompt that incarnation of ``slot`` was given before."""
-        return self.matches(hashes, [(slot, incarnation)])[0]
+    # --- owners -----------------------------------------------------------------------------------------------------
 
-    def matches(self, hashes: Sequence[BlockHash], workers: Sequence[tuple[int, int]]) -> list[int]:
-        """``match`` for each (slot, incarnation)."""
-        first = self._holders.get(hashes[0]) if hashes else None
-        if first is None:
-            return [0] * len(workers)
-        grid = _grid(len(hashes))
-        return [
-            self._match(hashes, grid, slot, incarnation) if first.get(slot) == incarnation else 0
-            for slot, incarnation in workers
-        ]
+    def _current(self, slot: int, incarnation: int) -> _Followed | None:
+        followed = self._followed[slot] if slot < len(self._followed) else None
+        return followed if followed is not None and followed.incarnation == incarnation else None
 
-    def _match(self, hashes: Sequence[BlockHash], grid: Sequence[int], slot: int, incarnation: int) -> int:
-        low, high = 1, len(grid)
-        while low < high:
-            middle = (low + high) // 2
-            holders = self._holders.get(hashes[grid[middle]])
-            if holders is not None and holders.get(slot) == incarnation:
-                low = middle + 1
-            else:
-                high = middle
-        return grid[low - 1] + 1
+    def _begin(self, slot: int, followed: _Followed) -> None:
+        followed.owner = self._blocks.open()
+        self._owners[slot] = self._nobody if followed.owner is None else followed.owner
+
+    def _end(self, slot: int, followed: _Followed) -> None:
+        if followed.owner is not None:
+            self._blocks.close(followed.owner)
+        followed.owner = None
+        self._owners[slot] = self._nobody
 
 
-def _grid(blocks: int) -> list[int]:
-    """Indices of the blocks that are remembered of a prompt of so many."""
-    grid = list(range(min(blocks, _FINE_BLOCKS)))
-    start, stride = _FINE_BLOCKS, 2
-    while start < blocks:
-        end = min(blocks, 2 * start)
-        grid.extend(range(start + stride - 1, end, stride))
-        start, stride = 2 * start, 2 * stride
-    return grid
+def _whole_keys(packed: bytes) -> bytes:
+    """Without the part of a key that a strange peer may have put at the end."""
+    return packed[: len(packed) // 8 * 8]

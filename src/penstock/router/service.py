@@ -15,18 +15,21 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
 from penstock.router.decide import Decision, can_serve
+from penstock.router.decision_log import as_json, in_a_line
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.failover import Flight, Patience, Phase
 from penstock.router.fleet import Fleet
 from penstock.router.links import Connect, Links
 from penstock.router.placement import Placement
 from penstock.router.stream import Stream
-from penstock.router.watch import TICK_S, Watch
-from penstock.telemetry.registry import Metrics
+from penstock.router.watch import TICK_S, Watch, WatchedState
+from penstock.telemetry.registry import Metrics, PrefixFigures
 from penstock.types import (
     ModelIdentity,
     RequestId,
@@ -39,6 +42,7 @@ from penstock.wire.messages import (
     Awaited,
     Cancel,
     Draining,
+    KvEvents,
     Report,
     Returned,
     SupervisorMessage,
@@ -79,8 +83,18 @@ class RouterService:
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
         self._links = Links(outside.connect, self.on_message)
         self._streams: dict[RequestId, Stream] = {}
-        self._placement = Placement(self.fleet, self.metrics, mixed_numerics=config.allow_mixed_numerics)
-        self._watch = Watch(config, self.fleet, self._links, self.metrics, lose=self._lose, suspect=outside.suspect)
+        self._placement = Placement(
+            config.routing, self.fleet, self.metrics, mixed_numerics=config.allow_mixed_numerics
+        )
+        self._prefixes = self._placement.prefixes
+        self._watch = Watch(
+            config,
+            WatchedState(self.fleet, self._links, self._prefixes),
+            self.metrics,
+            lose=self._lose,
+            suspect=outside.suspect,
+        )
+        self._serial = 0  # of the last Submit
         self._unsettled = 0  # streams whose flights are not over
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
         self._ticker: asyncio.Task[None] | None = None
@@ -89,6 +103,9 @@ class RouterService:
         self.metrics.rows = self.fleet.status_rows
         self.metrics.open_requests = lambda: self._unsettled
         self.metrics.dropped_frames = lambda: self._links.dropped
+        self.metrics.prefix_index = lambda: PrefixFigures(
+            len(self._prefixes), self._prefixes.memory_bytes, self._prefixes.gaps, self._prefixes.refused
+        )
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -177,6 +194,16 @@ class RouterService:
         """The decisions made for one of the latest requests, oldest first; ``reasons()`` of each tells why."""
         return self._placement.decisions.of(request)
 
+    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+        """The same as JSON."""
+        decisions = self.debug(request)
+        return [as_json(decision, decisions[0].at) for decision in decisions]
+
+    def explain_in_a_line(self, request: RequestId) -> str | None:
+        """The latest decision about a request, as a header tells it."""
+        decisions = self.debug(request)
+        return in_a_line(decisions[-1]) if decisions else None
+
     # --- events: the supervisor -------------------------------------------------------------------------------------
 
     def on_supervisor(self, message: SupervisorMessage) -> None:
@@ -208,6 +235,8 @@ class RouterService:
             return
         elif isinstance(message, Tokens):
             self._on_tokens(message, worker, incarnation, now)
+        elif isinstance(message, KvEvents):
+            self._watch.cached(message, worker, incarnation)
         elif isinstance(message, Returned):
             stream = self._streams.get(message.request)
             if stream is not None:
@@ -290,9 +319,18 @@ class RouterService:
 
     def _send(self, effect: Send) -> bool:
         link = self._links.to(effect.worker, effect.incarnation)
-        if link is None or not link.send(effect.submit):
+        serial = self._serial + 1
+        if link is None or not link.send(msgspec.structs.replace(effect.submit, serial=serial)):
             return False
-        self.fleet.charge(effect.worker, effect.incarnation, effect.submit.request, effect.tokens)
+        self._serial = serial
+        self.fleet.charge(
+            effect.worker,
+            effect.incarnation,
+            effect.submit.request,
+            effect.tokens,
+            due=effect.due,
+            serial=serial,
+        )
         return True
 
     def _cancel(self, effect: CancelLeg) -> None:
@@ -303,6 +341,7 @@ class RouterService:
 
     def _deliver(self, stream: Stream, batch: TokenBatch, now: float) -> None:
         request = stream.flight.request
+        self._placement.answered(request.id)
         if stream.first_at is None:
             stream.first_at = now
             self.metrics.first_token(now - request.arrival, stream.queued_s, len(request.prompt))
@@ -321,7 +360,7 @@ class RouterService:
         stream.settled = True
         self._unsettled -= 1
         request = stream.flight.request
-        self._placement.forget(request.id)
+        self._placement.ended(stream.flight)
         now = self._outside.clock.now()
         first = stream.first_at
         self.metrics.finished(reason, now - request.arrival, None if first is None else now - first)

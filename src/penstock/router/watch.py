@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.config.schema import GatewayConfig
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
+from penstock.router.prefix_index import PrefixIndex
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, WorkerId, WorkerState
-from penstock.wire.messages import Awaited, Hello, Report, Suspect, WorkerDown, WorkerUp
+from penstock.wire.messages import Awaited, Hello, KvEvents, Report, Suspect, WorkerDown, WorkerUp
 
 log = logging.getLogger("penstock.router")
 
@@ -32,14 +34,22 @@ Lose = Callable[[WorkerId, int, Sequence[RequestId], str], None]
 """Called with a worker, its incarnation, the requests that were lost there, and why."""
 
 
+@dataclass(frozen=True, slots=True)
+class WatchedState:
+    """What is kept true."""
+
+    fleet: Fleet
+    links: Links
+    prefixes: PrefixIndex
+
+
 class Watch:
-    """Keeps ``fleet`` and ``links`` true.  ``lose`` hears of lost requests, ``suspect`` (the supervisor) of silence."""
+    """Keeps ``state`` true.  ``lose`` hears of lost requests, ``suspect`` (the supervisor) of silence."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        fleet: Fleet,
-        links: Links,
+        state: WatchedState,
         metrics: Metrics,
         *,
         lose: Lose,
@@ -47,8 +57,9 @@ class Watch:
     ) -> None:
         self._failover = config.failover
         self._hello = Hello(gateway=config.name, incarnation=config.incarnation)
-        self._fleet = fleet
-        self._links = links
+        self._fleet = state.fleet
+        self._links = state.links
+        self._prefixes = state.prefixes
         self._metrics = metrics
         self._lose = lose
         self._suspected = suspect
@@ -64,7 +75,8 @@ class Watch:
         earlier = (fleet.incarnations[slot], fleet.work(slot)) if slot is not None else (0, ())
         if not fleet.up(message, now):
             return
-        self._links.open(message.worker, message.incarnation, message.endpoint).beat(self._hello)
+        self._prefixes.follow(fleet.ids.index(message.worker) if slot is None else slot, message.incarnation)
+        self._links.open(message.worker, message.incarnation, message.endpoint).beat(self._hello, kv_snapshot=True)
         self._lose(message.worker, earlier[0], earlier[1], "replaced")
 
     def down(self, message: WorkerDown) -> None:
@@ -75,6 +87,8 @@ class Watch:
         dead_already = slot is not None and fleet.has_ended(slot)
         if not fleet.down(message) or dead_already:
             return
+        if slot is not None:
+            self._prefixes.drop(slot)
         self._metrics.worker_died(message.worker)
         event(log, logging.WARNING, "worker is down", worker=message.worker, reason=message.reason, requests=len(work))
         self._links.drop(message.worker)
@@ -88,11 +102,19 @@ class Watch:
         was = self._fleet.states[slot] if slot is not None else None
         if not self._fleet.report(report, now):
             return False
+        if slot is not None:
+            self._prefixes.told(slot, report.incarnation, report.kv_sequence)
         self._metrics.worker_report(report.worker, report.incarnation, report.counters)
         if was is WorkerState.READY or report.state is not WorkerState.READY:
             return False
         event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
         return True
+
+    def cached(self, events: KvEvents, worker: WorkerId, incarnation: int) -> None:
+        """A worker tells of its prefix cache; nobody tells of another's."""
+        slot = self._fleet.slot(worker)
+        if slot is not None and (events.worker, events.incarnation) == (worker, incarnation):
+            self._prefixes.take(slot, events)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +132,9 @@ class Watch:
         """Greet everybody, ask about the legs that are ``awaited``, and look for silent workers."""
         self._beaten = now
         fleet = self._fleet
-        self._links.beat(self._hello, awaited)
+        lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.lacking(slot, now)}
+        self._links.beat(self._hello, awaited, lacking)
+        self._prefixes.sweep()
         for slot in list(fleet.silent(now, self._failover.silence_s)):
             self._suspect(slot, now)
 

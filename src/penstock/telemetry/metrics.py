@@ -75,6 +75,7 @@ class Family:
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 _E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_DECISION = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3)
 _PHASE = (0.001, 0.005, 0.01, 0.025, 0.05, *_E2E[1:])
 
 
@@ -154,5 +155,15 @@ WORKER_DEATHS = _counter("worker_deaths", "Worker processes that ended or were e
 WORKER_SUSPICIONS = _counter("worker_suspicions", "Workers given up because they were silent.", "worker")
 DROPPED_FRAMES = _counter("dropped_frames", "Frames the gateway dropped: malformed, or not to be sent.")
 REQUESTS_OPEN = _gauge("requests_open", "Requests that the gateway serves now.")
+
+DECISIONS = _counter("router_decisions", "Times that workers were chosen, by what came of it.", "outcome")
+DECISION_TIME = _histogram("router_decision_seconds", "To choose the workers of one request.", _DECISION)
+PREFIX_BLOCKS = _gauge("prefix_index_blocks", "Blocks of workers' prefix caches that the gateway knows of.")
+PREFIX_BYTES = _gauge("prefix_index_bytes", "Memory of what it knows of them.")
+PREFIX_GAPS = _counter("prefix_index_gaps", "Times that a worker's telling was missed and asked for anew.")
+PREFIX_REFUSED = _counter("prefix_index_refused_blocks", "Blocks over max_indexed_blocks, not known therefore.")
+
+OUTCOMES = ("nobody", "whole", "split")
+"""Of decisions, by how many legs they have."""
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")

@@ -7,7 +7,7 @@ a worker is forked anew.  Knows nothing about requests but figures, and nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -63,10 +63,20 @@ class WorkerTotals:
         self._current[worker] = {}
 
 
+class PrefixFigures(NamedTuple):
+    """Of the index of workers' prefix caches."""
+
+    blocks: int = 0
+    memory_bytes: int = 0
+    gaps: int = 0  # since the start
+    refused: int = 0  # the same
+
+
 class Metrics:
     """Everything that is counted in the gateway.
 
-    ``rows`` (``Fleet.status_rows``), ``open_requests`` and ``dropped_frames`` are asked when somebody looks.
+    ``rows`` (``Fleet.status_rows``), ``open_requests``, ``dropped_frames`` and ``prefix_index`` are asked when somebody
+    looks.
     """
 
     def __init__(self, *, model_name: str = "") -> None:
@@ -75,6 +85,7 @@ class Metrics:
         self.rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.open_requests: Callable[[], int] = int
         self.dropped_frames: Callable[[], int] = int
+        self.prefix_index: Callable[[], PrefixFigures] = PrefixFigures
         self.totals = WorkerTotals()
         self._registry.register(_AtScrape(self))
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
@@ -83,6 +94,9 @@ class Metrics:
         self._success = self._counter(names.REQUEST_SUCCESS)
         self._deaths = self._counter(names.WORKER_DEATHS)
         self._suspicions = self._counter(names.WORKER_SUSPICIONS)
+        decisions = self._counter(names.DECISIONS)
+        self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
+        self._deciding = self._histogram(names.DECISION_TIME)
         for reason in names.FINISHED_REASONS:
             self._success.labels(model_name, reason)
         self._ttft = self._histogram(names.TTFT)
@@ -118,6 +132,11 @@ class Metrics:
     def resubmitted(self) -> None:
         """A request was given to workers once more."""
         self._resubmissions.inc()
+
+    def decided(self, seconds: float, *, legs: int) -> None:
+        """Workers for so many legs were chosen within so long."""
+        self._decisions[legs].inc()
+        self._deciding.observe(seconds)
 
     def worker_died(self, worker: str) -> None:
         """A worker process ended."""
@@ -155,11 +174,14 @@ class Metrics:
         opened = self._gauge(names.REQUESTS_OPEN)
         opened.add_metric([self._model], self.open_requests())
         yield opened
-        dropped = CounterMetricFamily(
-            names.PREFIX + names.DROPPED_FRAMES.name, names.DROPPED_FRAMES.help, labels=("model_name",)
-        )
-        dropped.add_metric([self._model], self.dropped_frames())
-        yield dropped
+        yield self._single_counter(names.DROPPED_FRAMES, self.dropped_frames())
+        figures = self.prefix_index()
+        for family, figure in ((names.PREFIX_BLOCKS, figures.blocks), (names.PREFIX_BYTES, figures.memory_bytes)):
+            gauge = self._gauge(family)
+            gauge.add_metric([self._model], figure)
+            yield gauge
+        yield self._single_counter(names.PREFIX_GAPS, figures.gaps)
+        yield self._single_counter(names.PREFIX_REFUSED, figures.refused)
 
     # --- making families --------------------------------------------------------------------------------------------
 
@@ -172,6 +194,11 @@ class Metrics:
             names.PREFIX + family.name, family.help, ("model_name",), registry=self._registry, buckets=family.buckets
         )
         return made.labels(self._model)
+
+    def _single_counter(self, family: Family, value: float) -> CounterMetricFamily:
+        counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name",))
+        counter.add_metric([self._model], value)
+        return counter
 
     def _gauge(self, family: Family) -> GaugeMetricFamily:
         return GaugeMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))

@@ -19,6 +19,8 @@ reserved the room to take them.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from penstock.types import (
@@ -77,6 +79,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     incarnation: int
     connection: int = 0  # grows with each connection that this gateway makes: the latest is the one to answer
     awaited: tuple[Awaited, ...] = ()
+    kv_snapshot: bool = False  # tell me all that your prefix cache has: I am new, or have missed some of your KvEvents
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
@@ -100,6 +103,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     pictures: tuple[Picture, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
+    serial: int = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -145,6 +149,40 @@ class Returned(Message, frozen=True, kw_only=True, tag="returned"):
     reason: str  # "preempted", "pages_lost", "draining", "too_long", UNKNOWN, ...
 
 
+KV_KEY_BYTES = 8
+"""Of a block's hash in ``KvEvents``: the router guesses with them, nobody's pages are found by them."""
+
+KV_EVENT_BLOCKS = 4096
+"""Most blocks of a kind in one ``KvEvents``."""
+
+_Keys = Annotated[bytes, msgspec.Meta(max_length=KV_EVENT_BLOCKS * KV_KEY_BYTES)]
+
+
+class KvEvents(Message, frozen=True, kw_only=True, tag="kv_events"):
+    """What has changed in a worker's prefix cache since the message before it, or (with ``parts``) all that is in it.
+
+    Changes are numbered from 1 without gaps within an incarnation.  A snapshot is what stands after change
+    ``sequence``; its parts come in order.  Blocks are told by the first ``KV_KEY_BYTES`` of their hashes.
+    """
+
+    worker: WorkerId
+    incarnation: int
+    sequence: int
+    stored: _Keys = b""
+    removed: _Keys = b""
+    part: int = 0
+    parts: int = 0
+
+
+class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """How long a step of a worker takes, as it has learned from its own: seconds of a step and of each thing in it."""
+
+    step: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0  # a (query, key) pair of causal attention
+    draw: float = 0.0  # a position whose logits are needed
+
+
 class Report(Message, frozen=True, kw_only=True, tag="report"):
     """A worker as it is now: the answer to Hello, after every step (at most every REPORT_MIN_S), and when idle.
 
@@ -168,6 +206,16 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     kv_pages_free: int = 0  # cached pages count as free: they can be evicted
     kv_pages_leaked: int = 0
     counters: dict[str, float] = {}  # name in telemetry.metrics -> value
+    prompt_tokens: int = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
+    prompt_pairs: int = 0  # (query, key) pairs of their attention
+    answers: int = 0  # requests whose answers are written here, or will be
+    context_tokens: int = 0  # known tokens of those
+    page_bytes: int = 0  # of one KV page
+    rates: StepRates = StepRates()
+    measured: int = 0  # steps that the rates were learned from; before the first they are only a guess
+    kv_sequence: int = 0  # of the last KvEvents
+    heard: int = 0  # the latest ``Submit.serial`` of the gateway that this is told to
+    gateways: int = 1  # that give this worker work
 
 
 # --- worker <-> worker ---------------------------------------------------------------------------------------------
@@ -263,6 +311,7 @@ AnyMessage = (
     | Tokens
     | Returned
     | Report
+    | KvEvents
     | PullPages
     | PageReady
     | PrefillDone

@@ -60,6 +60,14 @@ class TokenStreams(Protocol):
         """One mapping a worker, as ``penstock status --json`` prints it."""
         ...
 
+    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+        """Why its workers were chosen: one JSON object a decision, oldest first; none for a request not remembered."""
+        ...
+
+    def explain_in_a_line(self, request: RequestId) -> str | None:
+        """The latest of those decisions in printable ASCII, None for a request not remembered."""
+        ...
+
 
 # --- between edge and intake: requests in, text out ------------------------------------------------------------------
 
@@ -138,6 +146,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     id: RequestId  # choices are named after it: ``<id>/<choice>``
     arrival: float  # monotonic seconds
     identity: ModelIdentity  # of the model as it is served now; goes into the block hashes
+    session: str = ""  # that the client says the request belongs to
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router_words import IDENTITY, ROOT, request
 
+from penstock.router.columns import Due
 from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effect, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.failover import Flight, Patience
@@ -15,16 +16,16 @@ PATIENCE = Patience(max_attempts=3, first_byte_s=100.0, stall_s=10.0)
 
 
 def chosen(leg: Leg, worker: WorkerId, incarnation: int = 1) -> Chosen:
-    return Chosen(leg, 0, worker, incarnation, f"memory://{worker}", 5)
+    return Chosen(leg, 0, worker, incarnation, f"memory://{worker}", 5, Due(tokens=5))
 
 
 def split(decode: WorkerId = D0, prefill: WorkerId = P0) -> Decision:
     legs = (chosen(Leg.DECODE, decode), chosen(Leg.PREFILL, prefill))
-    return Decision(at=0.0, identity=IDENTITY, legs=legs)
+    return Decision(at=0.0, policy="none", identity=IDENTITY, legs=legs)
 
 
-WHOLE = Decision(at=0.0, identity=IDENTITY, legs=(chosen(Leg.WHOLE, B0),))
-NOBODY = Decision(at=0.0, identity=None)
+WHOLE = Decision(at=0.0, policy="none", identity=IDENTITY, legs=(chosen(Leg.WHOLE, B0),))
+NOBODY = Decision(at=0.0, policy="none", identity=None)
 
 
 def waiting(asked: ValidRequest | None = None) -> Flight:

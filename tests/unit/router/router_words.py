@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
+
 from penstock.hashing import block_hashes, chain_root
+from penstock.kernels.blocks import keys_of
 from penstock.router.fleet import Fleet
+from penstock.router.prefix_index import PrefixIndex
 from penstock.types import (
     BlockHash,
     ModelIdentity,
@@ -14,7 +19,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
 )
-from penstock.wire.messages import Report, WorkerUp
+from penstock.wire.messages import KvEvents, Report, WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 OTHER = ModelIdentity(fingerprint="0" * 64, numerics="null-1")
@@ -71,3 +76,17 @@ def fleet_of(*names: str) -> Fleet:
 def hashes_of(prompt: tuple[int, ...]) -> tuple[BlockHash, ...]:
     """The block hashes of a prompt."""
     return tuple(block_hashes(ROOT, prompt))
+
+
+def chain(blocks: int, branch: str = "a", fork: int = 0) -> list[BlockHash]:
+    """Names of blocks: common to all prompts below ``fork``, those of this very branch from there on."""
+    names = (f"{i}" if i < fork else f"{branch}@{fork}:{i}" for i in range(blocks))
+    return [BlockHash(blake2b(name.encode(), digest_size=32).digest()) for name in names]
+
+
+def holds(index: PrefixIndex, slot: int, hashes: Sequence[BlockHash], incarnation: int = 1) -> None:
+    """The worker of this slot has begun, and told that these blocks are all that it has."""
+    index.follow(slot, incarnation)
+    stored = keys_of(hashes)
+    told = KvEvents(worker=WorkerId("w"), incarnation=incarnation, sequence=0, stored=stored, parts=1)
+    index.take(slot, told)

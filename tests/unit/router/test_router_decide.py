@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
+import msgspec
 import pytest
-from router_words import IDENTITY, OTHER, OTHER_CLASS, fleet_of, hashes_of, report, request, up
+from router_words import IDENTITY, OTHER, OTHER_CLASS, fleet_of, hashes_of, holds, report, request, up
 
-from penstock.router.decide import Ask, Decision, can_serve, decide
+from penstock.router.columns import Due
+from penstock.router.decide import Ask, Decision, How, can_serve, decide
+from penstock.router.decision_log import as_json, in_a_line
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import RequestId, WorkerId, WorkerState
+from penstock.wire.messages import StepRates
 
 PROMPT = tuple(range(128))
 NOW = 100.0
 
 
 def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
-    """``prefill-0 cached=96 tokens=50; decode-0 free=3; both-0 starting``: one worker a clause, ready and idle."""
+    """``prefill-0 cached=96 queued=50; decode-0 free=3; both-0 starting``: one worker a clause, ready and idle.
+
+    ``queued`` are prompt tokens, ``answers`` those being written (of 100 tokens each); a worker has measured itself
+    with ``token_us`` (microseconds a token and a draw), ``step_ms`` and ``page_us``.
+    """
     fleet, prefixes = Fleet(), PrefixIndex()
     for slot, clause in enumerate(words.split(";")):
         name, *facts = clause.split()
@@ -29,11 +36,24 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
         state = next((WorkerState(fact) for fact in facts if "=" not in fact), WorkerState.READY)
         identity = {"other": OTHER, "class": OTHER_CLASS}.get(told.get("identity", ""), IDENTITY)
         if state is not WorkerState.STARTING:
-            free = int(told.get("free", 100))
-            heard = NOW - float(told.get("silent", 0))
-            assert fleet.report(report(name, state=state, identity=identity, kv_pages_free=free), heard)
-        fleet.charge(WorkerId(name), 1, RequestId("before"), int(told.get("tokens", 0)))
-        prefixes.record(hashes_of(PROMPT[: int(told.get("cached", 0))]), slot, 1)
+            answers = int(told.get("answers", 0))
+            token = float(told.get("token_us", 0)) * 1e-6
+            said = report(
+                name,
+                state=state,
+                identity=identity,
+                kv_pages_free=int(told.get("free", 100)),
+                prompt_tokens=int(told.get("queued", 0)),
+                answers=answers,
+                context_tokens=100 * answers,
+                rates=StepRates(step=float(told.get("step_ms", 0)) * 1e-3, token=token, draw=token),
+                measured=int(token > 0),
+                page_bytes=100,
+                counters={"bytes_received": 100.0, "transfer_seconds": float(told.get("page_us", 0)) * 1e-6},
+                gateways=int(told.get("gateways", 1)),
+            )
+            assert fleet.report(said, NOW - float(told.get("silent", 0)))
+        holds(prefixes, slot, hashes_of(PROMPT[: int(told.get("cached", 0))]))
     return fleet, prefixes
 
 
@@ -41,13 +61,14 @@ def picked(decision: Decision) -> str:
     return " ".join(f"{chosen.leg.value}={chosen.worker}" for chosen in decision.legs)
 
 
-def check(words: str, *, picks: str, because: str = "", ask: Ask | None = None) -> None:
+def check(words: str, *, picks: str, because: str = "", ask: Ask | None = None, how: How | None = None) -> Decision:
     fleet, prefixes = fleet_in_words(words)
-    decision = decide(ask or Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
+    decision = decide(ask or Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW, how)
     assert picked(decision) == picks
     reasons = "; ".join(f"{reason.worker}: {reason.because}" for reason in decision.reasons())
     for clause in filter(None, because.split("; ")):
         assert clause in reasons
+    return decision
 
 
 @pytest.mark.parametrize(
@@ -55,7 +76,8 @@ def check(words: str, *, picks: str, because: str = "", ask: Ask | None = None) 
     [
         ("prefill-0; decode-0", "decode=decode-0 prefill=prefill-0"),
         ("both-0", "whole=both-0"),
-        ("both-0; prefill-0; decode-0", "decode=decode-0 prefill=prefill-0"),
+        ("both-0; prefill-0; decode-0", "whole=both-0"),
+        ("both-0 queued=1; prefill-0; decode-0", "decode=decode-0 prefill=prefill-0"),
         ("both-0; prefill-0", "whole=both-0"),
         ("prefill-0; decode-0 draining", ""),
         ("prefill-0; decode-0 starting", ""),
@@ -67,33 +89,97 @@ def test_the_request_is_split_where_both_roles_stand_ready(words, picks):
     check(words, picks=picks)
 
 
-def test_the_least_loaded_is_picked_for_each_leg():
+def test_the_least_busy_is_picked_for_each_leg():
     check(
-        "prefill-0 tokens=500; prefill-1 tokens=400; decode-0 tokens=9; decode-1 tokens=80",
+        "prefill-0 queued=500; prefill-1 queued=400; decode-0 answers=1; decode-1 answers=8",
         picks="decode=decode-0 prefill=prefill-1",
-        because="prefill-0: 500 tokens in flight, 128 to compute, 0 cached; decode-1: 80 tokens in flight",
+        because="prefill-0: cost 6.28e+05 ms, wait 5e+05 ms, read 1.28e+05 ms, compute 128; decode-1: cost",
     )
 
 
 def test_the_prefix_decides_among_equals():
-    check("prefill-0; prefill-1 cached=96; decode-0", picks="decode=decode-0 prefill=prefill-1", because="96 cached")
+    check("prefill-0; prefill-1 cached=96; decode-0", picks="decode=decode-0 prefill=prefill-1", because="cached 96")
     check("prefill-0 cached=96; prefill-1; decode-0", picks="decode=decode-0 prefill=prefill-0")
 
 
-def test_a_cached_prefix_is_worth_the_tokens_it_saves_and_no_more():
-    check("prefill-0 cached=96 tokens=90; prefill-1; decode-0", picks="decode=decode-0 prefill=prefill-0")
-    check("prefill-0 cached=96 tokens=100; prefill-1; decode-0", picks="decode=decode-0 prefill=prefill-1")
+def test_a_cached_prefix_is_worth_the_time_it_saves_and_no_more():
+    check("prefill-0 cached=96 queued=90; prefill-1; decode-0", picks="decode=decode-0 prefill=prefill-0")
+    check("prefill-0 cached=96 queued=100; prefill-1; decode-0", picks="decode=decode-0 prefill=prefill-1")
+    slow = "prefill-0 cached=96 queued=90 token_us=100; prefill-1 token_us=50; decode-0 token_us=50"
+    check(slow, picks="decode=decode-0 prefill=prefill-1")
 
 
 def test_a_prompt_cached_in_full_still_computes_a_token():
-    check("prefill-0 cached=128; decode-0", picks="decode=decode-0 prefill=prefill-0", because="1 to compute")
+    check("prefill-0 cached=128; decode-0", picks="decode=decode-0 prefill=prefill-0", because="compute 1, cached 127")
+
+
+def test_a_worker_without_experience_is_taken_for_a_typical_one():
+    words = "prefill-0 token_us=100 queued=10; prefill-1; decode-0 token_us=100"
+    check(words, picks="decode=decode-0 prefill=prefill-1", because="prefill-1: cost 12.9 ms")
+    check(words.replace("prefill-1;", "prefill-1 queued=20;"), picks="decode=decode-0 prefill=prefill-0")
+
+
+FLEET = "prefill-0 token_us=50 step_ms=2; decode-0 token_us=50 step_ms=2"
+
+
+def test_a_short_prompt_stays_with_a_decode_worker_when_the_split_would_lose():
+    short = Ask(request=request(prompt=PROMPT[:30]))
+    decision = check(FLEET, picks="whole=decode-0", ask=short)
+    assert decision.because.startswith("whole 20.")
+    check(FLEET, picks="decode=decode-0 prefill=prefill-0", ask=short, how=How(always_split=True))
+    check(FLEET.replace("token_us=50 ", ""), picks="decode=decode-0 prefill=prefill-0", ask=short)  # nothing measured
+    check(FLEET, picks="decode=decode-0 prefill=prefill-0")  # would hold its answers up for longer than a step
+    check(FLEET + " cached=112", picks="whole=decode-0")
+    check(FLEET + " cached=112 queued=50", picks="decode=decode-0 prefill=prefill-0")
+
+
+def test_pages_are_moved_where_that_takes_least():
+    words = "prefill-0 token_us=1; decode-0 token_us=1 page_us=1000; decode-1 token_us=1 page_us=1000 cached=64"
+    check(words, picks="decode=decode-1 prefill=prefill-0", because="decode-0: cost 8.; decode-1: cost 4.; move 4 ms")
+    check(words.replace("cached=64", "page_us=1200"), picks="decode=decode-0 prefill=prefill-0")
+
+
+def test_answers_count_for_more_the_longer_the_new_one_will_be():
+    words = "both-0 token_us=10 cached=128 answers=4; both-1 token_us=10"
+    check(words, picks="whole=both-0", ask=Ask(request=request(prompt=PROMPT, max_tokens=2)))
+    check(words, picks="whole=both-1", ask=Ask(request=request(prompt=PROMPT, max_tokens=50)))
+    fleet, prefixes = fleet_in_words(words)
+    long = Ask(request=request(prompt=PROMPT, max_tokens=50))
+    assert picked(decide(long, fleet, prefixes, NOW, write=2.4)) == "whole=both-0"
+
+
+def test_a_hot_prefix_is_copied_when_others_wait_for_it_too():
+    fleet, prefixes = fleet_in_words("prefill-0 cached=96 queued=50; prefill-1; decode-0")
+    ask = Ask(request=request("one", prompt=PROMPT))
+    assert picked(decide(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-0"
+    for name in ("two", "three"):
+        prefixes.expect(RequestId(name), hashes_of(PROMPT), [0])
+    assert picked(decide(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-1"
+
+
+def test_a_session_has_a_home_that_load_and_caches_overrule():
+    idle = ";".join(f"both-{i}" for i in range(8))
+    homes = {}
+    for name in "abcdefgh":
+        asks = [
+            Ask(request=msgspec.structs.replace(request(f"r{i}", prompt=(i,) * 40), session=name)) for i in range(5)
+        ]
+        (homes[name],) = {picked(decide(ask, *fleet_in_words(idle), NOW)) for ask in asks}
+    assert len(set(homes.values())) > 2
+    home = homes["a"].removeprefix("whole=")
+    ask = Ask(request=msgspec.structs.replace(request(prompt=PROMPT), session="a"))
+    check(idle.replace(home, f"{home} queued=100"), picks=f"whole={home}", ask=ask)
+    fleet, prefixes = fleet_in_words(idle.replace(home, f"{home} queued=200"))
+    assert picked(decide(ask, fleet, prefixes, NOW)) != f"whole={home}"
+    other = next(f"both-{i}" for i in range(8) if f"both-{i}" != home)
+    check(idle.replace(other, f"{other} cached=96"), picks=f"whole={other}", ask=ask)
 
 
 def test_room_goes_before_load():
     check(
-        "prefill-0; decode-0 free=3; decode-1 tokens=1000",
+        "prefill-0; decode-0 free=3; decode-1 answers=90",
         picks="decode=decode-1 prefill=prefill-0",
-        because="decode-0: 0 tokens in flight, 8 to compute, 0 cached, lacks 5 pages",
+        because="short 5",
     )
 
 
@@ -111,7 +197,7 @@ def test_the_last_token_needs_no_hand_over():
 
 def test_whoever_gave_it_back_is_not_asked_again():
     ask = Ask(request=request(prompt=PROMPT), avoid=frozenset({(WorkerId("decode-0"), 1)}))
-    words = "prefill-0; decode-0; decode-1 tokens=999"
+    words = "prefill-0; decode-0; decode-1 queued=999 answers=99"
     check(words, picks="decode=decode-1 prefill=prefill-0", because="decode-0: gave this request back", ask=ask)
     other_fork = Ask(request=request(prompt=PROMPT), avoid=frozenset({(WorkerId("decode-0"), 0)}))
     check(words, picks="decode=decode-0 prefill=prefill-0", ask=other_fork)
@@ -119,15 +205,15 @@ def test_whoever_gave_it_back_is_not_asked_again():
 
 def test_the_doubtful_are_the_last_resort():
     ask = Ask(request=request(prompt=PROMPT), doubt=frozenset({(WorkerId("prefill-0"), 1)}))
-    words = "prefill-0 cached=96; prefill-1 tokens=999; decode-0"
+    words = "prefill-0 cached=96; prefill-1 queued=999 answers=99; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="failed this request before", ask=ask)
     check("prefill-0; decode-0", picks="decode=decode-0 prefill=prefill-0", ask=ask)
-    check("prefill-0 silent=0.8; prefill-1 tokens=999; decode-0", picks="decode=decode-0 prefill=prefill-1")
+    check("prefill-0 silent=0.8; prefill-1 queued=999 answers=99; decode-0", picks="decode=decode-0 prefill=prefill-1")
     check("prefill-0 silent=0.8; decode-0 silent=9", picks="decode=decode-0 prefill=prefill-0")
 
 
 def test_all_workers_of_an_answer_compute_alike():
-    words = "prefill-0 identity=other; prefill-1 tokens=999; decode-0"
+    words = "prefill-0 identity=other; prefill-1 queued=999 answers=99; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="prefill-0: another model or numerics class")
     check(words, picks="", ask=Ask(request=request(), identity=OTHER))
     check("both-0; both-1 identity=other", picks="whole=both-1", ask=Ask(request=request(), identity=OTHER))
@@ -139,7 +225,7 @@ def test_all_workers_of_an_answer_compute_alike():
     ("words", "strict", "mixed"),
     [
         ("both-0 identity=class", "", "whole=both-0"),
-        ("both-0 identity=class; both-1 tokens=999", "whole=both-1", "whole=both-1"),
+        ("both-0 identity=class; both-1 queued=999 answers=99", "whole=both-1", "whole=both-1"),
         ("prefill-0 identity=class; decode-0", "", ""),
         ("prefill-0; decode-0 identity=class; both-0 identity=class", "", "whole=both-0"),
         ("both-0 identity=other", "", ""),
@@ -149,22 +235,39 @@ def test_another_numerics_class_of_the_model_only_where_it_is_allowed_and_its_ow
     fleet, prefixes = fleet_in_words(words)
     ask = Ask(request=request(), emitted=3, identity=IDENTITY)
     assert picked(decide(ask, fleet, prefixes, NOW)) == strict
-    assert picked(decide(ask, fleet, prefixes, NOW, mixed_numerics=True)) == mixed
+    assert picked(decide(ask, fleet, prefixes, NOW, How(mixed_numerics=True))) == mixed
 
 
 def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
     assert decide(Ask(request=request()), Fleet(), PrefixIndex(), 0.0).legs == ()
-    check("prefill-0 starting; decode-0", picks="", because="prefill-0: starting; decode-0: completes no set of legs")
+    check(
+        "prefill-0 starting; decode-0",
+        picks="",
+        because="prefill-0: starting; decode-0: not needed, or completes no set of legs",
+    )
 
 
 def test_a_decision_tells_its_numbers_as_they_were():
-    fleet, prefixes = fleet_in_words("both-0 tokens=5")
+    fleet, prefixes = fleet_in_words("both-0 queued=5")
     decision = decide(Ask(request=request()), fleet, prefixes, 3.0)
-    fleet.charge(WorkerId("both-0"), 1, RequestId("later"), 1000)
-    assert [reason.because for reason in decision.reasons()] == ["5 tokens in flight, 48 to compute, 0 cached"]
+    fleet.charge(WorkerId("both-0"), 1, RequestId("later"), 1000, due=Due(tokens=1000))
+    (reason,) = decision.reasons()
+    assert (reason.numbers["wait_s"], reason.numbers["compute"], reason.chosen) == (5.0, 40.0, True)
     assert decision.at == 3.0
     assert decision.prefill == decision.decode == decision.legs[0]
     assert decision.legs[0].tokens == 48
+    assert decision.legs[0].due == Due(tokens=40, pairs=820, rows=1, context=40, pages=3)
+    assert "whole=both-0 cost_s=" in in_a_line(decision)
+    told = as_json(decision, 1.0)
+    assert (told["at_s"], told["legs"][0]["worker"], told["candidates"][0]["wait_s"]) == (2.0, "both-0", 5.0)
+    assert msgspec.json.decode(msgspec.json.encode(told)) == told
+
+
+def test_only_the_best_of_many_candidates_are_told():
+    decision = check(";".join(f"both-{i} queued={9 * i}" for i in range(40)), picks="whole=both-0")
+    reasons = decision.reasons()
+    assert [reason.worker for reason in reasons[:16]] == [f"both-{i}" for i in range(16)]
+    assert {reason.because for reason in reasons[16:]} == {"dearer than those, or not looked at"}
 
 
 def test_equals_meet_by_their_first_block_and_spread_otherwise():
@@ -200,23 +303,10 @@ def test_ready_means_a_worker_for_each_leg(words, serves):
     assert can_serve(fleet_in_words(words)[0]) is serves
 
 
-def test_deciding_takes_microseconds():
-    fleet = fleet_of(*(f"prefill-{i}" for i in range(4)), *(f"decode-{i}" for i in range(4)))
-    ask, prefixes = Ask(request=request(prompt=PROMPT)), PrefixIndex()
-    best = min(_timed(lambda: decide(ask, fleet, prefixes, 0.0)) for _ in range(200))
-    assert best < 500e-6
-
-
-def _timed(call) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def test_the_core_of_the_router_is_pure():
     code = (
-        "import sys; import penstock.router.decide, penstock.router.failover, penstock.router.prefix_index;"
-        "print(sorted({'torch', 'asyncio', 'socket', 'zmq', 'numpy'} & set(sys.modules)))"
+        "import sys; import penstock.router.decide, penstock.router.failover, penstock.router.policy.named;"
+        "print(sorted({'torch', 'asyncio', 'zmq'} & set(sys.modules)))"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     told = subprocess.run(

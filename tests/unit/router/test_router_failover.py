@@ -41,7 +41,7 @@ def test_hashes_made_for_another_model_are_not_sent():
 
 
 def served_by(decision: Decision, identity) -> Decision:
-    return Decision(at=decision.at, identity=identity, legs=decision.legs)
+    return Decision(at=decision.at, policy="none", identity=identity, legs=decision.legs)
 
 
 def test_without_a_worker_it_waits_for_the_next():

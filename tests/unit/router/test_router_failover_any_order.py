@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router_words import IDENTITY, ROOT, request
 
 from penstock.errors import WorkerLost
+from penstock.router.columns import Due
 from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.failover import Flight, Patience, Phase
@@ -160,11 +161,11 @@ class AnyOrder(RuleBasedStateMachine):
             legs = (self.chosen(Leg.WHOLE, data.draw(st.sampled_from(free))),)
         else:
             legs = ()
-        decision = Decision(at=self.now, identity=IDENTITY, legs=legs)
+        decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
         self.apply(self.flight.placed(decision, ROOT, self.now))
 
     def chosen(self, leg: Leg, worker: WorkerId) -> Chosen:
-        return Chosen(leg, 0, worker, self.alive[worker], f"memory://{worker}", 1)
+        return Chosen(leg, 0, worker, self.alive[worker], f"memory://{worker}", 1, Due(tokens=1))
 
     def running(self) -> list[FakeLeg]:
         """Legs that their workers compute: whether or not the flight still wants them (a cancel takes its time)."""
@@ -283,7 +284,7 @@ class AnyOrder(RuleBasedStateMachine):
                 names = [WORKERS[2], WORKERS[0]] if self.split else [WORKERS[0]]
                 kinds = [Leg.DECODE, Leg.PREFILL] if self.split else [Leg.WHOLE]
                 legs = tuple(self.chosen(kind, name) for kind, name in zip(kinds, names, strict=True))
-                decision = Decision(at=self.now, identity=IDENTITY, legs=legs)
+                decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
                 self.apply(self.flight.placed(decision, ROOT, self.now))
             for leg in self.running():
                 if not leg.over:

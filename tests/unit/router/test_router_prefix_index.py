@@ -1,101 +1,207 @@
-"""The prefix index against a memory without bounds or grid."""
+"""What the router knows of workers' caches: told, missed, told anew, and sent a moment ago."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_words import chain, holds
 
-from penstock.router.prefix_index import PrefixIndex
-from penstock.types import BlockHash
+from penstock.engine.service.kv_log import KvLog
+from penstock.kernels.blocks import keys_of
+from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex
+from penstock.router.promises import Promises
+from penstock.types import BlockHash, RequestId, WorkerId
+from penstock.wire.messages import KV_EVENT_BLOCKS, KvEvents
 
-
-def chain(blocks: int, branch: str = "a", fork: int = 0) -> list[BlockHash]:
-    """Names of blocks: common to all prompts below ``fork``, those of this very branch from there on."""
-    return [BlockHash((f"{i}" if i < fork else f"{branch}@{fork}:{i}").encode()) for i in range(blocks)]
-
-
-def test_nothing_recorded_matches_nothing():
-    assert PrefixIndex().match(chain(5), 0, 1) == 0
-    assert PrefixIndex().match([], 0, 1) == 0
+A, B = RequestId("a"), RequestId("b")
 
 
-def test_a_whole_short_prompt_matches_exactly():
+def told(sequence: int, stored: Sequence[BlockHash] = (), removed: Sequence[BlockHash] = (), **fields: int) -> KvEvents:
+    stored_keys, removed_keys = keys_of(stored), keys_of(removed)
+    values = {"incarnation": 1} | fields
+    return KvEvents(worker=WorkerId("w"), sequence=sequence, stored=stored_keys, removed=removed_keys, **values)
+
+
+def hits(index: PrefixIndex, hashes: Sequence[BlockHash], slots: int = 1) -> list[int]:
+    return index.hits(hashes, slots).tolist()
+
+
+def followed(*, snapshot: Sequence[BlockHash] = ()) -> PrefixIndex:
     index = PrefixIndex()
-    index.record(chain(37), 0, 1)
-    assert index.match(chain(37), 0, 1) == 37
-    assert index.match(chain(50), 0, 1) == 37
-    assert index.match(chain(5), 0, 1) == 5
+    holds(index, 0, snapshot)
+    return index
 
 
-def test_a_common_prefix_matches_as_far_as_it_goes():
-    index = PrefixIndex()
-    index.record(chain(40, "a", fork=21), 0, 1)
-    assert index.match(chain(40, "b", fork=21), 0, 1) == 21
+def test_nothing_told_is_nothing_known():
+    assert hits(PrefixIndex(), chain(5), 3) == [0, 0, 0]
+    assert hits(followed(), [], 2) == [0, 0]
+    assert hits(followed(snapshot=chain(37)), chain(50)) == [37]
 
 
-def test_another_worker_or_incarnation_has_none_of_it():
-    index = PrefixIndex()
-    index.record(chain(10), 0, 1)
-    assert index.match(chain(10), 1, 1) == 0
-    assert index.match(chain(10), 0, 2) == 0
+def test_changes_are_taken_in_order_and_once():
+    index = followed()
+    index.take(0, told(1, chain(10)))
+    index.take(0, told(1, removed=chain(10)))
+    assert hits(index, chain(10)) == [10]
+    index.take(0, told(2, chain(12)[10:], chain(12)[8:10]))
+    assert hits(index, chain(12)) == [8]
+    assert not index.lacking(0, 0.0)
 
 
-def test_a_fork_of_a_worker_replaces_its_earlier_incarnation():
-    index = PrefixIndex()
-    index.record(chain(10), 0, 1)
-    index.record(chain(4), 0, 2)
-    assert index.match(chain(10), 0, 2) == 4
+def test_a_gap_is_told_anew():
+    index = followed(snapshot=chain(4))
+    index.take(0, told(2, chain(9)))
+    assert index.gaps == 1
+    assert hits(index, chain(9)) == [4]  # what is known stays the best guess
+    index.take(0, told(3, chain(9)))
+    assert index.gaps == 1
+    assert index.lacking(0, 10.0)
+    assert not index.lacking(0, 10.0)  # asked already
+    assert index.lacking(0, 10.0 + ASK_AGAIN_S)
+    index.take(0, told(5, chain(7, "b"), part=0, parts=1))
+    assert (hits(index, chain(9)), hits(index, chain(9, "b"))) == ([0], [7])
+    assert not index.lacking(0, 99.0)
 
 
-def test_the_least_recently_used_prompt_goes_first():
+def test_a_loss_at_the_end_is_seen_by_the_next_report():
+    index = followed()
+    index.take(0, told(1, chain(3)))
+    index.told(0, 1, 1)
+    assert not index.lacking(0, 0.0)
+    index.told(0, 1, 2)
+    assert index.lacking(0, 0.0)
+
+
+def test_a_snapshot_counts_when_all_its_parts_came_in_order():
+    index = followed()
+    index.told(0, 1, 1)
+    index.take(0, told(4, chain(5), part=0, parts=3))
+    index.take(0, told(4, chain(9)[5:], part=2, parts=3))
+    assert index.lacking(0, 0.0)
+    index.take(0, told(6, chain(5), part=0, parts=2))
+    index.take(0, told(6, chain(9)[5:], part=1, parts=2))
+    index.take(0, told(7, chain(11)[9:]))
+    assert hits(index, chain(20)) == [11]
+    assert not index.lacking(0, 99.0)
+
+
+def test_a_new_incarnation_begins_empty_and_the_old_one_is_not_heard():
+    index = followed(snapshot=chain(8))
+    index.follow(0, 2)
+    assert hits(index, chain(8)) == [0]
+    assert index.lacking(0, 0.0)
+    index.take(0, told(0, chain(8), part=0, parts=1))
+    assert hits(index, chain(8)) == [0]
+    index.take(0, told(0, chain(6), part=0, parts=1, incarnation=2))
+    assert hits(index, chain(8)) == [6]
+    index.drop(0)
+    assert hits(index, chain(8)) == [0]
+    index.sweep()
+    assert len(index) == 0
+
+
+def test_more_workers_than_there_is_room_for_are_served_all_the_same():
+    index = PrefixIndex(max_workers=1)
+    holds(index, 0, chain(3))
+    index.follow(1, 1)
+    index.take(1, told(0, chain(3), part=0, parts=1))
+    assert hits(index, chain(3), 2) == [3, 0]
+    assert not index.lacking(1, 0.0)
+
+
+def test_blocks_over_the_limit_are_counted():
     index = PrefixIndex(capacity=10)
-    index.record(chain(5, "a"), 0, 1)
-    index.record(chain(5, "b"), 0, 1)
-    index.record(chain(5, "a"), 0, 1)
-    index.record(chain(5, "c"), 0, 1)
-    assert index.match(chain(5, "b"), 0, 1) == 0
-    assert index.match(chain(5, "a"), 0, 1) == index.match(chain(5, "c"), 0, 1) == 5
-
-
-def test_eviction_shortens_a_prompt_from_its_end():
-    index = PrefixIndex(capacity=8)
-    index.record(chain(6, "a"), 0, 1)
-    index.record(chain(5, "b"), 0, 1)
-    assert index.match(chain(6, "a"), 0, 1) == 3
-
-
-def test_a_long_prompt_costs_the_logarithm_of_its_length():
-    index = PrefixIndex()
-    index.record(chain(6250), 0, 1)  # 100,000 tokens
-    assert len(index) < 300
-    assert index.match(chain(6250), 0, 1) > 6250 * 31 / 32
-
-
-def test_a_popular_block_remembers_few_holders():
-    index = PrefixIndex()
-    for slot in range(100):
-        index.record(chain(1), slot, 1)
-    assert sum(index.match(chain(1), slot, 1) for slot in range(100)) == 8
-    assert index.match(chain(1), 99, 1) == 1
-
-
-def test_an_index_of_nothing_is_refused():
+    holds(index, 0, chain(12))
+    assert (len(index), index.refused) == (10, 2)
     with pytest.raises(ValueError, match="remembers nothing"):
         PrefixIndex(capacity=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("+-.?!"), st.integers(0, 3), st.integers(0, 30)), max_size=60))
+def test_whatever_is_lost_on_the_way_is_known_in_the_end(events):
+    """``+`` and ``-`` change the cache, ``.`` tells, ``?`` tells and is lost, ``!`` is a beat with its report."""
+    cache: dict[BlockHash, None] = {}
+    log = KvLog(WorkerId("w"), 1, lambda: cache)
+    index = PrefixIndex()
+    index.follow(0, 1)
+    now = 0.0
+    for verb, branch, length in [*events, ("!", 0, 0), ("!", 0, 0)]:
+        now += ASK_AGAIN_S
+        blocks = chain(30, str(branch))
+        if verb == "+":
+            for block in blocks[:length]:
+                cache[block] = None
+                log.note(block, True)
+        elif verb == "-":
+            for block in reversed(blocks[length:]):
+                if block in cache:
+                    del cache[block]
+                    log.note(block, False)
+        else:
+            for message in log.take():
+                if verb != "?":
+                    index.take(0, message)
+        if verb == "!":
+            if index.lacking(0, now):
+                for message in log.snapshot():
+                    index.take(0, message)
+            index.told(0, 1, log.sequence)
+    for branch in range(4):
+        prompt = chain(30, str(branch))
+        assert hits(index, prompt) == [next((i for i, block in enumerate(prompt) if block not in cache), 30)]
+
+
+def test_messages_of_a_log_are_of_limited_size():
+    blocks = chain(2 * KV_EVENT_BLOCKS + 5)
+    log = KvLog(WorkerId("w"), 1, lambda: blocks)
+    for block in blocks:
+        log.note(block, True)
+    assert len(log) == len(blocks)
+    changes, parts = log.take(), list(log.snapshot())
+    assert [message.sequence for message in changes] == [1, 2, 3]
+    assert [(message.sequence, message.part, message.parts) for message in parts] == [(3, 0, 3), (3, 1, 3), (3, 2, 3)]
+    assert b"".join(message.stored for message in parts) == keys_of(blocks)
+    assert max(len(message.stored) for message in changes + parts) == 8 * KV_EVENT_BLOCKS
+    assert log.take() == []
+
+
+def test_what_was_sent_a_moment_ago_counts_until_the_first_token():
+    index = followed(snapshot=chain(3))
+    index.follow(1, 1)
+    index.expect(A, chain(20), [1])
+    index.expect(B, chain(9), [0])
+    assert hits(index, chain(30), 2) == [9, 20]
+    assert index.promises.sharers(chain(30), 9) == 1
+    index.settle(A)
+    assert hits(index, chain(30), 2) == [9, 0]
+    index.follow(0, 2)
+    assert hits(index, chain(30), 2) == [0, 0]
+    index.settle(B)
+    assert len(index.promises) == 0
 
 
 Prompt = st.tuples(st.integers(0, 300), st.sampled_from("ab"), st.sampled_from([0, 1, 20, 100, 300]))
 
 
-@given(st.lists(st.tuples(Prompt, st.integers(0, 2)), max_size=8), Prompt)
-def test_a_match_is_real_and_nearly_the_longest(recorded, asked):
-    index = PrefixIndex()
+@given(
+    st.lists(st.tuples(Prompt, st.sets(st.integers(0, 2), max_size=2)), max_size=8), st.sets(st.integers(0, 7)), Prompt
+)
+def test_a_promise_is_real_and_nearly_the_longest(sent, settled, asked):
+    promises = Promises()
     full: dict[int, set[BlockHash]] = {0: set(), 1: set(), 2: set()}
-    for prompt, slot in recorded:
-        index.record(chain(*prompt), slot, 1)
-        full[slot].update(chain(*prompt))
+    for number, (prompt, slots) in enumerate(sent):
+        promises.add(RequestId(str(number)), chain(*prompt), sorted(slots))
+    for number, (prompt, slots) in enumerate(sent):
+        if number in settled:
+            promises.settle(RequestId(str(number)))
+            continue
+        for slot in slots:
+            full[slot].update(chain(*prompt))
     prompt = chain(*asked)
+    depths = dict(promises.depths(prompt))
     for slot, known in full.items():
         longest = next((i for i, block in enumerate(prompt) if block not in known), len(prompt))
-        assert longest * 31 / 32 - 1 <= index.match(prompt, slot, 1) <= longest
+        assert longest * 31 / 32 - 1 <= depths.get(slot, 0) <= longest

@@ -42,7 +42,7 @@ ENCODER = PageSource(worker=WorkerId("encode-0"), incarnation=2, endpoint="ipc:/
 
 def chosen(leg: Leg) -> Decision:
     one = Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
-    return Decision(at=0.0, identity=None, legs=(one,), encoders=(ENCODER,))
+    return Decision(at=0.0, policy="none", identity=None, legs=(one,), encoders=(ENCODER,))
 
 
 @pytest.mark.parametrize(("leg", "reads"), [(Leg.WHOLE, True), (Leg.PREFILL, True), (Leg.DECODE, False)])

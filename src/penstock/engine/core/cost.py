@@ -82,6 +82,11 @@ class StepCost:
         a, b, c, d = self._weights
         return a + b * tokens + c * pairs + d * draws
 
+    @property
+    def rates(self) -> Vector:
+        """Seconds of a step, and of each token, (query, key) pair and draw in it."""
+        return tuple(weight / unit for weight, unit in zip(self._weights, SCALE, strict=True))  # type: ignore[return-value]
+
     def affordable(self, work: Work, budget_s: float, start: int, *, draws_each: bool = False) -> int:
         """Tokens from position ``start`` that can be added to ``work`` within ``budget_s``; may be 0 or less."""
         left = budget_s - self.predict(work) - self._weights[3] / SCALE[3]

@@ -7,7 +7,7 @@ It owns no page: pages that nobody holds stay in the pool's cached list until th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.core.blocks import BlockPool, Label, Lease
@@ -36,6 +36,8 @@ class PrefixCache:
         self._page_of: list[dict[BlockHash, PageId]] = [{} for _ in self._reaches]
         self._whole = [group for group, reach in enumerate(reaches) if reach.span is None]
         self._moving = [group for group, reach in enumerate(reaches) if reach.span is not None]
+        self._told = self._whole[0] if self._whole else 0  # the group that tells best what a prefix is worth
+        self.on_change: Callable[[BlockHash, bool], None] = _untold  # hears of that group's blocks: known, or not
         pool.on_evict = self._evicted
 
     def __len__(self) -> int:
@@ -94,7 +96,19 @@ class PrefixCache:
             return False
         own[block] = page
         self._pool.set_label(page, Label(group, block, group in self._moving))
+        if group == self._told:
+            self.on_change(block, True)
         return True
+
+    def blocks(self) -> Iterable[BlockHash]:
+        """Those that ``on_change`` has told as known, known longest first."""
+        return self._page_of[self._told].keys()
 
     def _evicted(self, label: Label) -> None:
         del self._page_of[label.group][label.block]
+        if label.group == self._told:
+            self.on_change(label.block, False)
+
+
+def _untold(block: BlockHash, known: bool) -> None:
+    pass

@@ -50,6 +50,10 @@ class Load:
     handing_over: int  # leg=prefill: computed, wait for the receiver
     queued: int  # have no pages yet
     tokens_in_flight: int  # known tokens still to compute, and output tokens still allowed
+    prompt_tokens: int  # known tokens still to compute before an answer begins or goes on; none of hand-overs to here
+    prompt_pairs: int  # (query, key) pairs of their attention
+    answers: int  # requests whose answers are written here, or will be
+    context_tokens: int  # known tokens of those
     pages_used: int
     pages_free: int  # cached ones included
 
@@ -302,17 +306,27 @@ class Scheduler:
     def load(self) -> Load:
         """As of now.  O(requests)."""
         table, pool = self._table, self.memory.pool
-        in_flight = 0
+        in_flight = prompt_tokens = prompt_pairs = answers = context_tokens = 0
         for request in table.all.values():
-            in_flight += request.missing
+            missing = request.missing
+            in_flight += missing
             if request.leg is not Leg.PREFILL:
                 in_flight += max(request.last - request.known, 0)
+                answers += 1
+                context_tokens += request.known
+            if missing > 1 and request.leg is not Leg.DECODE:
+                prompt_tokens += missing
+                prompt_pairs += missing * request.computed + missing * (missing + 1) // 2
         return Load(
             running=len(table.running),
             awaiting=len(table.reserved),
             handing_over=len(table.all) - table.queued - table.active,
             queued=table.queued,
             tokens_in_flight=in_flight,
+            prompt_tokens=prompt_tokens,
+            prompt_pairs=prompt_pairs,
+            answers=answers,
+            context_tokens=context_tokens,
             pages_used=pool.leased,
             pages_free=pool.available,
         )

@@ -38,6 +38,8 @@ class Gateway:
     peer: bytes
     heard: float
     connection: int = 0  # the latest that it made
+    serial: int = 0  # the latest of its Submits; 0: it gives no work
+    follows_cache: bool = False  # it has asked what is cached here, and is told of changes
     away: bool = False  # silent for too long; not told anything until it speaks
     unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
 
@@ -91,6 +93,7 @@ class Asks:
     def submit(self, peer: bytes, message: Submit, now: float) -> Ask | None:
         """Take a request on.  None when it is here in this epoch or a later one.  KeyError for a peer not known."""
         gateway = self._by_peer[peer]
+        gateway.serial = max(gateway.serial, message.serial)
         present = self._asks.get(message.request)
         if present is not None and present.epoch >= message.epoch:
             return None

@@ -27,6 +27,7 @@ from penstock.engine.core.request import Status
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of
 from penstock.engine.service.asks import Asks, Gateway
+from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.encoders import ServedImages
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
 from penstock.engine.service.held import Held, Ready
@@ -87,6 +88,7 @@ class WorkerMailbox:
         self._served = ServedImages(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
+        self._bulletins = Bulletins(config, scheduler.memory.prefix, self._listener)
         self._next_tick = 0.0
         self._step_began = 0.0
         self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
@@ -159,9 +161,14 @@ class WorkerMailbox:
             batches.add(ask.gateway, item)
             if ask.leg is Leg.PREFILL:
                 self._hand_overs.done(item, len(progress.request.prompt) + progress.index, now)
+        telling = self._greeted or (bool(plan.rows) and self.reporter.due(now)) or self.reporter.overdue(now)
+        if telling or any(progress.index == progress.request.emitted for progress in outcome.progress):
+            self._bulletins.cache(
+                self._asks.gateways()
+            )  # before the first token: the router counts on the prompt's pages until then
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
-        if self._greeted or (plan.rows and self.reporter.due(now)) or self.reporter.overdue(now):
+        if telling:
             self._greeted = False
             self._answer_awaited()
             self.report(now)
@@ -196,8 +203,7 @@ class WorkerMailbox:
             settled=not self._events,
             dropped_frames=counters.malformed + counters.unsent,
         )
-        for gateway in self._asks.gateways():
-            self._listener.send(gateway.peer, report)
+        self._bulletins.report(self._asks.gateways(), report)
 
     def drain_out(self) -> None:
         """This worker is about to stop: give everything back to the gateways."""
@@ -236,6 +242,7 @@ class WorkerMailbox:
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
+        self._bulletins.greeted(greeted.gateway, message)
         self._greeted = True
 
     def _answer_awaited(self) -> None:

@@ -12,7 +12,7 @@ from penstock.engine.images.stage import Counters
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
-from penstock.wire.messages import Report
+from penstock.wire.messages import Report, StepRates
 
 
 class Reporter:
@@ -119,4 +119,11 @@ class Reporter:
             kv_pages_free=load.pages_free,
             kv_pages_leaked=self._leaked,
             counters={name: value for name, value in counts.items() if value},
+            prompt_tokens=load.prompt_tokens,
+            prompt_pairs=load.prompt_pairs,
+            answers=load.answers,
+            context_tokens=load.context_tokens,
+            page_bytes=self._receiver.page_bytes,
+            rates=StepRates(*scheduler.cost.rates),
+            measured=scheduler.cost.measured,
         )

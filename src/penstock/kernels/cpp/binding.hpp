@@ -41,4 +41,7 @@ void bind_cores(nb::module_& m);
 // Declares what fills weights from files (module_loading.cpp).
 void bind_loading(nb::module_& m);
 
+// Declares chains of hashes and the index of blocks (module_blocks.cpp).
+void bind_blocks(nb::module_& m);
+
 }  // namespace penstock

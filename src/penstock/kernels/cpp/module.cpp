@@ -165,4 +165,5 @@ NB_MODULE(_native, m) {
   bind_program(m);
   bind_cores(m);
   bind_loading(m);
+  bind_blocks(m);
 }

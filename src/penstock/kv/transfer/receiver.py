@@ -97,6 +97,11 @@ class HandOverReceiver:
         """Of the pages."""
         return self._layout
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes a page."""
+        return self._layout.page_bytes
+
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def expect(self, pull: Pull, now: float) -> ReceiverTurn:

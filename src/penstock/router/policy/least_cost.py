@@ -1,0 +1,193 @@
+"""The least cost in seconds (``costs``): where everybody together waits least for this request's sake.
+
+Reading and writing are weighed apart, so that every pair of workers is compared at the price of two leagues of them.
+
+- **Split or not.**  A worker for both legs is compared with the best pair.  A decode worker may read a prompt too, when
+  that takes no longer than one of its steps: its answers wait no longer than they do anyway, and no page is moved.
+- **A hot prefix is copied.**  The price of computing it anew elsewhere is shared among the open requests that begin
+  alike: with the copy they, too, need not line up at the one that has it.
+- **Several gateways** act on reports of the same age.  Each looks at a part of the fleet only, another one for every
+  request, of a size such that one of them looks at each worker on the average; at those who have most of the prompt;
+  and at the one that it belongs to.
+- **Equals.**  Among costs within ``SLACK``, and no less of the prompt cached, the worker is taken that the session (or
+  the prompt's beginning) belongs to: the same one, whichever gateway asks.  A session's own worker may also be as much
+  dearer as reading the whole prompt takes, but never hold less of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.router.columns import Load, Numbers, Rates, Slots
+from penstock.router.policy import costs
+from penstock.router.policy.port import Choice, View, Weighed, foremost, mixed, told
+from penstock.types import PAGE_TOKENS, Leg
+
+SLACK = 0.02
+"""Costs closer than this part of the lesser one are equal."""
+
+READ_NAMES = ("cost_s", "wait_s", "read_s", "disturb_s", "compute", "cached", "short")
+WRITE_NAMES = ("cost_s", "wait_s", "move_s", "write_s", "slow_s", "answers", "cached", "short")
+WHOLE_NAMES = ("cost_s", "wait_s", "read_s", "disturb_s", "write_s", "slow_s", "compute", "cached", "short")
+
+
+class _Found(NamedTuple):
+    """The best candidate of a leg."""
+
+    slot: int
+    cost: float
+    short: bool
+    weighed: Weighed
+
+
+class _At(NamedTuple):
+    """Candidates, and what is known of each."""
+
+    slots: Slots
+    load: Load
+    rates: Rates
+    short: Numbers  # pages that it lacks
+
+    @classmethod
+    def of(cls, view: View, slots: Slots) -> _At:
+        slots = _looked_at(view, slots)
+        load, rates = view.columns.at(slots)
+        return cls(slots, load, rates, costs.short_of(view, load))
+
+    def those(self, mask: NDArray[np.bool_]) -> _At:
+        """Some of them."""
+        load, rates = Load(*(column[mask] for column in self.load)), Rates(*(column[mask] for column in self.rates))
+        return _At(self.slots[mask], load, rates, self.short[mask])
+
+
+class LeastCost:
+    """See above."""
+
+    name = "penstock"
+
+    def choose(self, view: View) -> Choice:
+        """See ``port.Policy``."""
+        if view.last:  # whoever reads the prompt has the one token that is wanted
+            found = _better(_whole(view, _at(view, view.prefill)), _whole(view, _at(view, view.whole)))
+            return Choice() if found is None else _chosen(found, "one token is wanted")
+        whole = _whole(view, _at(view, view.whole))
+        if not len(view.prefill) or not len(view.decode):
+            return Choice() if whole is None else _chosen(whole, "no workers for two legs")
+        prefill, writers = _prefill(view, _At.of(view, view.prefill)), _At.of(view, view.decode)
+        writing = costs.writing(view, writers.load, writers.rates)
+        decode = _decode(view, writers, writing)
+        both = (prefill.short or decode.short, prefill.cost + decode.cost)
+        if not view.always_split:
+            whole = _better(whole, _whole(view, _quick(view, writers, writing.step)))
+            if whole is not None and (whole.short, whole.cost) <= both:
+                return _chosen(whole, f"whole {whole.cost * 1e3:.3g} ms, split {both[1] * 1e3:.3g} ms")
+        legs = ((Leg.DECODE, decode.slot), (Leg.PREFILL, prefill.slot))
+        why = f"split {both[1] * 1e3:.3g} ms" + (f", whole {whole.cost * 1e3:.3g} ms" if whole else "")
+        return Choice(legs, (decode.weighed, prefill.weighed), why)
+
+
+def _at(view: View, slots: Slots) -> _At | None:
+    return _At.of(view, slots) if len(slots) else None
+
+
+def _prefill(view: View, at: _At) -> _Found:
+    reading = costs.reading(view, at.slots, at.load, at.rates)
+    cost = reading.wait + _shared(view, reading.read) + reading.disturb
+    table = np.array((cost, reading.wait, reading.read, reading.disturb, reading.compute, reading.cached, at.short))
+    return _best(view, Leg.PREFILL, at, (READ_NAMES, table))
+
+
+def _decode(view: View, at: _At, writing: costs.Writing) -> _Found:
+    _, load, rates, short = at
+    move = costs.moving(view, at.slots, load, rates)
+    wait = rates.token * load.tokens + rates.pair * load.pairs
+    cached = np.minimum(view.hits.take(at.slots) * float(PAGE_TOKENS), view.known)
+    cost = wait + move + writing.write + writing.slow
+    table = np.array((cost, wait, move, writing.write, writing.slow, load.rows, cached, short))
+    return _best(view, Leg.DECODE, at, (WRITE_NAMES, table))
+
+
+def _whole(view: View, at: _At | None) -> _Found | None:
+    if at is None:
+        return None
+    reading = costs.reading(view, at.slots, at.load, at.rates)
+    writing = costs.writing(view, at.load, at.rates)
+    cost = reading.wait + _shared(view, reading.read) + reading.disturb + writing.write + writing.slow
+    spent = (reading.wait, reading.read, reading.disturb, writing.write, writing.slow)
+    table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
+    return _best(view, Leg.WHOLE, at, (WHOLE_NAMES, table))
+
+
+def _quick(view: View, at: _At, step: Numbers) -> _At | None:
+    """Decode workers that have room, and know by experience that they read this prompt within one ``step``."""
+    least = view.known - PAGE_TOKENS * float(view.hits.take(at.slots).max())  # tokens that are to be read, at least
+    if least * at.rates.token.min() > step.max():
+        return None
+    reading = costs.reading(view, at.slots, at.load, at.rates)
+    known = view.columns.measured(at.slots) & (at.short == 0)
+    quick = known & (reading.read - at.rates.step <= step) & (reading.wait <= step)
+    return at.those(quick) if quick.any() else None
+
+
+def _looked_at(view: View, slots: Slots) -> Slots:
+    """All, or a part that luck decides on and those with most of the prompt."""
+    gateways = view.columns.gateways(slots)
+    count = max(2, -(-len(slots) // gateways))
+    if gateways < 2 or count >= len(slots):
+        return slots
+    luck = mixed(view.columns.hashes.take(slots), view.luck)
+    taken = np.zeros(len(slots), np.bool_)
+    taken[np.argpartition(luck, count)[:count]] = True
+    taken[foremost(view, slots, view.key)] = True
+    hits = view.hits.take(slots)
+    best = hits.max()
+    if best > 0:
+        holders = np.flatnonzero(hits == best)
+        taken[holders[np.argpartition(luck[holders], count)[:count] if len(holders) > count else slice(None)]] = True
+    return slots[taken]
+
+
+def _shared(view: View, read: Numbers) -> Numbers:
+    """What reading costs, when others who wait for the same beginning have a part in a copy's price."""
+    if not view.sharers:
+        return read
+    least = float(read.min())
+    shared: Numbers = least + (read - least) / (1 + view.sharers)
+    return shared
+
+
+def _best(view: View, leg: Leg, at: _At, table: tuple[tuple[str, ...], Numbers]) -> _Found:
+    """Room first, then cost, then who it belongs to."""
+    slots, cost, cached = at.slots, table[1][0], table[1][-2]
+    order = cost
+    if at.short.any() and not at.short.all():
+        order = np.where(at.short > 0, np.inf, cost)
+    least = float(order.min())
+    equals = np.flatnonzero(order <= least * (1 + SLACK))
+    held = cached[equals]
+    enough = held[order[equals] == least].max()
+    equals = equals[held >= enough]
+    place = int(equals[foremost(view, slots[equals], view.key)]) if len(equals) > 1 else int(equals[0])
+    if view.session:
+        place = _home(view, at, (order, cached), place)
+    return _Found(int(slots[place]), float(cost[place]), bool(at.short[place] > 0), told(leg, slots, table, order))
+
+
+def _home(view: View, at: _At, of: tuple[Numbers, Numbers], place: int) -> int:
+    """The worker that the session belongs to, if it costs little; ``of``: costs and cached tokens."""
+    home = foremost(view, at.slots, view.key)
+    order, cached = of
+    alone = float(at.rates.step[home] + at.rates.token[home] * view.known)  # to read it all
+    return home if cached[home] >= cached[place] and order[home] <= order[place] + alone else place
+
+
+def _better(one: _Found | None, other: _Found | None) -> _Found | None:
+    found = [each for each in (one, other) if each is not None]
+    return min(found, key=lambda each: (each.short, each.cost), default=None)
+
+
+def _chosen(found: _Found, because: str) -> Choice:
+    return Choice(((Leg.WHOLE, found.slot),), (found.weighed,), because)

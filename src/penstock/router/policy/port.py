@@ -1,0 +1,109 @@
+"""What a policy is given and what it answers, and the parts that several policies share.
+
+A policy is a pure function with a name.  It compares candidates by numbers alone, and settles ties by the hashes of
+their ids: which of two workers comes first in the fleet never matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.router.columns import Columns, Numbers, Slots
+from penstock.types import Leg
+
+TOLD_CANDIDATES = 16
+"""Candidates of a leg whose numbers are kept: the best ones."""
+
+_ONE, _TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One request and the workers that may be given it.  Arrays of slots may be empty; the others are by slot."""
+
+    columns: Columns
+    known: int  # tokens of the prompt, and of the answer so far
+    write: int  # tokens that will probably be written
+    last: bool  # exactly one token is wanted: whoever reads the prompt can write it
+    hits: NDArray[np.int32]  # leading blocks of the prompt that each slot has, or will have soon
+    sharers: int  # open requests that begin as this one does, as far as the best of ``hits`` goes
+    key: int  # 64 bits: of the session, or of how the prompt begins
+    luck: int  # 64 bits: of this very submission
+    session: bool  # ``key`` is a session's: it belongs to one worker, if that costs little
+    prefill: Slots
+    decode: Slots
+    whole: Slots
+    always_split: bool = False  # wherever there are workers for both legs
+
+
+class Weighed(NamedTuple):
+    """The numbers of a leg's best candidates, best first: ``numbers[name, candidate]``."""
+
+    leg: Leg
+    slots: Slots
+    names: tuple[str, ...]
+    numbers: Numbers
+    others: int  # candidates that are not told of
+
+
+class Choice(NamedTuple):
+    """Who is to do what: no leg, one whole leg, or a decode and a prefill leg."""
+
+    legs: tuple[tuple[Leg, int], ...] = ()
+    weighed: tuple[Weighed, ...] = ()
+    because: str = ""  # why it is split, or is not
+
+
+class Policy(Protocol):
+    """A way to choose.  Stateless."""
+
+    name: str
+
+    def choose(self, view: View) -> Choice:
+        """Who is to do what; no legs when there are no workers for all parts."""
+        ...
+
+
+def mixed(hashes: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Hashes of (id, key): splitmix64's finisher (Steele, Lea, Flood 2014)."""
+    x = hashes ^ np.uint64(key)
+    x = (x ^ (x >> _S30)) * _ONE
+    x = (x ^ (x >> _S27)) * _TWO
+    return x ^ (x >> _S31)
+
+
+def foremost(view: View, slots: Slots, key: int) -> int:
+    """The place in ``slots`` of the worker that ``key`` belongs to (rendezvous hashing: Thaler, Ravishankar 1998)."""
+    return int(mixed(view.columns.hashes.take(slots), key).argmax())
+
+
+def told(leg: Leg, slots: Slots, table: tuple[tuple[str, ...], Numbers], order: Numbers) -> Weighed:
+    """The numbers of the best, by ``order``: the least is best."""
+    names, numbers = table
+    if len(slots) > TOLD_CANDIDATES:
+        best = np.argpartition(order, TOLD_CANDIDATES)[:TOLD_CANDIDATES]
+        best = best[np.argsort(order[best], kind="stable")]
+    else:
+        best = np.argsort(order, kind="stable")
+    return Weighed(leg, slots[best], names, numbers[:, best], len(slots) - len(best))
+
+
+def by_legs(view: View, best: Callable[[Leg, Slots], tuple[int, Weighed]]) -> Choice:
+    """Split wherever there are workers for both legs, whole otherwise; ``best`` finds a place among candidates."""
+    ways: list[tuple[tuple[Leg, Slots], ...]]
+    if view.last and len(view.prefill):
+        ways = [((Leg.WHOLE, view.prefill),), ((Leg.WHOLE, view.whole),)]
+    else:
+        ways = [((Leg.DECODE, view.decode), (Leg.PREFILL, view.prefill)), ((Leg.WHOLE, view.whole),)]
+    for way in ways:
+        if all(len(slots) for _, slots in way):
+            found = [(leg, slots, *best(leg, slots)) for leg, slots in way]
+            legs = tuple((leg, int(slots[place])) for leg, slots, place, _ in found)
+            return Choice(legs, tuple(weighed for *_, weighed in found), "split" if len(legs) > 1 else "whole")
+    return Choice()
