@@ -27,7 +27,7 @@ class Case:
     rotated: int = 0  # columns
     places: bool = False  # rows of the table are named
     reach: int | None = None  # of a bias
-    lengths: tuple[int, ...] = (1, 17, 110, 64)
+    lengths: tuple[int, ...] = (1, 17, 70, 64)
 
     @property
     def width(self) -> int:
@@ -42,14 +42,14 @@ class Case:
         return None if self.reach is None else normal(8, self.heads, 2 * self.reach + 1)
 
 
-LONG = (1, 150, 530)
+LONG = (1, 90, 530)
 """The last one has keys of two partitions."""
 
 CASES = {
-    "both ways": Case(3, 3, 32, lengths=LONG),
-    "grouped": Case(6, 2, 24),
-    "causal": Case(4, 4, 20, causal=True),
-    "window": Case(3, 3, 64, window=65, lengths=LONG),
+    "both ways": Case(2, 2, 32, lengths=LONG),
+    "grouped": Case(4, 2, 24),
+    "causal": Case(2, 2, 20, causal=True),
+    "window": Case(1, 1, 64, window=65, lengths=LONG),
     "causal window": Case(2, 1, 16, causal=True, window=70, lengths=LONG),
     "window of one": Case(2, 2, 6, window=1),
     "rotated": Case(4, 2, 40, rotated=40),
