@@ -168,7 +168,7 @@ class Replayed:
 
     def __init__(self, inner: Drafter, answer: Sequence[int], counts: Sequence[int]) -> None:
         self._inner, self._answer = inner, answer
-        self._counts = Random(7).choices(counts, k=len(answer) + 1)
+        self._counts, self._random = counts, Random(7)
         self.places = inner.places
 
     @property
@@ -177,7 +177,7 @@ class Replayed:
 
     def guess(self, rows: Sequence[Row], depth: int) -> list[tuple[int, ...]]:
         (draft,) = self._inner.guess(rows, depth) or ((),)
-        done, right = len(rows[0].request.output), self._counts.pop()
+        done, right = len(rows[0].request.output), self._random.choice(self._counts)
         tokens = list(self._answer[done : done + len(draft)])
         if right < len(tokens):
             tokens[right] += 1 if tokens[right] == 0 else -1

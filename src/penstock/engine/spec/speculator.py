@@ -174,6 +174,8 @@ class DraftSpeculator:
         if wanted != self._follows:
             self._follows = wanted
             self._drafter.follow(wanted)
+        if not self._worth.account.is_open:
+            self._tries = TRIES  # for when it is
         depth = self._depth(len(rows)) if self._worth.account.is_open else 0
         if depth == 0:
             return []
