@@ -16,7 +16,8 @@ from penstock.engine.core.request import Request
 from penstock.engine.images.stage import ImageStage
 from penstock.engine.models.port import Model, encoder_of
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.adapters import AdapterRoom, Adapters
+from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
@@ -24,6 +25,7 @@ from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops
 from penstock.types import (
     PAGE_TOKENS,
+    AdapterRef,
     BlockHash,
     Leg,
     PageId,
@@ -32,6 +34,7 @@ from penstock.types import (
     RequestId,
     SamplingParams,
 )
+from penstock.weights.adapter import AdapterLimits, model_targets, read_adapter
 from penstock.weights.checkpoint import for_length, inspect_model
 from penstock.weights.load import load_model
 
@@ -73,6 +76,7 @@ class RunnerBench:
         max_model_len: int | None = None,
         direct: bool = False,
         image_cache: int = 1 << 30,
+        max_loras: int = 4,
         **ops: Any,
     ) -> None:
         self.spec = inspect_model(folder)
@@ -87,10 +91,25 @@ class RunnerBench:
         if direct or not isinstance(program, RecordedProgram):
             program = DirectProgram(self.ops, self.model, self.kv)
         self.images = ImageStage(encoder_of(self.model.model), self.ops, cache_bytes=image_cache)
-        self.runner = ModelRunner(self.model, self.ops, self.kv, program, images=self.images)
+        self.adapters = Adapters.of(self.ops, loaded, AdapterRoom(slots=max_loras, nbytes=1 << 30, max_rank=256))
+        self.runner = ModelRunner(
+            self.model, self.ops, self.kv, program, Aids(images=self.images, adapters=self.adapters)
+        )
+        self._direct = direct
         self._free = [PageId(int(page)) for page in np.random.default_rng(seed).permutation(pages)]
         self._serial = 0
         self.runner_steps = 0
+
+    def load_adapter(self, folder: Path) -> AdapterRef:
+        """The adapter in a folder, in memory."""
+        targets, limits = model_targets(self.spec), AdapterLimits(max_rank=256, max_bytes=1 << 30)
+        ref = AdapterRef(fingerprint=read_adapter(folder, targets, limits).fingerprint, folder=str(folder))
+        self.adapters.load(ref)
+        if self._direct:
+            self.runner.adapted = DirectProgram(self.ops, self.adapters.adapted(self.model), self.kv)
+        else:
+            self.runner.adapted = self.ops.record(self.adapters.adapted(self.model.model), self.kv)
+        return ref
 
     def request(
         self,
@@ -100,6 +119,7 @@ class RunnerBench:
         *,
         images: Sequence[PlacedImage] = (),
         pictures: Sequence[Picture] = (),
+        adapter: AdapterRef | None = None,
     ) -> Request:
         """A request that owns pages for everything it may become."""
         self._serial += 1
@@ -114,6 +134,7 @@ class RunnerBench:
             emitted=emitted,
             images=images,
             pictures=pictures,
+            adapter=adapter,
         )
         request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
         self.give_pages(request)

@@ -14,6 +14,7 @@
         SlowBody            408
         WrongMediaType      415
         Unauthorized        401
+        Forbidden           403
         UnknownPath         404
         UnknownRequest      404, nothing is remembered of it
         MethodNotAllowed    405
@@ -30,6 +31,7 @@
       ConfigError       a setting that cannot be
       ImageRefused      an image that a worker cannot read, or that is not what its request says
       GrammarRefused    a grammar that cannot be compiled, or not within the limits; intake says of which field
+      AdapterRefused    an adapter that a worker cannot have; the message is the reason
       KernelError       a kernel family that this machine or build does not have
 
 HTTP words (status, type, code) stand here beside the error so that the rim maps each without a table of its own.
@@ -139,6 +141,12 @@ class Unauthorized(RequestError):
     status = 401
 
 
+class Forbidden(RequestError):
+    """The service was started without what this needs."""
+
+    status = 403
+
+
 class UnknownPath(RequestError):
     """Nothing is served at this path."""
 
@@ -228,6 +236,10 @@ class ImageRefused(PenstockError):
 
 class GrammarRefused(PenstockError):
     """A grammar that cannot be compiled, or not within the limits; the message is the reason."""
+
+
+class AdapterRefused(PenstockError):
+    """An adapter that a worker cannot have; the message is the reason."""
 
 
 class KernelError(PenstockError):

@@ -172,6 +172,13 @@ class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     deviation: tuple[float, float, float]
 
 
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter, known by its content; ``folder`` is where every worker of the answer can read it."""
+
+    fingerprint: str  # BLAKE3 of its files, hexadecimal
+    folder: str
+
+
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and one choice, parsed and checked.  Below this there is no JSON and no text."""
 
@@ -185,6 +192,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     pictures: tuple[Picture, ...] = ()  # one an image
     session: str = ""  # a hint: requests of one session go to one worker, where that costs little
+    adapter: AdapterRef | None = None
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
 
 

@@ -13,6 +13,8 @@ examples:
   penstock serve ~/models/Llama-3.2-1B-Instruct      a Hugging Face folder of the Llama architecture
   penstock serve meta-llama/Llama-3.2-1B-Instruct    the same from the Hub
   penstock serve BAAI/bge-small-en-v1.5              embeddings: one worker, /v1/embeddings (rerankers: /rerank)
+  penstock serve MODEL --lora sql=~/adapters/sql     a LoRA adapter, asked for as model "sql"
+  penstock serve --catalogue models.toml --model-memory 8GiB     several models, loaded on demand
   penstock serve --prefill 2 --decode 2 --kv-memory 2GiB
   penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
 
@@ -53,6 +55,10 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="fetch images of chats from public addresses (default: they come within the request only)",
     )
+    group.add_argument("--catalogue", metavar="FILE", help="several models, loaded on demand (docs/catalogue.md)")
+    group.add_argument("--model-memory", metavar="SIZE", help="of all models of the catalogue that are loaded")
+    group.add_argument("--lora", metavar="NAME=DIR", action="append", help="a LoRA adapter, as NAME (repeat for more)")
+    group.add_argument("--allow-lora-updating", action="store_true", help="clients may load and unload adapters")
     group.add_argument("--log-json", action="store_true", help="log one JSON object a line")
 
 
@@ -91,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop.  0 after an orderly end; raises ConfigError, ModelError, GaveUp."""
     flags = {key: value for key, value in vars(args).items() if key not in ("run", "command", "config")}
     config = load_serve(flags, config_file=getattr(args, "config", None))
+    if config.catalogue is not None:
+        from penstock.launch.catalogue import serve_catalogue
+
+        return serve_catalogue(config)
     from penstock.launch.compose import serve
 
     return serve(config)

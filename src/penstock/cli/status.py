@@ -9,6 +9,7 @@ import argparse
 import http.client
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,6 +35,9 @@ COLUMNS = (
     "kv_pages_free",
     "kv_pages_leaked",
 )
+MODEL_COLUMNS = ("name", "state", "pinned", "bytes", "requests", "loads", "reason")
+"""Of a catalogue's models."""
+
 _MAX_ANSWER_BYTES = 4 << 20
 
 
@@ -56,16 +60,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """0 with the list; raises WorkerError when nothing answers, ConfigError for a bad URL."""
     url, api_key = load_client(args.url, args.api_key)
-    workers = fetch(url, api_key, args.timeout)
+    found = fetch(url, api_key, args.timeout)
     if args.json:
-        print(json.dumps({"workers": workers}))
-    else:
-        sys.stdout.write(table(workers))
+        print(json.dumps(found))
+        return 0
+    if "models" in found:
+        sys.stdout.write(table(found["models"], MODEL_COLUMNS) + "\n")
+    sys.stdout.write(table(found["workers"]))
     return 0
 
 
-def fetch(url: str, api_key: str | None, timeout_s: float) -> list[dict[str, Any]]:
-    """The rows of ``/admin/workers``."""
+def fetch(url: str, api_key: str | None, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
+    """The answer of ``/admin/workers``: rows of ``workers``, and of a catalogue's ``models``."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
@@ -88,26 +94,29 @@ def fetch(url: str, api_key: str | None, timeout_s: float) -> list[dict[str, Any
     return _rows(url, answer.status, body)
 
 
-def _rows(url: str, status: int, body: bytes) -> list[dict[str, Any]]:
+def _rows(url: str, status: int, body: bytes) -> dict[str, list[dict[str, Any]]]:
     if status in (401, 403):
         raise ConfigError(f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY")
     try:
-        rows = json.loads(body)["workers"] if status == 200 else None
+        found: dict[str, Any] = json.loads(body) if status == 200 else {}
+        rows: dict[str, Any] = {
+            name: found[name] for name in ("workers", "models") if name in found or name == "workers"
+        }
     except (ValueError, KeyError, TypeError):
-        rows = None
-    if not isinstance(rows, list):
+        rows = {}
+    if not rows or not all(isinstance(own, list) for own in rows.values()):
         raise WorkerError(f"{url} answered {status}, but not as a Penstock does")
     return rows
 
 
-def table(workers: list[dict[str, Any]]) -> str:
-    """The rows for people: one line a worker, numbers to the right."""
+def table(workers: list[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> str:
+    """The rows for people: one line each, numbers to the right."""
     if not workers:
         return "no workers\n"
-    heads = [name.removeprefix("kv_").replace("_", " ") for name in COLUMNS]
-    rows = [heads, *([str(row.get(name, "")) for name in COLUMNS] for row in workers)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    numeric = [all(isinstance(row.get(name), (int, float)) for row in workers) for name in COLUMNS]
+    heads = [name.removeprefix("kv_").replace("_", " ") for name in columns]
+    rows = [heads, *([str(row.get(name, "")) for name in columns] for row in workers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    numeric = [all(isinstance(row.get(name), (int, float)) for row in workers) for name in columns]
     lines = (
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)

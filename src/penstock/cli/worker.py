@@ -64,6 +64,9 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="guess tokens ahead; the same answers (default: off). auto: by the model's own head, else by lookup",
     )
     group.add_argument("--draft-model", metavar="DIR", help="the head or the small model that guesses")
+    group.add_argument("--max-loras", metavar="N", help="LoRA adapters in memory at once (default: 16)")
+    group.add_argument("--lora-memory", metavar="SIZE", help="what they may take in each worker (default: 1GiB)")
+    group.add_argument("--max-lora-rank", metavar="R", help="default: 256")
     group.add_argument("--max-draft-tokens", metavar="N", help="guessed for one request in one step (default: 8)")
 
 

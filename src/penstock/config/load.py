@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,9 @@ OTHER_VARIABLES = frozenset(
 """Variables of ours that are no settings of ``serve``: of other commands and of the scripts in the repository."""
 
 _Kind = TypeVar("_Kind", bound=EngineSettings)
+
+SIZES = ("kv_memory", "image_cache", "lora_memory", "model_memory")
+"""Settings in bytes, which may be said as "512MiB"."""
 
 _TABLES = ("limits", "failover", "hand_over", "supervise", "routing")  # in a file only: too many for flags
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
@@ -113,6 +116,19 @@ def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None)
     return Path(base) / "penstock" / "weights" if base and base.startswith("/") else None
 
 
+def lora_folders(given: Sequence[str]) -> dict[str, Path]:
+    """Folders by name of ``--lora NAME=DIR``.  Raises ConfigError."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"--lora {text}: expected NAME=DIR, a name for clients and a folder that PEFT wrote")
+        if name in folders:
+            raise ConfigError(f"--lora {text}: there is an adapter named {name} already")
+        folders[name] = Path(folder).expanduser().absolute()
+    return folders
+
+
 def is_loopback(host: str) -> bool:
     """Does this address stay on the host?  A name other than localhost is taken to lead off it."""
     if host == "localhost":
@@ -162,6 +178,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     return given
 
 
+def parse_setting(kind: type[EngineSettings], key: str, value: object, source: str) -> Any:
+    """One value of a setting, checked.  Raises ConfigError, which begins with ``source``."""
+    return _parse(key, _types(kind)[key], _Given(value, source))
+
+
 def _known(key: str, source: str, names: Mapping[str, object]) -> str:
     if key in names:
         return key
@@ -172,9 +193,9 @@ def _known(key: str, source: str, names: Mapping[str, object]) -> str:
 def _parse(key: str, kind: Any, given: _Given) -> Any:
     value = given.value
     try:
-        if key in ("kv_memory", "image_cache") and isinstance(value, str):
+        if key in SIZES and isinstance(value, str):
             value = parse_size(value)
-        if key == "join" and isinstance(value, str):
+        if key in ("join", "lora") and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
@@ -200,6 +221,17 @@ _HERE_ONLY = (
 )
 
 
+def _check_catalogue(config: ServeConfig) -> None:
+    if config.catalogue is None:
+        if config.model_memory is not None:
+            raise ConfigError("--model-memory is for --catalogue; one model alone is limited by --kv-memory")
+        return
+    for name in ("model", "served_model_name", "join", "lora"):
+        if getattr(config, name):
+            flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--catalogue: {flag} belongs into the catalogue's file, to one of its models")
+
+
 def _check_serve(config: ServeConfig) -> None:
     """What no single field can tell."""
     if config.aggregated and (config.prefill is not None or config.decode is not None):
@@ -213,6 +245,8 @@ def _check_serve(config: ServeConfig) -> None:
             f"--host {config.host} can be reached from other machines, so it needs a key: "
             "add --api-key KEY (or set PENSTOCK_API_KEY), or stay on --host 127.0.0.1"
         )
+    lora_folders(config.lora)
+    _check_catalogue(config)
     if config.join and config.keys is None:
         raise ConfigError("--join needs --keys DIR: the folder that the workers were started with")
     if config.keys is not None and not config.join:

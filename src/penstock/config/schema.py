@@ -137,6 +137,8 @@ class Limits(Config, frozen=True, kw_only=True):
     idle_client_s: float = 30.0  # a client that reads nothing for so long is hung up on
     slow_body_s: float = 30.0  # to receive a request's body
     header_s: float = 15.0  # to receive a request's head
+    load_s: float = 120.0  # that a request waits for a model of the catalogue to be loaded
+    max_queued_loads: int = 256  # requests that wait for models to be loaded
 
 
 class FailoverConfig(Config, frozen=True, kw_only=True):
@@ -161,6 +163,33 @@ class RoutingConfig(Config, frozen=True, kw_only=True):
     remembered_decisions: Annotated[int, msgspec.Meta(ge=0)] = 16  # the latest, of each of those
 
 
+class NamedAdapter(Config, frozen=True, kw_only=True):
+    """A LoRA adapter that clients can ask for by its name."""
+
+    name: str
+    folder: str
+    fingerprint: str  # of its content
+    nbytes: int  # of its file of tensors
+    rank: int  # the largest of its matrices
+
+
+class LoraConfig(Config, frozen=True, kw_only=True):
+    """Adapters of a gateway: those of the start, and whether others may come."""
+
+    adapters: tuple[NamedAdapter, ...] = ()
+    allow_updating: bool = False
+    max_adapters: int = 16
+    max_bytes: int = 1 << 30  # of the files of all adapters together
+    max_rank: int = 256
+
+
+class Offers(Config, frozen=True, kw_only=True):
+    """What a service takes beside text for its model."""
+
+    remote_images: bool = False  # images may be fetched from public addresses
+    lora: LoraConfig = LoraConfig()
+
+
 class GatewayConfig(Config, frozen=True, kw_only=True):
     """Everything the gateway process needs."""
 
@@ -181,6 +210,33 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
     remote_images: bool = False  # images may be fetched from public addresses
+    lora: LoraConfig = LoraConfig()
+
+
+class ModelPlace(Config, frozen=True, kw_only=True):
+    """One model of a catalogue, as its front knows it."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
+    nbytes: int = 0  # of memory while it is loaded
+    pinned: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that mean it."""
+        return (self.name, *self.aliases, *self.adapters)
+
+
+class StoreConfig(Config, frozen=True, kw_only=True):
+    """Everything the front process of a catalogue needs."""
+
+    models: tuple[ModelPlace, ...]
+    model_memory: int | None = None  # bytes of all loaded models together
+    api_key: str | None = None
+    upstream_key: str  # that the models' own gateways want
+    limits: Limits = Limits()
+    created: int = 0  # Unix seconds
 
 
 class SuperviseConfig(Config, frozen=True, kw_only=True):
@@ -217,6 +273,9 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     max_draft_tokens: Positive = 8
     kernels: str = "auto"  # a kernel family, or "reference"
     device: Literal["cpu", "cuda"] = "cpu"
+    max_loras: Positive = 16  # adapters in memory at once
+    lora_memory: Positive = 1 << 30  # bytes of adapters in memory of a worker, and of the files of all that are listed
+    max_lora_rank: Positive = 256
     log_json: bool = False
     keys: str | None = None  # folder of the keys that hosts share
     weights_cache: str = "auto"  # folder of the manifests of weights; "auto": in the user's cache; "off": none
@@ -240,6 +299,10 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     transfer: Literal["auto", "shm", "tcp"] = "auto"
     api_key: str | None = None
     served_model_name: str | None = None
+    catalogue: str | None = None  # file that names several models, loaded on demand
+    model_memory: Positive | None = None  # bytes of all loaded models of the catalogue; None: no limit
+    lora: tuple[str, ...] = ()  # adapters, each NAME=FOLDER
+    allow_lora_updating: bool = False  # clients may load and unload adapters
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class when its own has no worker left
     remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only

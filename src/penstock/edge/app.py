@@ -5,11 +5,9 @@ A plain ASGI application under Starlette's router.  ``make_app`` is all that the
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,18 +22,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.clock import Clock
 from penstock.config.schema import Limits
-from penstock.edge import json_strict, status
-from penstock.edge.admission import Admission, BodyHold
+from penstock.edge import status
 from penstock.edge.answering import Answering, gather, stream
 from penstock.edge.auth import Authenticated, KeyRing
-from penstock.edge.errors import ClientGone, Header, noted
+from penstock.edge.door import Asked, Door
+from penstock.edge.errors import Header
 from penstock.edge.exchange import Exchange
 from penstock.edge.openai_chat import ChatShape
 from penstock.edge.openai_completions import CompletionShape
 from penstock.edge.openai_shapes import Head, Shape
 from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
 from penstock.edge.reading import read_all, written
-from penstock.errors import BadField, MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
+from penstock.errors import MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
 from penstock.types import ModelIdentity, RequestId
 from penstock.wire.ports import Envelope, Intake, JsonObject, Pools, PoolWork, Prepared, TokenStreams
 
@@ -47,9 +45,6 @@ EXPLAIN = b"x-penstock-explain"
 
 ROUTE = b"x-penstock-route"
 """Says which workers were chosen, and by which numbers."""
-
-INLINE_BODY_BYTES = 16 << 10
-"""Larger bodies are parsed on a thread, which lets others run between two numbers."""
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 WRITING_PATHS = "/v1/chat/completions or /v1/completions"
@@ -85,15 +80,14 @@ def make_app(behind: Behind) -> ASGIApp:
             _post("/classify", service.reading(classify, ClassifyShape())),
             _post("/tokenize", service.question(_tokenize(prepare))),
             _post("/detokenize", service.question(_detokenize(prepare))),
-            *status.routes(behind.streams, prepare.card, behind.metrics, behind.metrics_type),
+            _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
+            _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
+            *status.routes(behind.streams, prepare.cards, behind.metrics, behind.metrics_type),
         ],
-        exception_handlers={HTTPException: _http_error, Exception: _unforeseen},
+        exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
     return Authenticated(app, behind.keys)
-
-
-_Work = Callable[[Exchange, JsonObject, BodyHold], Awaitable[None]]
 
 
 class _Service:
@@ -101,77 +95,46 @@ class _Service:
 
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
-        self._admission = Admission(behind.limits, behind.clock)
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="json")
+        self._door = Door(behind.limits, behind.clock)
 
     def generation(self, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape) -> ASGIApp:
         """An endpoint that answers with generated text."""
 
-        async def work(exchange: Exchange, body: JsonObject, hold: BodyHold) -> None:
-            prepared, head = await self._prepare(exchange, body, prepare, shape)
-            hold.release()
+        async def work(exchange: Exchange, asked: Asked) -> None:
+            prepared, head = await self._prepare(exchange, asked.body, prepare, shape)
+            asked.hold.release()
             await self._answer(exchange, prepared, shape, head)
 
-        return self._endpoint(work, self._admission.check)
+        return self._door.endpoint(work, self._door.admission.check)
 
     def reading(
         self, prepare: Callable[[JsonObject, Envelope], Awaitable[PoolWork]] | None, shape: PoolShape
     ) -> ASGIApp:
         """An endpoint that answers with what texts become; ``prepare`` is None where the model writes instead."""
 
-        async def work(exchange: Exchange, body: JsonObject, hold: BodyHold) -> None:
+        async def work(exchange: Exchange, door: Asked) -> None:
             if prepare is None:
-                name = self._behind.intake.card().name
+                name = self._behind.intake.cards()[0].name
                 raise WrongTask(name, "writes text and is read with for nothing else", WRITING_PATHS)
             envelope = self._envelope(exchange, shape.prefix)
-            asked = await prepare(body, envelope)
-            hold.release()
-            with self._admission.admit([asked.tokens]) as permit:
+            asked = await prepare(door.body, envelope)
+            door.hold.release()
+            with self._door.admission.admit([asked.tokens]) as permit:
                 pooled = await read_all(self._behind.streams, asked, self._behind.limits.max_inputs_at_once)
                 permit.started(0)
             head = PoolHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
             answer = await written(shape, head, asked, pooled)
             await exchange.reply(200, answer, (b"x-request-id", head.id.encode()))
 
-        return self._endpoint(work, self._admission.check)
+        return self._door.endpoint(work, self._door.admission.check)
 
     def question(self, ask: Callable[[JsonObject], Awaitable[Any]]) -> ASGIApp:
         """An endpoint that answers with a small JSON object."""
 
-        async def work(exchange: Exchange, body: JsonObject, _: BodyHold) -> None:
-            await exchange.reply(200, _encode(await ask(body)))
+        async def work(exchange: Exchange, asked: Asked) -> None:
+            await exchange.reply(200, _encode(await ask(asked.body)))
 
-        return self._endpoint(work, lambda: None)
-
-    def _endpoint(self, work: _Work, check: Callable[[], None]) -> ASGIApp:
-        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            exchange = Exchange(scope, receive, send)
-            try:
-                check()
-                with self._admission.body() as hold:
-                    raw = await exchange.read_json_body(self._behind.limits, hold)
-                    async with exchange.until_hang_up():
-                        await work(exchange, await self._parse(raw), hold)
-            except ClientGone:
-                return
-            except Exception as error:
-                if exchange.started:
-                    noted(error)
-                    raise
-                await exchange.refuse(error)
-
-        return _Endpoint(endpoint)
-
-    async def _parse(self, raw: bytes) -> JsonObject:
-        depth = self._behind.limits.max_json_depth
-        if len(raw) <= INLINE_BODY_BYTES:
-            value = json_strict.parse(raw, max_depth=depth)
-        else:
-            loop = asyncio.get_running_loop()
-            value = await loop.run_in_executor(self._parser, lambda: json_strict.parse(raw, max_depth=depth))
-        if not isinstance(value, dict):
-            raise BadField("body", got=value, want="a JSON object", code="invalid_type")
-        return value
+        return self._door.endpoint(work)
 
     async def _prepare(
         self,
@@ -198,7 +161,7 @@ class _Service:
     async def _answer(self, exchange: Exchange, prepared: Prepared, shape: Shape, head: Head) -> None:
         reply = prepared.reply
         costs = [0 if i % reply.n else len(request.prompt) for i, request in enumerate(prepared.requests)]
-        with self._admission.admit(costs) as permit:
+        with self._door.admission.admit(costs) as permit:
             answering = Answering(self._behind.streams, prepared, permit)
             headers = partial(self._headers, head.id, explained=exchange.header(EXPLAIN) is not None)
             if reply.stream:
@@ -243,16 +206,6 @@ def _head(name: str, prepared: Prepared, identity: ModelIdentity) -> Head:
     )
 
 
-class _Endpoint:
-    """An ASGI application that Starlette's router takes for one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-
 def _post(path: str, endpoint: ASGIApp) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
@@ -268,7 +221,7 @@ def _detokenize(intake: Intake) -> Callable[[JsonObject], Awaitable[Any]]:
     return ask
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def http_error(request: Request, error: Exception) -> Response:
     """What Starlette's router refuses, in OpenAI's envelope."""
     path = request.url.path[:256]
     if isinstance(error, HTTPException) and error.status_code == 405:
@@ -281,7 +234,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _Refused(ours)
 
 
-async def _unforeseen(_: Request, error: Exception) -> Response:
+async def unforeseen(_: Request, error: Exception) -> Response:
     return _Refused(error)
 
 

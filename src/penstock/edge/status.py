@@ -5,7 +5,7 @@ Liveness is progress, not an open port: ``/health`` is 503 while something runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,19 +26,21 @@ MAX_ID_CHARS = 128
 
 
 def routes(
-    streams: TokenStreams, card: Callable[[], ModelCard], metrics: Callable[[], bytes], metrics_type: str
+    streams: TokenStreams, cards: Callable[[], Sequence[ModelCard]], metrics: Callable[[], bytes], metrics_type: str
 ) -> list[Route]:
     """All ``GET`` paths (``HEAD`` comes with them)."""
 
     async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [model_object(card())]})
+        return _json({"object": "list", "data": [model_object(card) for card in cards()]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name != card().name:
-            answer = refusal(UnknownModel(name[:128], card().name))
-            return Response(answer.body, answer.status, media_type="application/json")
-        return _json(model_object(card()))
+        all_cards = cards()
+        for card in all_cards:
+            if card.name == name:
+                return _json(model_object(card))
+        answer = refusal(UnknownModel(name[:128], all_cards[0].name))
+        return Response(answer.body, answer.status, media_type="application/json")
 
     async def health(_: Request) -> Response:
         why = streams.alive()
@@ -94,7 +96,7 @@ def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
 
 def model_object(card: ModelCard) -> dict[str, Any]:
     """OpenAI's model object, with the context as vLLM and as others call it."""
-    return {
+    shown: dict[str, Any] = {
         "id": card.name,
         "object": "model",
         "created": card.created,
@@ -102,6 +104,9 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.max_model_len,
         "context_length": card.max_model_len,
     }
+    if card.parent is not None:
+        shown["parent"] = card.parent
+    return shown
 
 
 def _json(value: Any, status: int = 200) -> Response:

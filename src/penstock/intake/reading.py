@@ -67,8 +67,17 @@ class ReadingIntake:
         """Lets the tokenizer's threads end."""
         self._tokenizer.close()
 
-    def card(self) -> ModelCard:
-        return self._served.card
+    def cards(self) -> Sequence[ModelCard]:
+        """See ``wire.ports.Intake``."""
+        return (self._served.card,)
+
+    async def load_adapter(self, body: JsonObject) -> JsonObject:
+        """Always WrongTask."""
+        self._refuse("has no adapters")
+
+    async def unload_adapter(self, body: JsonObject) -> JsonObject:
+        """Always WrongTask."""
+        self._refuse("has no adapters")
 
     async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """Always WrongTask."""

@@ -7,20 +7,19 @@ gives way to others every few blocks.  Knows nothing about HTTP or workers.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
-from penstock.errors import GrammarRefused, ModelError, PromptTooLong, RequestError
+from penstock.config.schema import Limits, Offers
+from penstock.errors import GrammarRefused, PromptTooLong, RequestError
 from penstock.grammar.checking import GrammarChecks
 from penstock.grammar.frames import Limits as GrammarLimits
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.hashing import block_hashes, chain_root
+from penstock.intake.adapters import AdapterBook
 from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
 from penstock.intake.chat import Chats, Wish, Written, text_size
 from penstock.intake.fields import unsupported
@@ -30,6 +29,7 @@ from penstock.intake.images.preparing import Images, Seen
 from penstock.intake.images.recipe import read_recipe
 from penstock.intake.images.remote import RemoteImages
 from penstock.intake.message_fields import content_chars
+from penstock.intake.model_files import end_tokens, named_tokens, read_json, vocabulary_size
 from penstock.intake.prompt_fields import Prompt
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.template import Conversation, TemplateLimits
@@ -44,8 +44,8 @@ from penstock.intake.validate import (
     parse_tokenize,
 )
 from penstock.kernels.blocks import hash_blocks
-from penstock.types import PAGE_TOKENS, BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
-from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
+from penstock.types import PAGE_TOKENS, AdapterRef, BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
+from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
 _TOKENS_HASHED_AT_A_TIME = 4096 * PAGE_TOKENS
@@ -67,14 +67,15 @@ class ModelIntake:
         max_model_len: int,
         limits: Limits,
         created: int,
-        remote_images: bool = False,
+        offers: Offers | None = None,
     ) -> None:
         """Reads tokenizer, template, end tokens, and how images are prepared.  Raises ModelError."""
+        offers = offers or Offers()
         self._limits = limits
         files = small_files(folder)
-        config = _read_json(files, CONFIG)
-        tokenizer_config = _read_json(files, TOKENIZER_CONFIG, required=False)
-        special = _named_tokens(tokenizer_config, _read_json(files, "special_tokens_map.json", required=False))
+        config = read_json(files, CONFIG)
+        tokenizer_config = read_json(files, TOKENIZER_CONFIG, required=False)
+        special = named_tokens(tokenizer_config, read_json(files, "special_tokens_map.json", required=False))
         sources = load_sources(folder, tokenizer_config)
         self._chats = Chats(_templates(sources, special, limits)) if sources else None
         recipe = read_recipe(files)
@@ -83,11 +84,14 @@ class ModelIntake:
         self._facts = ModelFacts(
             name=name,
             max_model_len=max_model_len,
-            vocabulary=_vocabulary(config),
-            end_tokens=_end_tokens(files, config, self._tokenizer.token_id(special.get("eos_token", ""))),
+            vocabulary=vocabulary_size(config),
+            end_tokens=end_tokens(files, config, self._tokenizer.token_id(special.get("eos_token", ""))),
             sees=recipe is not None,
         )
-        self._images = None if recipe is None else Images(recipe, limits, _remote(limits) if remote_images else None)
+        self._images = (
+            None if recipe is None else Images(recipe, limits, _remote(limits) if offers.remote_images else None)
+        )
+        self._adapters = AdapterBook(offers.lora, folder, name)
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len)
         bounds = GrammarLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecks(self.vocabulary, bounds, max_waiting=limits.max_queued_grammars)
@@ -108,12 +112,29 @@ class ModelIntake:
             end_tokens=tuple(token for token in self._facts.end_tokens if token < size),
         )
 
-    def card(self) -> ModelCard:
-        return self._card
+    def cards(self) -> Sequence[ModelCard]:
+        """See ``wire.ports.Intake``."""
+        own = self._card
+        names = self._adapters.names()
+        return (own, *(msgspec.structs.replace(own, name=name, parent=own.name) for name in names))
+
+    async def load_adapter(self, body: JsonObject) -> JsonObject:
+        """See ``wire.ports.Intake``."""
+        return {"id": await self._adapters.load(body), "object": "lora_adapter", "loaded": True}
+
+    async def unload_adapter(self, body: JsonObject) -> JsonObject:
+        """See ``wire.ports.Intake``."""
+        return {"id": await self._adapters.unload(body), "object": "lora_adapter", "loaded": False}
+
+    def _asked(self, body: JsonObject) -> tuple[ModelFacts, AdapterRef | None]:
+        """What the body's model is: the model, or, by the name of an adapter, the model with that."""
+        adapter = self._adapters.find(body.get("model"))
+        return (self._facts if adapter is None else msgspec.structs.replace(self._facts, name=body["model"])), adapter
 
     async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """See ``wire.ports.Intake``."""
-        checked = parse_chat(body, self._limits, self._facts)
+        facts, adapter = self._asked(body)
+        checked = parse_chat(body, self._limits, facts)
         wish = Wish(tooling=checked.text.tooling, constrained=checked.call.grammar is not None)
         written = await self._write_chat(checked.text, wish)
         call = await self._with_calls_demanded(checked.call, written.grammars)
@@ -124,11 +145,13 @@ class ModelIntake:
         if max_tokens is None:
             max_tokens = max(1, min(room, self._limits.default_max_tokens), call.sampling.min_tokens)
         self._check_room(len(prompt.tokens), max_tokens, param="messages")
-        return await self._prepare(call, [(prompt, wanted)], max_tokens, envelope)
+        prepared = await self._prepare(call, [(prompt, wanted)], max_tokens, envelope, adapter)
+        return _named(prepared, facts.name)
 
     async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
         """See ``wire.ports.Intake``."""
-        checked = parse_completion(body, self._limits, self._facts)
+        facts, adapter = self._asked(body)
+        checked = parse_completion(body, self._limits, facts)
         max_tokens = checked.call.sampling.max_tokens or 0
         prompts: list[tuple[Seen, Wanted]] = []
         for given in checked.prompts:
@@ -141,11 +164,12 @@ class ModelIntake:
                     wanted, echo=Echo(text=text, tokens=tokens), prompt_only=max_tokens == 0
                 )
             prompts.append((Seen(tokens), wanted))
-        return await self._prepare(checked.call, prompts, max(1, max_tokens), envelope)
+        prepared = await self._prepare(checked.call, prompts, max(1, max_tokens), envelope, adapter)
+        return _named(prepared, facts.name)
 
     async def tokenize(self, body: JsonObject) -> Tokenized:
         """See ``wire.ports.Intake``."""
-        what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._facts)
+        what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._asked(body)[0])
         if isinstance(what, ChatText):
             wish = Wish(tooling=what.tooling, add_special_tokens=add_special_tokens)
             tokens = (await self._see((await self._write_chat(what, wish)).tokens, what)).tokens
@@ -166,7 +190,7 @@ class ModelIntake:
 
     async def detokenize(self, body: JsonObject) -> str:
         """See ``wire.ports.Intake``."""
-        tokens = parse_detokenize(body, self._facts)
+        tokens = parse_detokenize(body, self._asked(body)[0])
         return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
 
     async def _write_chat(self, text: ChatText, wish: Wish) -> Written:
@@ -269,10 +293,16 @@ class ModelIntake:
         return call
 
     async def _prepare(
-        self, call: Call, prompts: Sequence[tuple[Seen, Wanted]], max_tokens: int, envelope: Envelope
+        self,
+        call: Call,
+        prompts: Sequence[tuple[Seen, Wanted]],
+        max_tokens: int,
+        envelope: Envelope,
+        adapter: AdapterRef | None,
     ) -> Prepared:
         grammar = await self._checked_grammar(call)
-        root = chain_root(envelope.identity, tenant_salt=call.cache_salt)
+        content = "" if adapter is None else adapter.fingerprint
+        root = chain_root(envelope.identity, adapter=content, tenant_salt=call.cache_salt)
         requests: list[ValidRequest] = []
         answers: list[ChoiceText] = []
         for prompt, wanted in prompts:
@@ -290,6 +320,7 @@ class ModelIntake:
                         images=prompt.images,
                         pictures=prompt.pictures,
                         session=envelope.session or call.session,
+                        adapter=adapter,
                         cache_salt=call.cache_salt,
                     )
                 )
@@ -304,6 +335,11 @@ class ModelIntake:
             token_ids=call.token_ids,
         )
         return Prepared(requests=tuple(requests), answers=tuple(answers), reply=reply)
+
+
+def _named(prepared: Prepared, model: str) -> Prepared:
+    """The answer bears the name that was asked for."""
+    return msgspec.structs.replace(prepared, reply=msgspec.structs.replace(prepared.reply, model=model))
 
 
 def _sampling_params(call: Call, max_tokens: int, grammar: Grammar | None, *, echo: bool) -> SamplingParams:
@@ -351,50 +387,3 @@ async def _hash_blocks(root: BlockHash, prompt: Seen) -> tuple[BlockHash, ...]:
 def _templates(sources: dict[str, str], special: dict[str, str], limits: Limits) -> ChatTemplates:
     bounds = TemplateLimits(max_output_bytes=limits.max_template_output_bytes, max_seconds=limits.max_template_s)
     return ChatTemplates(sources, special=special, limits=bounds)
-
-
-def _read_json(files: SmallFiles, name: str, *, required: bool = True) -> dict[str, Any]:
-    raw, path = files.read(name), files.path_of(name)
-    if raw is None:
-        if required:
-            raise ModelError(f"{path} is missing.")
-        return {}
-    try:
-        value = json.loads(raw)
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object.")
-    return value
-
-
-def _named_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like, as text; the first source that names one counts."""
-    named: dict[str, str] = {}
-    for source in sources:
-        for key, value in source.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                named.setdefault(key, text)
-    return named
-
-
-def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Where the configuration of a model that also sees has what concerns text."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else {}
-
-
-def _vocabulary(config: dict[str, Any]) -> int:
-    size = config.get("vocab_size", _text_part(config).get("vocab_size"))
-    if type(size) is not int or size < 1:
-        raise ModelError("config.json has no vocab_size.")
-    return size
-
-
-def _end_tokens(files: SmallFiles, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
-    """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
-    generation = _read_json(files, GENERATION_CONFIG, required=False)
-    given = generation.get("eos_token_id", config.get("eos_token_id", _text_part(config).get("eos_token_id")))
-    ids = given if isinstance(given, list) else [given]
-    return tuple(dict.fromkeys(token for token in (*ids, eos_token) if type(token) is int))

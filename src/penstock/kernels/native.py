@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
+from penstock.kernels.adapters import AdapterTable, row_slots
 from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, CompressedMatrix
 from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.loading import Backend, CompressedPlaces, NativeLoading
 from penstock.kernels.memory import StepBuffers, WeightArena
+from penstock.kernels.native_adapters import NativeAdapters
 from penstock.kernels.native_arguments import (
     ACTIVATIONS,
     NativeKv,
@@ -81,6 +83,7 @@ class NativeOps:
         self._experts = _native.ExpertKernels(family, compute_dtype)
         self._quantised = _native.QuantKernels(family, compute_dtype)
         self._rows = _native.RowKernels(family, compute_dtype)
+        self._adapters = _native.AdapterKernels(family, compute_dtype)
         self._per_cell = 2 if compute_dtype == "bf16" else 1
         self._dtype = np.dtype(np.uint16 if compute_dtype == "bf16" else np.float32)
         self._arena = WeightArena()
@@ -135,6 +138,10 @@ class NativeOps:
     ) -> PackedExperts:
         """See ``Ops.pack_experts``."""
         return packed_experts((gate_up, down), (gate_up_biases, down_biases), self._per_cell, weighs_input)
+
+    def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> NativeAdapters:
+        """See ``Ops.adapter_table``."""
+        return NativeAdapters(sites, slots, self._per_cell)
 
     def loading(self, nbytes: int) -> NativeLoading:
         """See ``Ops.loading``."""
@@ -268,6 +275,12 @@ class NativeOps:
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         """See ``Ops.linear_add``."""
         self._kernels_of(weight).linear(x_TK, weight.data, hidden_TN, True)
+
+    def lora_add(
+        self, x_TK: Array, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Array, *, wanted: bool
+    ) -> None:
+        """See ``Ops.lora_add``."""
+        self._adapters.add(x_TK, row_slots(batch, wanted=wanted), adapters.data, site, out_TN)
 
     def _kernels_of(self, weight: PackedLinear) -> Any:
         """Those that read weights of this form."""

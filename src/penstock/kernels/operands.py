@@ -119,6 +119,7 @@ class StepBatch:
     features_TW: NDArray[np.float32] | None = None  # what comes with every token, for steps that read it
     tapped: tuple[int, ...] = ()  # hidden states behind so many layers are handed out, of the rows above
     taps_RW: NDArray[np.float32] | None = None  # where they go, side by side; None: nothing is handed out
+    adapters_S: NDArray[np.int32] | None = None  # slot of each sequence's adapter, below 0: none; None: nobody has one
 
     def features(self, width: int) -> NDArray[np.float32]:
         """What comes with every token.  Raises ValueError unless it is there, [T, width]."""

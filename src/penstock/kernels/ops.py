@@ -10,6 +10,8 @@ Batch invariance (law 1) is part of every signature: one output row has the same
 call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on the model
 only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys 64 at a
 time by absolute position, in partitions of 512 keys joined from low to high.
+
+Longer than 400 lines: every operation's signature and contract is here, in one list.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.adapters import AdapterTable
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
@@ -123,6 +126,9 @@ class Ops(Protocol):
 
         None: dequantise them.  No thread is left.
         """
+
+    def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> AdapterTable:
+        """An empty table of ``slots`` adapters for these products of a model, whatever form their weights have."""
 
     def loading(self, nbytes: int) -> Loading | None:
         """What reads a model's weights (about ``nbytes`` in memory) straight from files, if this backend can."""
@@ -234,6 +240,15 @@ class Ops(Protocol):
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         """hidden += x W^T, in place: the product is finished before it is added."""
         ...
+
+    def lora_add(
+        self, x_TK: Array, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Array, *, wanted: bool
+    ) -> None:
+        """out += scale * up (down x), in place, for rows whose sequence has an adapter (``batch.adapters_S``) that adds
+        to this product; all others stay as they are, to the bit.
+
+        Rows are tokens of the batch, or wanted rows.  down x is summed in the product's segments and rounded once to
+        the compute type, up is summed over the rank, both in fp32; the rest is one fused multiply and add."""
 
     def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
         """In place, in fp32: ``rms_norm`` of each of ``count`` groups of C columns of hidden [T, N], the first of which

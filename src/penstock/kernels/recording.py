@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
+from penstock.kernels.adapters import AdapterTable
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
 from penstock.kernels.native_arguments import (
@@ -125,6 +126,13 @@ class RecordingOps:
     def linear_add(self, x_TK: Value, weight: PackedLinear, hidden_TN: Value) -> None:
         """See ``Ops.linear_add``."""
         self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
+
+    def lora_add(
+        self, x_TK: Value, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Value, *, wanted: bool
+    ) -> None:
+        """See ``Ops.lora_add``; whose rows they are is known of ``x_TK``."""
+        self._check(batch, self.kv)
+        self.step.lora_add(x_TK.slot, adapters.data, site, out_TN.slot)
 
     def norm_heads(self, x_TN: Value, weight_C: Array, eps: float, *, first: int, count: int) -> None:
         """See ``Ops.norm_heads``."""
@@ -297,5 +305,7 @@ def _inputs_of(batch: StepBatch, picks: Picks) -> _native.StepInputs:
         inputs.bring(batch.features_TW)
     if batch.taps_RW is not None:
         inputs.hand_out(batch.taps_RW)
+    if batch.adapters_S is not None:
+        inputs.adapt(batch.adapters_S)
     inputs.pick(picks.seeds_F, picks.positions_F, picks.choices_F, picks.temperatures_F, picks.tokens_F)
     return inputs

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels import reference_experts
+from penstock.kernels import reference_adapters, reference_experts
+from penstock.kernels.adapters import AdapterTable, row_slots
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import SILU, Activation, Gate
@@ -108,6 +109,10 @@ class ReferenceOps:
         """See ``Ops.pack_quantised``: dequantised to fp32, so that the products are those of the weights."""
         whole_NK = np.concatenate([part.dequantised() for part in parts])
         return self._packed(self._tensor(whole_NK), segments)
+
+    def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> reference_adapters.ReferenceAdapters:
+        """See ``Ops.adapter_table``."""
+        return reference_adapters.ReferenceAdapters(sites, slots, self.pack_linear)
 
     def loading(self, nbytes: int) -> None:
         """See ``Ops.loading``: it cannot."""
@@ -229,6 +234,15 @@ class ReferenceOps:
     def linear_add(self, x_TK: Tensor, weight: PackedLinear, hidden_TN: Tensor) -> None:
         """See ``Ops.linear_add``."""
         hidden_TN += self.linear(x_TK, weight)
+
+    def lora_add(
+        self, x_TK: Tensor, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Tensor, *, wanted: bool
+    ) -> None:
+        """See ``Ops.lora_add``."""
+        if not isinstance(adapters, reference_adapters.ReferenceAdapters):
+            raise KernelError("the adapters are another backend's")
+        slots_T = row_slots(batch, wanted=wanted)
+        reference_adapters.lora_add(x_TK, slots_T, adapters, site, out_TN, linear=self.linear)
 
     def norm_heads(self, x_TN: Tensor, weight_C: Tensor, eps: float, *, first: int, count: int) -> None:
         """See ``Ops.norm_heads``."""

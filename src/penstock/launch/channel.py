@@ -10,13 +10,13 @@ from collections import deque
 
 from penstock.errors import ProtocolError
 from penstock.wire.codec import decode, encode
-from penstock.wire.messages import Draining, SupervisorMessage, Suspect, WorkerDown, WorkerUp
+from penstock.wire.messages import Draining, LoadModel, SupervisorMessage, Suspect, UnloadModel, WorkerDown, WorkerUp
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_WAITING = 4096
 """Messages kept for a gateway that does not read; it will be found wedged long before."""
 
-_KINDS = (WorkerUp, WorkerDown, Draining, Suspect)
+_KINDS = (WorkerUp, WorkerDown, Draining, Suspect, LoadModel, UnloadModel)
 
 
 class Channel:

@@ -22,9 +22,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.load import weights_cache_folder
+from penstock.config.load import lora_folders, weights_cache_folder
 from penstock.config.resolve import (
     MachineFacts,
     ModelFacts,
@@ -37,6 +38,8 @@ from penstock.config.schema import (
     BACKLOG,
     EngineSettings,
     GatewayConfig,
+    LoraConfig,
+    NamedAdapter,
     PoolingConfig,
     ServeConfig,
     WorkerServeConfig,
@@ -51,7 +54,8 @@ from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Stopped, Supervisor
 from penstock.telemetry.log import configure
-from penstock.types import Task, WorkerId
+from penstock.types import Task, WorkerId, WorkerState
+from penstock.weights.adapter import AdapterLimits, model_targets, named_adapter, read_adapter
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec, Pooler, Pooling
@@ -62,26 +66,41 @@ from penstock.wire.zeromq import check_endpoint
 log = logging.getLogger(__name__)
 
 
-def serve(config: ServeConfig) -> int:
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """What a service that is one of several has from the process that forked it."""
+
+    name: str
+    listener: socket.socket
+    slot: Slot
+
+    def pulse(self) -> None:
+        """I am alive."""
+        now = time.monotonic_ns()
+        self.slot.beat(now, now, 0)
+
+
+def serve(config: ServeConfig, nested: Nested | None = None) -> int:
     """``penstock serve`` from start to end; returns the exit code.
 
     Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
     """
-    phases = _begin(config)
+    phases = begin(config, nested.name if nested else "supervisor")
     located = locate(config.model)
     spec = inspect_model(located.path)
     name = config.served_model_name or located.name
     plan = None if config.join else decide(config, name, spec)
+    lora = listed_adapters(config, name, spec)
     keys = _shared_keys(config) if config.join else Keys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
     with ExitStack() as stack:
-        listener = stack.enter_context(listening(config.host, config.port))
+        listener = nested.listener if nested else stack.enter_context(listening(config.host, config.port))
         port = listener.getsockname()[1]
-        slots = _slots((GATEWAY, *_names(plan)))
+        slots = slots_of((GATEWAY, *_names(plan)))
         length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
         front = Front(
-            config=_gateway_config(config, located, spec, (name, length, port)),
+            config=_gateway_config(config, located, spec, (name, length, port), lora),
             listener=listener,
             keys=keys,
             slot=slots[GATEWAY],
@@ -92,23 +111,30 @@ def serve(config: ServeConfig) -> int:
         if plan is not None:
             run = secrets.token_hex(6)  # in mailbox names: no two runs on one host meet
             mailboxes = Mailboxes(keys, lambda worker, incarnation: f"ipc://@penstock-{run}-{worker}-{incarnation}")
-            workers = Workers(config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots)
+            workers = Workers(
+                config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots, loras=lora.adapters
+            )
             stack.callback(workers.close)
-        _say(model_lines(located, name, spec, length, plan.notes if plan else ()))
-        supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(front, workers), slots))
+        say(model_lines(located, name, spec, length, plan.notes if plan else ()))
+        supervisor = stack.enter_context(
+            Supervisor(config.supervise, HostJobs(front, workers), slots, nested.pulse if nested else None)
+        )
         supervisor.when_stopping(listener.close)
 
         def ready() -> None:
-            _say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
-            url = f"http://{_reachable(config.host)}:{port}"
-            _say(talk_lines(url, (name, spec.task), needs_key=config.api_key is not None, took=str(phases)))
+            say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
+            if nested:
+                nested.slot.set_state(WorkerState.READY)
+                return
+            url = f"http://{reachable(config.host)}:{port}"
+            say(talk_lines(url, (name, spec.task), needs_key=config.api_key is not None, took=str(phases)))
 
-        return _watch(supervisor, workers, plan, phases, ready)
+        return watch(supervisor, workers, plan, phases, ready)
 
 
 def serve_worker(config: WorkerServeConfig) -> int:
     """``penstock worker`` from start to end; returns the exit code.  Raises as ``serve``."""
-    phases = _begin(config)
+    phases = begin(config)
     located = locate(config.model)
     spec = inspect_model(located.path)
     _check_tcp(config.listen, "--listen")
@@ -117,18 +143,18 @@ def serve_worker(config: WorkerServeConfig) -> int:
     plan = resolve_worker(config, worker, _machine(config), _model_facts(located.name, spec))
     _check_free(config.listen)
     with ExitStack() as stack:
-        slots = _slots((worker,))
+        slots = slots_of((worker,))
         mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_before(time.time_ns()))
         workers = Workers(config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots)
         stack.callback(workers.close)
-        _say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
+        say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
         supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(None, workers), slots))
 
         def ready() -> None:
-            _say(fleet_lines(plan, supervisor.pid))
-            _say(worker_lines(config.listen, str(config.keys), took=str(phases)))
+            say(fleet_lines(plan, supervisor.pid))
+            say(worker_lines(config.listen, str(config.keys), took=str(phases)))
 
-        return _watch(supervisor, workers, plan, phases, ready)
+        return watch(supervisor, workers, plan, phases, ready)
 
 
 def manifests_of(config: EngineSettings, located: Located) -> Manifests | None:
@@ -147,8 +173,9 @@ def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _begin(config: EngineSettings) -> Phases:
-    configure("supervisor", as_json=config.log_json)
+def begin(config: EngineSettings, name: str = "supervisor") -> Phases:
+    """The first thing a service does."""
+    configure(name, as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
     phases = Phases(process_began())
@@ -156,7 +183,7 @@ def _begin(config: EngineSettings) -> Phases:
     return phases
 
 
-def _watch(
+def watch(
     supervisor: Supervisor,
     workers: Workers | None,
     plan: ServePlan | None,
@@ -181,7 +208,7 @@ def _watch(
     return code
 
 
-def _say(lines: Iterable[str]) -> None:
+def say(lines: Iterable[str]) -> None:
     for line in lines:
         log.info("%s", line)
 
@@ -190,12 +217,12 @@ def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
     return tuple(worker.worker for worker in plan.workers) if plan else ()
 
 
-def _slots(names: tuple[str, ...]) -> dict[str, Slot]:
+def slots_of(names: tuple[str, ...]) -> dict[str, Slot]:
     return dict(zip(names, Board(len(names)).slots, strict=True))
 
 
 def _gateway_config(
-    config: ServeConfig, located: Located, spec: ModelSpec, told: tuple[str, int, int]
+    config: ServeConfig, located: Located, spec: ModelSpec, told: tuple[str, int, int], lora: LoraConfig
 ) -> GatewayConfig:
     name, length, port = told
     return GatewayConfig(
@@ -215,6 +242,33 @@ def _gateway_config(
         join=config.join,
         allow_mixed_numerics=config.allow_mixed_numerics,
         remote_images=config.remote_images,
+        lora=lora,
+    )
+
+
+def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraConfig:
+    """The adapters of the start, read and checked.  Raises ConfigError, ModelError."""
+    folders = lora_folders(config.lora)
+    if folders and spec.task in (Task.EMBED, Task.CLASSIFY):
+        raise ConfigError(f"--lora: {model} only reads; adapters are for models that write")
+    if model in folders:
+        raise ConfigError(f"--lora {model}: this is the model's own name; choose another for the adapter")
+    if len(folders) > config.max_loras:
+        raise ConfigError(f"--lora: {len(folders)} adapters are more than --max-loras {config.max_loras}")
+    limits = AdapterLimits(max_rank=config.max_lora_rank, max_bytes=config.lora_memory)
+    targets = model_targets(spec) if folders else {}
+    listed: list[NamedAdapter] = []
+    for name, folder in folders.items():
+        listed.append(named_adapter(name, folder, read_adapter(folder, targets, limits)))
+    together = sum(own.nbytes for own in listed)
+    if together > config.lora_memory:
+        raise ConfigError(f"--lora: the adapters have {together} bytes, more than --lora-memory {config.lora_memory}")
+    return LoraConfig(
+        adapters=tuple(listed),
+        allow_updating=config.allow_lora_updating,
+        max_adapters=config.max_loras,
+        max_bytes=config.lora_memory,
+        max_rank=config.max_lora_rank,
     )
 
 
@@ -293,7 +347,7 @@ def _worker_name(config: WorkerServeConfig) -> str:
     return f"{config.role.value}-{host}-{config.listen.rpartition(':')[2]}"
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """The host as it stands in a URL; a wildcard address is reached over the loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - nothing is bound here
     return f"[{host}]" if ":" in host else host

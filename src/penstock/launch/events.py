@@ -68,6 +68,20 @@ class Suspected:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """The front of a catalogue wants this model's process."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """The front of a catalogue wants it no more."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """SIGTERM or SIGINT came; the second one means now."""
 
@@ -77,7 +91,7 @@ class Tick:
     """Nothing happened but time."""
 
 
-Event = Died | Looked | Suspected | StopAsked | Tick
+Event = Died | Looked | Suspected | Wanted | Dismissed | StopAsked | Tick
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------

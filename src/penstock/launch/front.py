@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import GatewayConfig
+from penstock.config.schema import GatewayConfig, Offers
 from penstock.edge.app import Behind, make_app
 from penstock.edge.auth import KeyRing
 from penstock.intake.reading import ReaderFacts, ReadingIntake
 from penstock.intake.service import ModelIntake
-from penstock.launch.gateway import App
+from penstock.launch.http_process import App
 from penstock.router.service import RouterService
 from penstock.telemetry.registry import Metrics
 from penstock.types import Task
@@ -46,7 +46,7 @@ def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None]
             max_model_len=length,
             limits=config.limits,
             created=created,
-            remote_images=config.remote_images,
+            offers=Offers(remote_images=config.remote_images, lora=config.lora),
         )
         return writing, None
     card = ModelCard(name=name, created=created, max_model_len=length)

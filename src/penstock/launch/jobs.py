@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from penstock.config.resolve import ServePlan, WorkerPlan
-from penstock.config.schema import EngineSettings, GatewayConfig, Limits, SchedulerConfig, WorkerConfig
+from penstock.config.schema import (
+    EngineSettings,
+    GatewayConfig,
+    Limits,
+    NamedAdapter,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from penstock.engine.models.port import Model, Reader
 from penstock.engine.models.registry import build_model, build_reader
+from penstock.engine.runner.adapters import AdapterRoom, Adapters
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.intake.service import ModelIntake
 from penstock.kernels.cores import Cores, KeptCores
@@ -37,7 +45,7 @@ from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Job
 from penstock.launch.zygote import prefer_for_oom_kill
 from penstock.telemetry.log import configure
-from penstock.types import ModelIdentity, Role, WorkerId
+from penstock.types import AdapterRef, ModelIdentity, Role, WorkerId
 from penstock.weights.checkpoint import for_length
 from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.manifest import Manifests
@@ -78,8 +86,12 @@ class Workers:
         model: tuple[Path, ModelSpec, Manifests | None],
         mailboxes: Mailboxes,
         slots: Mapping[str, Slot],
+        *,
+        loras: Sequence[NamedAdapter] = (),
     ) -> None:
-        """Raises ConfigError when the system gives no memory, and what ``drafting.find`` raises."""
+        """``loras`` are loaded with the model.  Raises ConfigError when the system gives no memory, and what
+        ``drafting.find`` raises."""
+        self._loras = loras
         self._config = config
         self._plan = plan
         self._path, spec, self._manifests = model
@@ -156,6 +168,7 @@ class Workers:
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
             keys=self._mailboxes.keys,
             slot=self._slots[config.worker],
+            adapters=loaded.adapters,
             cores=self._share(config, place),
             vocabulary=partial(model_vocabulary, self._path),
             pages_on_device=self._config.device != "cpu",
@@ -173,13 +186,24 @@ class Workers:
         build = build_model if self._plan.scheduler.pooling is None else build_reader
         model = build(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
-        drafts = self._load_drafts(loaded, ops, threads)
-        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics), drafts)
+        drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded)
+        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics), drafts, adapters)
 
     def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> guessing.Loaded | None:
         from penstock.launch.guessing import load
 
         return None if self._drafts is None else load(self._drafts, model, ops, threads)
+
+    def _adapters(self, ops: Ops, loaded: LoadedModel) -> Adapters:
+        """Those of the start, in memory, and room for others.  Raises AdapterRefused."""
+        config = self._config
+        room = AdapterRoom(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
+        if self._plan.scheduler.pooling is not None:
+            return Adapters.none(ops, room)
+        adapters = Adapters.of(ops, loaded, room)
+        for own in self._loras:
+            adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
+        return adapters
 
     def _ops(self, threads: int) -> Ops:
         device = self._config.device
@@ -192,6 +216,7 @@ class _Loaded:
     model: Model | Reader
     identity: ModelIdentity
     drafts: guessing.Loaded | None
+    adapters: Adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,12 +239,11 @@ class Front:
         # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
         from penstock.launch.front import make_http_app
         from penstock.launch.gateway import GatewayInheritance, run_gateway
+        from penstock.launch.http_process import Rim
 
         inherited = GatewayInheritance(
-            listener=self.listener,
-            channel=channel,
+            rim=Rim(listener=self.listener, channel=channel, slot=self.slot),
             keys=self.keys,
-            slot=self.slot,
             make_app=partial(make_http_app, created=self.created),
         )
         return run_gateway(structs.replace(self.config, incarnation=incarnation), inherited)

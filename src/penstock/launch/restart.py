@@ -13,6 +13,8 @@ Stopping goes running -> draining (the gateway finishes its streams) -> ending (
 A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes after ``busy_s``.
 A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
 itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
+A passing child (a model of a catalogue) is forked once, when it is wanted; when it has ended, for whatever reason, the
+gateway is told and it is forgotten.
 Knows no processes, signals' delivery, clocks or sockets.
 """
 
@@ -28,6 +30,7 @@ from penstock.launch.board import Heartbeat
 from penstock.launch.events import (
     HOPELESS,
     Died,
+    Dismissed,
     Done,
     Effect,
     Event,
@@ -41,6 +44,7 @@ from penstock.launch.events import (
     Tell,
     Tick,
     Vitals,
+    Wanted,
 )
 from penstock.types import WorkerId, WorkerState
 from penstock.wire.messages import Draining, WorkerDown
@@ -95,6 +99,8 @@ class _Child:
     last_beat: float = 0.0
     suspicions: int = 0
     suspected_since: float = 0.0
+    passing: bool = False
+    deadline: float | None = None  # of a passing child that was told to end
 
     @property
     def is_worker(self) -> bool:
@@ -112,6 +118,7 @@ class Restarts:
     _last_look: float | None = None
     _killed_all: bool = False
     _complaint: str | None = None
+    _passed: int = 0  # the highest incarnation of a passing child so far
 
     @classmethod
     def of(cls, config: SuperviseConfig, *, gateway: bool = True) -> Restarts:
@@ -128,7 +135,8 @@ class Restarts:
         return self._stage
 
     def phase(self, child: str) -> Phase:
-        return self._children[child].phase
+        known = self._children.get(child)
+        return known.phase if known is not None else Phase.WAITING
 
     def all_ready(self) -> bool:
         return all(child.phase is Phase.READY for child in self._children.values())
@@ -151,6 +159,11 @@ class Restarts:
                 self._on_look(event, now, effects)
             case Suspected():
                 self._on_suspicion(event, now, effects)
+            case Wanted():
+                if self._stage is Stage.RUNNING:
+                    self._children.setdefault(event.child, _Child(event.child, passing=True, incarnation=self._passed))
+            case Dismissed():
+                self._on_dismissal(event.child, now, effects)
             case StopAsked():
                 self._on_stop(now, effects)
             case Tick():
@@ -167,7 +180,18 @@ class Restarts:
         was_ready = child.ready_since > 0.0
         child.phase = Phase.WAITING
         if child.is_worker:
-            effects.append(Tell(_down(child, WorkerState.DEAD, str(event.exit))))
+            effects.append(
+                Tell(
+                    _down(
+                        child,
+                        WorkerState.DEAD,
+                        event.exit.last_words or str(event.exit) if child.passing else str(event.exit),
+                    )
+                )
+            )
+        if child.passing:
+            del self._children[child.name]
+            return
         if self._stage is Stage.ENDING:
             return
         if not child.is_worker and self._stage is Stage.DRAINING:
@@ -251,6 +275,14 @@ class Restarts:
             effects.append(Tell(_down(child, WorkerState.WEDGED, reason)))
         effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
 
+    def _on_dismissal(self, name: str, now: float, effects: list[Effect]) -> None:
+        child = self._children.get(name)
+        if child is None or not child.passing or child.phase not in _RUNS:
+            return
+        child.phase = Phase.ENDING
+        child.deadline = now + self.config.drain_s + 2 * self.config.grace_s
+        effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
+
     # --- the whole ---------------------------------------------------------------------------------------------------
 
     @property
@@ -290,6 +322,10 @@ class Restarts:
             elif now >= self._deadline and not self._killed_all:
                 self._killed_all = True
                 effects += [Kill(c.name, c.incarnation, signal.SIGKILL) for c in running]
+        for child in self._children.values():
+            if child.phase is Phase.ENDING and child.deadline is not None and now >= child.deadline:
+                child.deadline = None
+                effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
         if self._forks:
             for child in self._children.values():
                 if child.phase is Phase.WAITING and now >= child.due:
@@ -298,6 +334,8 @@ class Restarts:
     def _fork(self, child: _Child, effects: list[Effect]) -> None:
         child.phase = Phase.STARTING
         child.incarnation += 1
+        if child.passing:
+            self._passed = max(self._passed, child.incarnation)
         child.ready_since = child.silence = child.last_beat = 0.0
         child.computes = False
         child.suspicions = 0

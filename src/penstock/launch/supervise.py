@@ -28,6 +28,7 @@ from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.events import (
     Died,
+    Dismissed,
     Done,
     Effect,
     Event,
@@ -40,11 +41,12 @@ from penstock.launch.events import (
     Suspected,
     Tell,
     Tick,
+    Wanted,
 )
 from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
 from penstock.launch.zygote import Process, fork, read_vitals
 from penstock.types import Role, WorkerId
-from penstock.wire.messages import Draining, Suspect, WorkerUp
+from penstock.wire.messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Job:
     body: Callable[[], int]
     keep: tuple[int, ...] = ()
     endpoint: str = ""  # a worker's mailbox
+    handed_over: Callable[[], None] = lambda: None  # what only the child keeps; called here once it runs
 
 
 class Jobs(Protocol):
@@ -89,7 +92,11 @@ class Supervisor:
     Use as a context manager: ``start`` the gateway, ``keep_watch`` while loading weights, then ``run``.
     """
 
-    def __init__(self, config: SuperviseConfig, jobs: Jobs, slots: Mapping[str, Slot]) -> None:
+    def __init__(
+        self, config: SuperviseConfig, jobs: Jobs, slots: Mapping[str, Slot], pulse: Callable[[], None] | None = None
+    ) -> None:
+        """``pulse``: called at every look, and while weights are loaded."""
+        self._pulse = pulse
         self._config = config
         self._jobs = jobs
         self._slots = slots
@@ -108,7 +115,9 @@ class Supervisor:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
-        caught = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
+        # One of several services is stopped by who forked it; a terminal's signals are for that one.
+        asked = STOP_SIGNALS if self._pulse is None else (signal.SIGTERM,)
+        caught = [s for s in asked if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
         self._handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         return self
@@ -144,6 +153,8 @@ class Supervisor:
         Loading has threads, so nothing is forked meanwhile: the death of a child is seen when ``run`` begins.
         Raises Stopped; once the threads have ended, ``wind_up``.
         """
+        if self._pulse is not None:
+            self._pulse()
         self._on_signals()
         if self._machine.stage is not Stage.RUNNING:
             raise Stopped
@@ -222,11 +233,20 @@ class Supervisor:
             while (message := channel.receive()) is not None:
                 if isinstance(message, Suspect):
                     self._handle(Suspected(message.worker, message.incarnation, message.reason))
+                elif isinstance(message, LoadModel):
+                    self._want(message.worker)
+                elif isinstance(message, UnloadModel):
+                    self._handle(Dismissed(message.worker))
         except EOFError:  # the gateway closed it; should it not be dead, it will be found wedged
             channel.close()
             self._channel = None
         except ProtocolError as error:
             log.warning("from the gateway: %s", error)
+
+    def _want(self, name: str) -> None:
+        """A front can want what has a place on the board, nothing else."""
+        if name in self._slots and name != GATEWAY:
+            self._handle(Wanted(name))
 
     def _on_death(self, name: str) -> None:
         child = self._running[name]
@@ -242,6 +262,8 @@ class Supervisor:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._config.look_s
+            if self._pulse is not None:
+                self._pulse()
             vitals = {name: read_vitals(child.process.pid) for name, child in self._running.items()}
             self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.wake_at(now):
@@ -292,15 +314,18 @@ class Supervisor:
         finally:
             theirs.close()
         self._running[GATEWAY] = _Running(process, incarnation, "")
-        for name in self._roles:
-            if self._machine.phase(name) in (Phase.STARTING, Phase.READY):
-                self._tell_up(name)
+        for name in self._running:
+            if name != GATEWAY and self._machine.phase(name) in (Phase.STARTING, Phase.READY):
+                self._tell_up(WorkerId(name))
         if self._machine.stage is Stage.DRAINING:
             self._channel.send(Draining())
 
     def _fork_worker(self, name: WorkerId, incarnation: int, slot: Slot) -> None:
         job = self._jobs.worker(name, incarnation)
-        process = fork(name, job.body, keep=job.keep, last_words=slot.last_words)
+        try:
+            process = fork(name, job.body, keep=job.keep, last_words=slot.last_words)
+        finally:
+            job.handed_over()
         self._running[name] = _Running(process, incarnation, job.endpoint)
         self._tell_up(name)
 
@@ -312,7 +337,7 @@ class Supervisor:
             WorkerUp(
                 worker=name,
                 incarnation=running.incarnation,
-                role=self._roles[name],
+                role=self._roles.get(name, Role.BOTH),
                 pid=running.process.pid,
                 endpoint=running.endpoint,
             )

@@ -21,7 +21,8 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.images.stage import ImageStage
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model, Reader, encoder_of
-from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.adapters import Adapters
+from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.engine.runner.port import Runner
 from penstock.engine.service.encoders import Encoders
@@ -65,6 +66,7 @@ class Inheritance:
     peers: Mapping[WorkerId, KvFile]
     keys: Keys
     slot: Slot
+    adapters: Adapters  # those of the start are in memory
     cores: Cores
     vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
     drafts: Loaded | None = None  # the head or model that guesses tokens ahead
@@ -97,13 +99,10 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
     speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
     scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), speculator)
-    carrier = _carrier(config.carrier, own, peers, PageSeal(inherited.identity, own.layout))
-    hand_over = HandOver(
-        inherited.identity,
-        HandOverSender(config.hand_over, carrier, config.incarnation),
-        HandOverReceiver(config.hand_over, carrier),
-    )
-    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=Ready(grammars, images))
+    hand_over = _hand_over(config, inherited.identity, own, peers)
+    inherited.adapters.in_use = scheduler.adapters
+    ready = Ready(grammars, images, inherited.adapters)
+    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=ready)
     loop = EngineLoop(mailbox, scheduler, runner, clock)
     pulse = _Pulse(inherited.slot, mailbox)
     loop.on_plan = pulse.on_plan
@@ -162,7 +161,16 @@ def _runner(
         return PoolingRunner(cast(Reader, inherited.model), ops, kv)
     model, (grammars, images) = cast(Model, inherited.model), beside
     program = record(model, ops, kv, inherited.drafts)
-    return ModelRunner(model, ops, kv, program, grammars.matcher, images=images)
+    aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters)
+    return ModelRunner(model, ops, kv, program, aids)
+
+
+def _hand_over(
+    config: WorkerConfig, identity: ModelIdentity, own: KvMemory, peers: Mapping[WorkerId, KvMemory]
+) -> HandOver:
+    carrier = _carrier(config.carrier, own, peers, PageSeal(identity, own.layout))
+    sender = HandOverSender(config.hand_over, carrier, config.incarnation)
+    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier))
 
 
 def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:

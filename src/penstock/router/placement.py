@@ -92,4 +92,5 @@ class Placement:
 def _root(decision: Decision, request: ValidRequest) -> BlockHash:
     if decision.identity is None:
         return BlockHash(b"")
-    return chain_root(decision.identity, tenant_salt=request.cache_salt)
+    adapter = request.adapter.fingerprint if request.adapter is not None else ""
+    return chain_root(decision.identity, adapter=adapter, tenant_salt=request.cache_salt)

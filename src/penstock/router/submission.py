@@ -40,6 +40,7 @@ def submissions(
             pictures=() if chosen.leg is Leg.DECODE else request.pictures,
             encoders=() if chosen.leg is Leg.DECODE else decision.encoders,
             pooling=request.pooling,
+            adapter=request.adapter,
             pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
         )
         for chosen in legs

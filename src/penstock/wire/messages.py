@@ -24,6 +24,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.types import (
+    AdapterRef,
     BlockHash,
     FinishReason,
     ImageHash,
@@ -98,6 +99,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     root: BlockHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages
     priority: int = 0
+    adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
     pages_from: PageSource | None = None  # with leg=decode
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     pictures: tuple[Picture, ...] = ()  # one an image, where the prompt is read
@@ -358,4 +360,16 @@ class Suspect(Message, frozen=True, kw_only=True, tag="suspect"):
     reason: str
 
 
-SupervisorMessage = WorkerUp | WorkerDown | Draining | Suspect
+class LoadModel(Message, frozen=True, kw_only=True, tag="load_model"):
+    """The front of a catalogue to its supervisor: start this model's process.  Answered by WorkerUp, or WorkerDown."""
+
+    worker: WorkerId
+
+
+class UnloadModel(Message, frozen=True, kw_only=True, tag="unload_model"):
+    """The front of a catalogue to its supervisor: nobody uses this model; end its process.  Answered by WorkerDown."""
+
+    worker: WorkerId
+
+
+SupervisorMessage = WorkerUp | WorkerDown | Draining | Suspect | LoadModel | UnloadModel

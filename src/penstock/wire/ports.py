@@ -155,6 +155,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     created: int  # Unix seconds
     max_model_len: int  # tokens, prompt and answer together
+    parent: str | None = None  # of an adapter: the model that it adds to
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,8 +202,16 @@ class Pools(Protocol):
 class Intake(Protocol):
     """From parsed JSON to checked requests.  Every refusal is a RequestError; nothing here blocks the event loop."""
 
-    def card(self) -> ModelCard:
-        """The model that ``model`` must name."""
+    def cards(self) -> Sequence[ModelCard]:
+        """What ``model`` may name: the model, then its adapters."""
+        ...
+
+    async def load_adapter(self, body: JsonObject) -> JsonObject:
+        """A body of ``/v1/load_lora_adapter``: ``lora_name`` and ``lora_path``."""
+        ...
+
+    async def unload_adapter(self, body: JsonObject) -> JsonObject:
+        """A body of ``/v1/unload_lora_adapter``: ``lora_name``."""
         ...
 
     async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:

@@ -37,6 +37,7 @@ from penstock.wire.messages import (
     ImageAlive,
     ImageEncoded,
     KvEvents,
+    LoadModel,
     Message,
     PageReady,
     PageSource,
@@ -51,6 +52,7 @@ from penstock.wire.messages import (
     Suspect,
     TokenItem,
     Tokens,
+    UnloadModel,
     WorkerDown,
     WorkerUp,
 )
@@ -115,6 +117,8 @@ MESSAGES: list[Message] = [
     WorkerDown(worker="w", incarnation=1, state=WorkerState.DEAD, reason="signal 9"),
     Draining(),
     Suspect(worker="w", incarnation=1, reason="silent"),
+    LoadModel(worker="m"),
+    UnloadModel(worker="m"),
 ]
 PEER = get_args(AnyMessage)
 SUPERVISOR = get_args(SupervisorMessage)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.types import (
+    AdapterRef,
     BlockHash,
     FinishReason,
     Leg,
@@ -50,6 +51,7 @@ class Arrive:
     pictures: Sequence[Picture] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
     pooling: PoolingParams | None = None
+    adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "announced",
         "arrival",
         "cached_tokens",
@@ -86,6 +87,7 @@ class Request:
         self.pooling = event.pooling
         self.arrival = event.arrival
         self.priority = event.priority
+        self.adapter = event.adapter.fingerprint if event.adapter is not None else ""
         self.root = event.root
         self.order: OrderKey = (event.priority, event.arrival, serial)
         self.known = len(event.prompt) + self.emitted

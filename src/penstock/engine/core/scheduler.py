@@ -290,6 +290,10 @@ class Scheduler:
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
+    def adapters(self) -> set[str]:
+        """Fingerprints of the adapters that requests here have."""
+        return {request.adapter for request in self._table.all.values() if request.adapter}
+
     def find(self, request_id: RequestId) -> Request | None:
         """The request of this id that is here now."""
         return self._table.all.get(request_id)

@@ -105,14 +105,22 @@ class StepArrays:
     the spans ``picked``.
     """
 
-    def __init__(self, images: Images | None = None, hidden: Callable[[NDArray[np.float32]], Array] = np.array) -> None:
-        """``hidden`` makes the backend's array of what ``images`` gives."""
+    def __init__(
+        self,
+        images: Images | None = None,
+        hidden: Callable[[NDArray[np.float32]], Array] = np.array,
+        *,
+        slot_of: Callable[[str], int] | None = None,
+    ) -> None:
+        """``hidden`` makes the backend's array of what ``images`` gives.  ``slot_of``: of an adapter by its
+        fingerprint, or of none; None: nobody has any."""
         self._images = images
         self._hidden = hidden
         self._tapped: tuple[int, ...] = ()
         self._taps = np.empty((0, 0), np.float32)
         self.handing_out = False  # are hidden states wanted now?
         self._handed_out = False  # and were they in the last step?
+        self._slot_of = slot_of
         self._tokens = np.empty(0, np.int32)
         self._positions = np.empty(0, np.int32)
         self._starts = np.empty(0, np.int32)
@@ -165,6 +173,7 @@ class StepArrays:
             given,
             tapped=self._tapped,
             taps_RW=self._taps[: len(wanted_R)] if self._handed_out else None,
+            adapters_S=self._adapters(spans),
         )
         self._fill_picks()
         self._requests = [span.answer.request for span in spans]
@@ -194,6 +203,13 @@ class StepArrays:
         if not places:
             return turns_T3, None
         return turns_T3, GivenRows(np.concatenate(places), self._hidden(np.concatenate(values)))
+
+    def _adapters(self, spans: list[Span]) -> NDArray[np.int32] | None:
+        """The slot of each span's adapter; None when nobody has one."""
+        slot_of = self._slot_of
+        if slot_of is None or not any(span.answer.request.adapter for span in spans):
+            return None
+        return np.array([slot_of(span.answer.request.adapter) for span in spans], np.int32)
 
     def _want(self) -> NDArray[np.int32]:
         """Which rows are wanted, and in which order; sets ``scored``, ``listed`` and ``picked``."""

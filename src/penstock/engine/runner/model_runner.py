@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.images.stage import ImageStage
 from penstock.engine.models.port import Model
+from penstock.engine.runner.adapters import Adapters
 from penstock.engine.runner.answer import Answers, no_grammars
 from penstock.engine.runner.batch import Span, StepArrays, token_logprob
 from penstock.engine.runner.constraint import Lookahead
@@ -27,6 +29,20 @@ SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aids:
+    """What a runner needs beside model and memory, for requests that ask for it.
+
+    ``matcher_of``: a grammar's matcher at the beginning of an answer, compiled before a request with that grammar is
+    planned.  ``images``: where rows of images come from, for a model that reads them.  ``adapters``: those of planned
+    requests are in memory.
+    """
+
+    matcher_of: Callable[[Grammar], Matcher] = no_grammars
+    images: ImageStage | None = None
+    adapters: Adapters | None = None
+
+
 class ModelRunner:
     """See ``engine.runner.port.Runner``."""
 
@@ -36,22 +52,24 @@ class ModelRunner:
         ops: Ops,
         kv: Array,
         program: StepProgram | None = None,
-        matcher_of: Callable[[Grammar], Matcher] = no_grammars,
-        *,
-        images: ImageStage | None = None,
+        aids: Aids | None = None,
     ) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of.
 
-        ``program``: the model's step over this memory; by default as the backend records it.  ``matcher_of``: a
-        grammar's matcher at the beginning of an answer, compiled before a request with that grammar is planned.
-        ``images``: where rows of images come from, for a model that reads them.
+        ``program``: the model's step over this memory; by default as the backend records it.
         """
+        aids = aids or Aids()
+        images, adapters = aids.images, aids.adapters
         self._model = model
         self._ops = ops
         self.program = ops.record(model, kv) if program is None else program
-        self._answers = Answers(matcher_of)
+        self._answers = Answers(aids.matcher_of)
         self._images = images
-        self._arrays = StepArrays(images, ops.hidden)
+        self._kv = kv
+        self._tapped: tuple[int, ...] = ()
+        self._adapters = adapters
+        self.adapted: StepProgram | None = None  # with what adapters add; recorded when the first of them is used
+        self._arrays = StepArrays(images, ops.hidden, slot_of=None if adapters is None else adapters.slot)
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")  # has a thread once a grammar was followed
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
@@ -62,7 +80,7 @@ class ModelRunner:
             arrays.fill([Span(row, self._answers.of(row.request)) for row in plan.rows])
             self._let_go(plan)
         if plan.steps == 1 and arrays.only_picks:
-            self.program.run(arrays.batch, 0, [], arrays.picks)
+            self._program().run(arrays.batch, 0, [], arrays.picks)
             return [Drawn((token,)) for token in arrays.picks.tokens_F.tolist()]
         self._step()
         for _ in range(plan.steps - 1):
@@ -86,6 +104,7 @@ class ModelRunner:
 
     def tap(self, tapped: tuple[int, ...], hidden: int) -> None:
         """The program was recorded to hand hidden states out, of ``hidden`` numbers, behind so many layers."""
+        self._tapped = tapped
         self._arrays.tap(tapped, hidden)
 
     def hand_out(self, wanted: bool) -> None:
@@ -100,9 +119,18 @@ class ModelRunner:
         """Compute every span; draw and score what was asked for."""
         arrays = self._arrays
         rows, ready = arrays.draws(), self._look_ahead(arrays.listed)
-        arrays.take(self.program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
+        program = self._program()
+        arrays.take(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:
-            self._score(arrays.spans, self.program.hidden())
+            self._score(arrays.spans, program.hidden())
+
+    def _program(self) -> StepProgram:
+        """The model's step, or the one with adapters where a row has one: a row without has the same bits in both."""
+        if self._adapters is None or self._arrays.batch.adapters_S is None:
+            return self.program
+        if self.adapted is None:
+            self.adapted = self._ops.record(self._adapters.adapted(self._model), self._kv, tapped=self._tapped)
+        return self.adapted
 
     def _look_ahead(self, spans: list[Span]) -> Callable[[], None] | None:
         """Work out masks beside the step that they are for; what is returned waits for them."""

@@ -1,7 +1,8 @@
 """Requests that must wait before the scheduler hears of them, and with them whatever is said about them meanwhile.
 
-A grammar is compiled beside the loop, images are encoded between steps; until that is done, a request is kept here, in
-order with its credit, its pages and its first token.  Pure but for the ports that it asks.
+A grammar is compiled beside the loop, an adapter is read beside it, images are encoded between steps; until that is
+done, a request is kept here, in order with its credit, its pages and its first token.  Pure but for the ports that it
+asks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event
-from penstock.errors import GrammarRefused, ImageRefused
-from penstock.types import Grammar, Picture, RequestId
+from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused
+from penstock.types import AdapterRef, Grammar, Picture, RequestId
 
 
 class Readiness(Protocol):
@@ -24,6 +25,29 @@ class Readiness(Protocol):
     def ready(self, grammar: Grammar) -> bool:
         """Can it be followed now?  If not, it is being compiled.  Raises GrammarRefused when it never can."""
         ...
+
+
+class AdapterReadiness(Protocol):
+    """What reads adapters (``engine.runner.adapters.Adapters``)."""
+
+    def ready(self, ref: AdapterRef) -> bool:
+        """Is it in memory?  If not, it is on its way.  Raises AdapterRefused when it cannot be had."""
+        ...
+
+    def settled(self) -> None:
+        """The scheduler knows of every request that was ready."""
+        ...
+
+
+class NoAdapters:
+    """For engines that have none."""
+
+    def ready(self, ref: AdapterRef) -> bool:
+        """See ``AdapterReadiness``."""
+        raise AdapterRefused("this engine has no adapters")
+
+    def settled(self) -> None:
+        """See ``AdapterReadiness``."""
 
 
 class AlwaysReady:
@@ -82,16 +106,18 @@ class Ready:
 
     grammars: Readiness = field(default_factory=AlwaysReady)
     images: ImageReadiness = field(default_factory=NoImages)
+    adapters: AdapterReadiness = field(default_factory=NoAdapters)
 
 
 class Held:
     """Events on their way to the scheduler."""
 
     def __init__(self, ready: Ready, refuse: Callable[[Arrive, str], None]) -> None:
-        """``refuse`` is told of a request whose grammar cannot be followed or whose images cannot be read here, and
-        why; it must not come back to this."""
+        """``refuse`` is told of a request whose grammar cannot be followed, whose images cannot be read or whose
+        adapter cannot be had here, and why; it must not come back to this."""
         self._grammars = ready.grammars
         self._images = ready.images
+        self._adapters = ready.adapters
         self._refuse = refuse
         self._kept: list[Event] = []
 
@@ -104,6 +130,7 @@ class Held:
 
     def sift(self, events: Iterable[Event]) -> list[Event]:
         """What may go on now, of what was kept and of ``events``, in order."""
+        self._adapters.settled()  # what passed the last time has reached the scheduler
         todo, self._kept = [*self._kept, *events], []
         passed: list[Event] = []
         for event in todo:
@@ -121,13 +148,18 @@ class Held:
 
     def _place(self, event: Arrive, passed: list[Event]) -> list[Event]:
         """Where this request belongs now.  What is said of a refused one later concerns nobody: it never came."""
-        grammar = event.sampling.grammar
+        grammar, adapter = event.sampling.grammar, event.adapter
         try:
             ready = (grammar is None or self._grammars.ready(grammar)) and self._images.ready(event)
+            # Asked last: who is told that an adapter is there comes at once.
+            ready = ready and (adapter is None or self._adapters.ready(adapter))
         except GrammarRefused as error:
             self._refuse(event, f"grammar: {error}")
             return []
         except ImageRefused as error:
             self._refuse(event, f"image: {error}")
+            return []
+        except AdapterRefused as error:
+            self._refuse(event, f"adapter: {error}")
             return []
         return passed if ready else self._kept

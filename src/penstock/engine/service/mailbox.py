@@ -105,9 +105,7 @@ class WorkerMailbox:
             self._from_mailbox(received, now)
         for content, rows_ND in self._images.served(self._served.contents):
             self._served.finished(content, rows_ND)
-        copying_s = self._hand_overs.drain(now)
-        if copying_s:
-            self.reporter.count("transfer_seconds", copying_s)
+        self.reporter.count("transfer_seconds", self._hand_overs.drain(now))
         if now >= self._next_tick:
             self._tick(now)
         events, self._events = self._events, []
@@ -296,6 +294,7 @@ class WorkerMailbox:
                 pictures=message.pictures,
                 encoders=message.encoders,
                 pooling=message.pooling,
+                adapter=message.adapter,
             )
         )
         if message.leg is Leg.PREFILL:

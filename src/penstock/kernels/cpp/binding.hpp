@@ -32,6 +32,9 @@ void bind_rows(nb::module_& m);
 // Declares routed experts (module_experts.cpp); after weights and compressed weights.
 void bind_experts(nb::module_& m);
 
+// Declares adapters (module_adapters.cpp); after weights.
+void bind_adapters(nb::module_& m);
+
 // Declares recorded steps (module_program.cpp); after everything that they are made of.
 void bind_program(nb::module_& m);
 

@@ -49,6 +49,7 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     add_bias_rows,
     add_rows,
     form_rows,
+    add_part_rows,
     route_rows,
     by_type<GatherArgs, gather_typed<Bf16>, gather_typed<Fp32>>,
     combine_rows,

@@ -169,6 +169,18 @@ struct AddArgs {
   long width;
 };
 
+// to[row, first:first + n] += scale * x, in one rounding.
+struct AddPartArgs {
+  float* to;            // [.., width]
+  const float* x;       // [count, n]
+  const int32_t* rows;  // [count]: which rows of `to`, each once
+  long count;
+  long width;
+  long first;
+  long n;
+  float scale;
+};
+
 struct FormArgs {
   float* x;
   long rows;
@@ -208,6 +220,7 @@ struct Family {
   void (*add_bias)(const BiasArgs&);
   void (*add)(const AddArgs&);
   void (*form)(const FormArgs&);
+  void (*add_part)(const AddPartArgs&);
   void (*route)(const RouteArgs&);
   void (*gather)(const GatherArgs&, Compute);
   void (*combine)(const CombineArgs&);

@@ -162,6 +162,7 @@ NB_MODULE(_native, m) {
   bind_quantised(m);
   bind_rows(m);
   bind_experts(m);
+  bind_adapters(m);
   bind_program(m);
   bind_cores(m);
   bind_loading(m);

@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "adapter_arguments.hpp"
 #include "answers.hpp"
 #include "binding.hpp"
 #include "dispatch.hpp"
@@ -19,6 +20,7 @@ namespace {
 // The arrays of a step, whose content may change from run to run while their sizes do not.
 struct StepInputs {
   In<int32_t, 1> tokens, wanted;
+  std::optional<In<int32_t, 1>> adapters;
   Batch batch;
   In<int32_t, 1> given_rows;
   In<float, 2> given;
@@ -48,6 +50,12 @@ struct StepInputs {
     given_count = dim(given_rows, 0);
   }
 
+  // The slot of every sequence's adapter, below 0 for none.
+  void adapt(In<int32_t, 1> adapters_S) {
+    require(dim(adapters_S, 0) == batch.view.sequences, "a slot for every sequence");
+    adapters = std::move(adapters_S);
+  }
+
   // How the last rows draw: seeds, positions, choices, temperatures; where their tokens go.
   void pick(In<uint64_t, 1> seeds_F, In<uint32_t, 1> positions_F, In<uint32_t, 1> choices_F,
             In<float, 1> temperatures_F, Out<int32_t, 1> drawn_F) {
@@ -75,12 +83,13 @@ struct StepInputs {
     taps = std::move(taps_RW);
   }
 
-  StepView view(long pages, long groups, long vocabulary, long scored) {
+  StepView view(long pages, long groups, long vocabulary, long scored, long slots) {
     require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
     require_ids(ids_of(wanted), batch.view.tokens, "a wanted row is no row of the step");
     if (given_count > 0) require_ids(ids_of(given_rows), batch.view.tokens, "a given row is no row of the step");
     batch.check();
     batch.check_pages(pages, groups);
+    for (long s = 0; adapters && s < dim(*adapters, 0); ++s) require((*adapters)(s) < slots, "no adapter has this slot");
     for (size_t i = 0; i < picks.size(); ++i) {
       const uint64_t seed = seeds.data()[i];
       const DrawKey key{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), positions.data()[i],
@@ -90,7 +99,8 @@ struct StepInputs {
     }
     return {tokens.data(), batch.view,   batch.sequence_of.data(),        wanted.data(), dim(wanted, 0),
             scored,        picks.data(), static_cast<long>(picks.size()), given_rows.data(), given.data(), given_count,
-            features_width ? features.data() : nullptr, taps_width ? taps.data() : nullptr};
+            features_width ? features.data() : nullptr, taps_width ? taps.data() : nullptr,
+            adapters ? adapters->data() : nullptr};
   }
 
   Draw draw_of(size_t pick) const {
@@ -180,6 +190,13 @@ class RecordedStep {
   }
   int features(long width) { return program_->features(width); }
   void tap(int hidden, long place) { program_->tap(hidden, place); }
+  void lora_add(int x, const nb::object& adapters, long site, int out) {
+    held_.push_back(adapters);
+    const auto& own = nb::cast<const Adapters&>(adapters);
+    require(own.per_cell == per_cell_, "the adapters were packed for the other compute type");
+    slots_ = slots_ == 0 ? own.table.slots() : std::min(slots_, own.table.slots());
+    program_->lora_add(x, own.table, site, out);
+  }
   int wanted_rows(int x) { return program_->wanted_rows(x); }
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
@@ -193,7 +210,7 @@ class RecordedStep {
     require(program_->finished(), "the recording is not finished");
     require(inputs.features_width == program_->features_width(), "a step brings the features that were recorded");
     require(inputs.taps_width == 0 || inputs.taps_width == program_->taps_width(), "room for the taps that were recorded");
-    const StepView step = inputs.view(pages_, groups_, tokens_below_, scored);
+    const StepView step = inputs.view(pages_, groups_, tokens_below_, scored, slots_);
     require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
             "given rows must be [G, D], and the step must place them");
     require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
@@ -277,6 +294,7 @@ class RecordedStep {
   long groups_;  // of layers
   int per_cell_;
   long tokens_below_ = 0;
+  long slots_ = 0;  // of the adapters that were recorded; 0: none were
   long positions_below_ = -1;  // rows of the shortest table by position
   Last last_;
   std::unique_ptr<Program> program_;
@@ -294,7 +312,8 @@ void bind_program(nb::module_& m) {
       .def("give", &StepInputs::give)
       .def("pick", &StepInputs::pick)
       .def("bring", &StepInputs::bring)
-      .def("hand_out", &StepInputs::hand_out);
+      .def("hand_out", &StepInputs::hand_out)
+      .def("adapt", &StepInputs::adapt);
   nb::class_<RecordedStep>(m, "RecordedStep")
       .def(nb::init<const std::string&, const std::string&, const KvMemory&>(), nb::keep_alive<1, 4>())
       .def("embed", &RecordedStep::embed)
@@ -322,6 +341,7 @@ void bind_program(nb::module_& m) {
       .def("experts_add", &RecordedStep::experts_add)
       .def("features", &RecordedStep::features)
       .def("tap", &RecordedStep::tap)
+      .def("lora_add", &RecordedStep::lora_add)
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)

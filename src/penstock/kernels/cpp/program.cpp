@@ -17,7 +17,7 @@ constexpr size_t kLine = 64;
 Program::Program(const Family& family, const CompressedFamily& compressed, Compute compute, const KvView& kv,
                  LayerPlaces places)
     : family_(family), compressed_(compressed), quantised_(quantised_family(family.name)), compute_(compute), kv_(kv),
-      places_(std::move(places)), expert_run_(family, compressed, compute) {
+      places_(std::move(places)), expert_run_(family, compressed, compute), adapter_run_(family, compute) {
   expect(kv.per_cell == (compute == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
 }
 
@@ -169,6 +169,7 @@ void Program::place(const StepView& step) {
   }
   base_ = arena_.reserve(end);
   for (Cut& cut : cuts_) cut.made = false;
+  place_adapters(step);
 }
 
 void Program::run(const StepView& step) {

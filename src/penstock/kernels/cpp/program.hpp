@@ -10,6 +10,7 @@
 #include <functional>
 #include <vector>
 
+#include "adapters.hpp"
 #include "arena.hpp"
 #include "attention_cut.hpp"
 #include "expert_run.hpp"
@@ -40,6 +41,7 @@ struct StepView {
   long given_count = 0;
   const float* features = nullptr;  // [batch.tokens, features_width()]
   float* taps = nullptr;            // [wanted_count, taps_width()]; null: nothing is handed out
+  const int32_t* adapters = nullptr;  // the slot of each sequence's adapter, below 0: none; null: no sequence has one
 };
 
 // Every recording method returns the slot of its result.  They throw std::invalid_argument for what does not fit.
@@ -73,6 +75,7 @@ class Program {
   void experts_add(int x, int routes, const ExpertsView& experts, const Gate& gate, int hidden);
   int features(long width);            // what comes with every token; once
   void tap(int hidden, long place);    // its wanted rows, handed out side by side with those of other places
+  void lora_add(int x, const AdapterTable& table, long site, int out);  // the table must stay
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
@@ -158,6 +161,7 @@ class Program {
   void run_experts(const Node& node);
   void run_lookup(const Node& node, const int32_t* ids);
   void run_linear(const Node& node, const StepView& step);
+  void place_adapters(const StepView& step);
   void gather(const Node& node, const StepView& step);
   void check_latent(const RopeView& rope) const;
   void check_heads_weight(const Matrix& weight, long heads) const;
@@ -188,6 +192,8 @@ class Program {
   char* base_ = nullptr;
   std::deque<Cut> cuts_;  // attention points into them
   ExpertRun expert_run_;
+  AdapterRun adapter_run_;
+  std::vector<int32_t> token_adapters_, wanted_adapters_;  // of this step
 };
 
 }  // namespace penstock

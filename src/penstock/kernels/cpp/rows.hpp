@@ -148,6 +148,19 @@ void add_rows(const AddArgs& args) {
   });
 }
 
+void add_part_rows(const AddPartArgs& args) {
+  const F16 scale = splat(args.scale);
+  const double work = static_cast<double>(args.count) * static_cast<double>(args.n) * 2;
+  each_row(args.count, args.n, work, [&](long row, int) {
+    const float* from = args.x + row * args.n;
+    float* to = args.to + args.rows[row] * args.width + args.first;
+    for (long i = 0; i < args.n; i += 16) {
+      const int count = static_cast<int>(min_of(16, args.n - i));
+      store_part(to + i, fma16(load_part<F16>(from + i, count), scale, load_part<F16>(to + i, count)), count);
+    }
+  });
+}
+
 void form_rows(const FormArgs& args) {
   change_rows(args.x, args.rows, args.width, [&](const F16& v, long, long, int) { return formed(v, args.form); });
 }

@@ -16,7 +16,7 @@ from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
 from penstock.engine.runner.constraint import Constraint, Lookahead
-from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.grammar.matcher import Matcher
 from penstock.grammar.worker import Grammars
 from penstock.types import Grammar, SamplingParams
@@ -52,7 +52,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> RunnerBench:
     write_model(folder, CONFIG)
     grammars = Grammars(lambda: BYTES)
     made = RunnerBench(folder, "fp32", pages=600)
-    made.runner = ModelRunner(made.model, made.ops, made.kv, made.runner.program, grammars.matcher)
+    made.runner = ModelRunner(
+        made.model, made.ops, made.kv, made.runner.program, aids=Aids(matcher_of=grammars.matcher)
+    )
     return made
 
 
@@ -169,7 +171,7 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
         return Broken(compiled(grammar).matcher(), 6)
 
     alone = finish(bench, bench.request(PROMPT, SAMPLINGS["greedy"]))
-    runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, broken)  # type: ignore[arg-type]
+    runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=Aids(matcher_of=broken))  # type: ignore[arg-type]
     request = bench.request(PROMPT, SAMPLINGS["greedy"])
     drawn: Drawn = Drawn()
     while not drawn.cut:

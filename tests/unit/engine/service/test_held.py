@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
 from penstock.engine.service.held import Held, Ready
-from penstock.errors import GrammarRefused
-from penstock.types import BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
+from penstock.errors import AdapterRefused, GrammarRefused
+from penstock.types import AdapterRef, BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
 
 SLOW = Grammar(kind=GrammarKind.REGEX, text="slow")
 NEVER = Grammar(kind=GrammarKind.REGEX, text="never")
@@ -25,11 +25,11 @@ class Compiler:
         return grammar in self.done
 
 
-def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0) -> Arrive:
+def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0, adapter: AdapterRef | None = None) -> Arrive:
     sampling = SamplingParams(seed=1, max_tokens=4, grammar=grammar)
     return Arrive(
         id=RequestId(name), epoch=epoch, leg=Leg.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
-        root=BlockHash(bytes(32)),
+        root=BlockHash(bytes(32)), adapter=adapter,
     )  # fmt: skip
 
 
@@ -90,3 +90,35 @@ def test_images_of_a_model_that_reads_text_are_refused():
     shown = replace(arrive("a"), images=(PlacedImage(bytes(32), 0, 1, 1),))
     assert held.sift([shown, arrive("b")]) == [arrive("b")]
     assert told == ["image: this engine reads text only"]
+
+
+class Reader:
+    """Adapters that are there when told so."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+
+    def ready(self, ref: AdapterRef) -> bool:
+        if ref.fingerprint == "never":
+            raise AdapterRefused("gone")
+        return ref.fingerprint in self.there
+
+    def settled(self) -> None:
+        return
+
+
+def test_who_waits_for_an_adapter_waits_like_one_who_waits_for_a_grammar():
+    told: list[tuple[str, str]] = []
+    compiler, reader = Compiler(), Reader()
+    held = Held(Ready(compiler, adapters=reader), lambda event, reason: told.append((event.id, reason)))
+    both = arrive("a", SLOW, adapter=AdapterRef(fingerprint="f", folder="/f"))
+    assert held.sift([both, granted("a"), arrive("b")]) == [arrive("b")]
+    reader.there.add("f")
+    assert held.sift([]) == []
+    compiler.done.add(SLOW)
+    assert held.sift([]) == [both, granted("a")]
+    assert held.sift([arrive("c", adapter=AdapterRef(fingerprint="never", folder="/n"))]) == []
+    assert told == [("c", "adapter: gone")]
+    without = Held(Ready(), lambda event, reason: told.append((event.id, reason)))
+    assert without.sift([arrive("d", adapter=AdapterRef(fingerprint="f", folder="/f"))]) == []
+    assert told[1:] == [("d", "adapter: this engine has no adapters")]

@@ -1,0 +1,122 @@
+"""The catalogue of ``penstock serve --catalogue models.toml``: which models there are, and what is particular to each.
+
+    [[model]]
+    name = "small"                      # as clients call it
+    path = "~/models/Llama-3.2-1B"      # a folder, a .gguf file or a Hub name, as for penstock serve
+    aliases = ["gpt-4o-mini"]
+    pinned = true
+    kv_memory = "512MiB"                # any setting of penstock serve that concerns the model or its workers
+
+What an entry does not set is as the command line says.  Read strictly; no model is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.load import parse_setting
+from penstock.config.schema import Config, ServeConfig
+from penstock.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+MAX_MODELS = 256
+DEFAULT_KV_BYTES = 256 << 20
+"""KV memory of each worker of an entry that sets none: a tenth of the free memory would be too much for one of many."""
+
+OWN = (
+    *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
+    *("kv_memory", "max_model_len", "dtype", "kernels", "max_chunk_tokens", "max_running"),
+    *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
+)
+"""Settings that an entry may have."""
+
+_NAME = re.compile(r"[A-Za-z0-9][\w./:-]{0,127}")
+
+
+class Entry(Config, frozen=True, kw_only=True):
+    """One model.  ``settings``: those of ``penstock serve`` that would serve it alone."""
+
+    name: str
+    path: str
+    aliases: tuple[str, ...] = ()
+    pinned: bool = False
+    settings: ServeConfig
+
+    @property
+    def workers(self) -> int:
+        """That it runs with."""
+        own = self.settings
+        return 1 if own.aggregated else (own.prefill or 1) + (own.decode or 1)
+
+
+def load_catalogue(config: ServeConfig) -> tuple[Entry, ...]:
+    """The entries of ``config.catalogue``, in order.  Raises ConfigError, naming file, entry and field."""
+    path = Path(config.catalogue or "").expanduser()
+    try:
+        raw = path.read_bytes()
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, which no catalogue is")
+        table = tomllib.loads(raw.decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    given = table.pop("model", None)
+    if table or not isinstance(given, list) or not 1 <= len(given) <= MAX_MODELS:
+        raise ConfigError(f"{path}: expected 1 to {MAX_MODELS} tables [[model]] and nothing else")
+    entries = tuple(_entry(item, f"{path}: model {number}", config) for number, item in enumerate(given, start=1))
+    _check_names(entries, path)
+    return entries
+
+
+def _entry(given: Any, where: str, base: ServeConfig) -> Entry:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: expected a table")
+    values: dict[str, Any] = {key.replace("-", "_"): value for key, value in given.items()}
+    name, path = _text(values, "name", where), _text(values, "path", where)
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: name {name!r}: expected letters, digits and ./:_- only, 128 at most")
+    aliases, pinned = values.pop("aliases", []), values.pop("pinned", False)
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias for alias in aliases):
+        raise ConfigError(f"{where}: aliases must be a list of texts")
+    if not isinstance(pinned, bool):
+        raise ConfigError(f"{where}: pinned must be true or false")
+    settings = _settings(values, f"{where} ({name})", base)
+    served = msgspec.structs.replace(settings, model=path, served_model_name=name, catalogue=None, model_memory=None)
+    return Entry(name=name, path=path, aliases=tuple(aliases), pinned=pinned, settings=served)
+
+
+def _settings(values: Mapping[str, Any], where: str, base: ServeConfig) -> ServeConfig:
+    unknown = sorted(values.keys() - set(OWN))
+    if unknown:
+        raise ConfigError(f"{where}: no such setting of a model: {unknown[0]}; there are {', '.join(OWN)}")
+    changes = {key: parse_setting(ServeConfig, key, value, f"{where}: {key}") for key, value in values.items()}
+    if changes.get("aggregated"):
+        changes = {"prefill": None, "decode": None} | changes
+    elif "prefill" in changes or "decode" in changes:
+        changes = {"aggregated": False} | changes
+    if changes.get("kv_memory") is None and base.kv_memory is None:
+        changes["kv_memory"] = DEFAULT_KV_BYTES
+    return msgspec.structs.replace(base, **changes)
+
+
+def _text(values: dict[str, Any], key: str, where: str) -> str:
+    value = values.pop(key, None)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: {key} must be a text, got {value!r:.80}")
+    return value
+
+
+def _check_names(entries: tuple[Entry, ...], path: Path) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        for name in (entry.name, *entry.aliases, *(text.partition("=")[0] for text in entry.settings.lora)):
+            if name in seen:
+                raise ConfigError(f"{path}: the name {name!r} stands twice")
+            seen.add(name)

@@ -1,0 +1,234 @@
+"""The HTTP face of a catalogue: finds the model that a request names, waits until it is loaded, and passes the request
+to the model's own gateway and its answer back as it comes.
+
+Knows nothing about memory or processes (``Models`` does), and of a body only its ``model``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock import __version__
+from penstock.clock import Clock
+from penstock.config.schema import Limits
+from penstock.edge import sse, upstream
+from penstock.edge.app import http_error, unforeseen
+from penstock.edge.auth import Authenticated, KeyRing
+from penstock.edge.door import Asked, Door
+from penstock.edge.errors import Header, noted, refusal
+from penstock.edge.exchange import Exchange
+from penstock.edge.upstream import Upstream
+from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
+
+PASSED = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+"""Paths that name a model in their bodies."""
+
+_KEPT = frozenset({b"content-type", b"cache-control", b"x-accel-buffering", b"x-request-id", b"retry-after", b"allow"})
+_encode = msgspec.json.Encoder().encode
+
+
+class Models(Protocol):
+    """The models of a catalogue (``launch.house.ModelHouse``)."""
+
+    def find(self, name: str) -> str | None:
+        """The entry that this name or alias means."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Of all entries."""
+        ...
+
+    def use(self, entry: str) -> AbstractAsyncContextManager[Upstream]:
+        """Load it if need be, and keep it while the scope lasts.  Raises NoWorkers, CapacityError."""
+        ...
+
+    def peek(self, entry: str) -> Upstream | None:
+        """Where it is, if it is loaded now."""
+        ...
+
+    async def load(self, entry: str) -> None:
+        """Load it.  Raises as ``use``."""
+        ...
+
+    async def unload(self, entry: str) -> None:
+        """Unload it, once its answers have ended."""
+        ...
+
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """One mapping a model: state, aliases, adapters, bytes, requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Everything behind this face."""
+
+    models: Models
+    limits: Limits
+    clock: Clock
+    keys: KeyRing
+    created: int  # Unix seconds
+
+
+def make_catalogue_app(store: Store) -> ASGIApp:
+    """The ASGI application."""
+    service = _Service(store)
+    posts = [Route(path, service.passing(path), methods=["POST"]) for path in PASSED]
+    admin = [
+        Route("/admin/load_model", service.asking(store.models.load), methods=["POST"]),
+        Route("/admin/unload_model", service.asking(store.models.unload), methods=["POST"]),
+    ]
+    app = Starlette(
+        routes=[*posts, *admin, *_questions(store)],
+        exception_handlers={HTTPException: http_error, Exception: unforeseen},
+    )
+    app.router.redirect_slashes = False
+    return Authenticated(app, store.keys)
+
+
+class _Service:
+    """What the endpoints share."""
+
+    def __init__(self, store: Store) -> None:
+        self._models = store.models
+        self._door = Door(store.limits, store.clock)
+
+    def passing(self, path: str) -> ASGIApp:
+        """Passes a request on to the model that it names."""
+
+        async def work(exchange: Exchange, asked: Asked) -> None:
+            entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
+            async with self._models.use(entry) as to, upstream.request(to, "POST", path, raw) as answer:
+                await _relay(exchange, answer)
+
+        return self._door.endpoint(work)
+
+    def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
+        """Does something with a model, and tells how it is then."""
+
+        async def work(exchange: Exchange, asked: Asked) -> None:
+            entry, _ = self._addressed(asked, required=True)
+            await ask(entry)
+            row = next(row for row in self._models.rows() if row["name"] == entry)
+            await exchange.reply(200, _encode(row))
+
+        return self._door.endpoint(work)
+
+    def _addressed(self, asked: Asked, *, required: bool) -> tuple[str, bytes]:
+        """The entry, and the body in which it bears its own name."""
+        body, raw = asked.body, asked.raw
+        name = body.get("model")
+        if name is None:
+            if not required and len(self._models.names()) == 1:
+                return self._models.names()[0], raw
+            raise RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+        if not isinstance(name, str):
+            raise BadField("model", got=name, want="a string", code="invalid_type")
+        entry = self._models.find(name)
+        if entry is None:
+            raise UnknownModel(name[:128], ", ".join(self._models.names()))
+        aliased = any(name in row["aliases"] for row in self._models.rows() if row["name"] == entry)
+        return entry, _encode({**body, "model": entry}) if aliased else raw
+
+
+async def _relay(exchange: Exchange, answer: upstream.Response) -> None:
+    """The answer as it comes; should the model's gateway die in the middle of a stream, an error event ends it."""
+    headers: list[Header] = [header for header in answer.headers if header[0] in _KEPT]
+    streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+    if not streams or not exchange.chunked:
+        body = await answer.read()
+        await exchange.reply(answer.status, body, *headers)
+        return
+    await exchange.start(answer.status, *headers)
+    try:
+        async for chunk in answer.chunks():
+            await exchange.send(chunk)
+    except NoWorkers as error:
+        await exchange.finish(sse.event("error", noted(error).body))
+        return
+    await exchange.finish()
+
+
+def _questions(store: Store) -> list[Route]:
+    """What is answered to GET."""
+    models = store.models
+
+    def card(row: dict[str, Any]) -> dict[str, Any]:
+        own = {"id": row["name"], "object": "model", "created": store.created, "owned_by": "penstock"}
+        return own | {"aliases": row["aliases"], "state": row["state"], "pinned": row["pinned"]}
+
+    def adapter(row: dict[str, Any], name: str) -> dict[str, Any]:
+        return card(row) | {"id": name, "aliases": [], "parent": row["name"]}
+
+    async def all_models(_: Request) -> Response:
+        cards = [[card(row), *(adapter(row, name) for name in row["adapters"])] for row in models.rows()]
+        return _json({"object": "list", "data": [one for own in cards for one in own]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        entry = models.find(name)
+        if entry is None:
+            answer = refusal(UnknownModel(name[:128], ", ".join(models.names())))
+            return Response(answer.body, answer.status, media_type="application/json")
+        return _json(next(card(row) for row in models.rows() if row["name"] == entry))
+
+    async def ok(_: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def version(_: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def workers(_: Request) -> Response:
+        return _json({"workers": await _all_workers(models), "models": list(models.rows())})
+
+    async def metrics(request: Request) -> Response:
+        entry = models.find(request.query_params.get("model", ""))
+        to = None if entry is None else models.peek(entry)
+        if to is None:
+            known = "\n".join(f"# /metrics?model={quote(row['name'])}  {row['state']}" for row in models.rows())
+            return Response(f"# a page for each loaded model:\n{known}\n", media_type="text/plain; version=0.0.4")
+        async with upstream.request(to, "GET", "/metrics") as answer:
+            return Response(await answer.read(), answer.status, media_type="text/plain; version=0.0.4")
+
+    return [
+        Route("/v1/models", all_models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", ok),
+        Route("/ready", ok),
+        Route("/version", version),
+        Route("/metrics", metrics),
+        Route("/admin/workers", workers),
+    ]
+
+
+async def _all_workers(models: Models) -> list[dict[str, Any]]:
+    """Of all loaded models; one that does not answer has none to show."""
+    rows: list[dict[str, Any]] = []
+    for name in models.names():
+        to = models.peek(name)
+        if to is None:
+            continue
+        try:
+            async with asyncio.timeout(upstream.CONNECT_S), upstream.request(to, "GET", "/admin/workers") as answer:
+                found = msgspec.json.decode(await answer.read())["workers"]
+        except (NoWorkers, TimeoutError, msgspec.DecodeError, KeyError):
+            continue
+        rows += [row | {"id": f"{name}/{row['id']}"} for row in found]
+    return rows
+
+
+def _json(value: Any) -> Response:
+    return Response(_encode(value), media_type="application/json")

@@ -1,0 +1,144 @@
+"""``penstock serve --catalogue``: one front, and for every loaded model a whole service of its own.
+
+::
+
+    supervisor: one thread, no model
+      |-- gateway-0          the front: HTTP, which model is loaded for whom (launch.storefront)
+      |-- small              a supervisor and zygote as of `penstock serve small`, forked when the front asks for it
+      |     |-- gateway-0    on a loopback port, with a key that only the front knows
+      |     |-- prefill-0, decode-0
+      |-- large ...
+
+A model that cannot be loaded ends its own process and nothing else; the front is told its last words.  Unloading ends
+the process, after its last answer; its weights stay in the page cache as long as the system has room.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msgspec import structs
+
+from penstock.config.catalogue import Entry, load_catalogue
+from penstock.config.resolve import show_bytes
+from penstock.config.schema import ModelPlace, ServeConfig, StoreConfig
+from penstock.errors import ConfigError, ModelError
+from penstock.launch.board import Slot
+from penstock.launch.channel import Channel
+from penstock.launch.compose import Nested, begin, listening, reachable, say, serve, slots_of, watch
+from penstock.launch.http_process import Rim
+from penstock.launch.locate import locate
+from penstock.launch.restart import GATEWAY
+from penstock.launch.supervise import Job, Supervisor
+from penstock.telemetry.log import configure
+from penstock.types import WorkerId
+
+WEIGHTS = ("*.safetensors", "*.gguf")
+
+
+def serve_catalogue(config: ServeConfig) -> int:
+    """From start to end; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
+    phases = begin(config)
+    entries = load_catalogue(config)
+    places = tuple(_place(entry, config.model_memory) for entry in entries)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening(config.host, config.port))
+        port = listener.getsockname()[1]
+        slots = slots_of((GATEWAY, *(entry.name for entry in entries)))
+        store = StoreConfig(
+            models=places,
+            model_memory=config.model_memory,
+            api_key=config.api_key,
+            upstream_key=secrets.token_urlsafe(24),
+            limits=config.limits,
+            created=int(time.time()),
+        )
+        jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, config.log_json)
+        supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
+        supervisor.when_stopping(listener.close)
+
+        def ready() -> None:
+            say(_lines(places, config.model_memory))
+            say([f"ready after {phases}: http://{reachable(config.host)}:{port}"])
+
+        return watch(supervisor, None, None, phases, ready)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueJobs:
+    """``supervise.Jobs`` of a catalogue: the front is its gateway, its models are its workers."""
+
+    entries: Mapping[str, Entry]
+    store: StoreConfig
+    listener: socket.socket
+    slots: Mapping[str, Slot]
+    log_json: bool
+
+    def gateway(self, incarnation: int, channel: Channel) -> Job:
+        """The front."""
+        rim = Rim(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
+        return Job(body=partial(self._front, rim), keep=(self.listener.fileno(), channel.fileno()))
+
+    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+        """One model, behind a port of its own, which this process gives up as soon as the child has it."""
+        own = socket.create_server(("127.0.0.1", 0))
+        host, port = own.getsockname()
+        return Job(
+            body=partial(self._model, self.entries[worker], own),
+            keep=(own.fileno(),),
+            endpoint=f"{host}:{port}",
+            handed_over=own.close,
+        )
+
+    def _front(self, rim: Rim) -> int:
+        configure(GATEWAY, as_json=self.log_json)
+        from penstock.launch.storefront import run_storefront
+
+        return run_storefront(self.store, rim)
+
+    def _model(self, entry: Entry, listener: socket.socket) -> int:
+        """The whole service, in the forked child."""
+        settings = structs.replace(
+            entry.settings, host="127.0.0.1", port=listener.getsockname()[1], api_key=self.store.upstream_key
+        )
+        return serve(settings, Nested(name=entry.name, listener=listener, slot=self.slots[entry.name]))
+
+
+def _place(entry: Entry, budget: int | None) -> ModelPlace:
+    """What the front needs to know of an entry.  A model that is not there yet is told to its requesters, not here."""
+    own = entry.settings
+    try:
+        weights = _weight_bytes(locate(entry.path).path)
+    except ModelError:
+        weights = 0
+    nbytes = weights + (own.kv_memory or 0) * entry.workers
+    if budget is not None and nbytes > budget:
+        raise ConfigError(
+            f"model {entry.name} needs {show_bytes(nbytes)} ({show_bytes(weights)} of weights and "
+            f"{entry.workers} times {show_bytes(own.kv_memory or 0)} of KV pages), more than --model-memory "
+            f"{show_bytes(budget)}: give it a smaller kv_memory, or all of them more"
+        )
+    adapters = tuple(text.partition("=")[0] for text in own.lora)
+    return ModelPlace(name=entry.name, aliases=entry.aliases, adapters=adapters, nbytes=nbytes, pinned=entry.pinned)
+
+
+def _weight_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
+    return sum(file.stat().st_size for file in files)
+
+
+def _lines(places: Sequence[ModelPlace], budget: int | None) -> list[str]:
+    room = "as much memory as there is" if budget is None else f"{show_bytes(budget)} of memory"
+    lines = [f"{len(places)} models share {room}"]
+    for place in places:
+        kind = "pinned" if place.pinned else "on demand"
+        also = f", also {', '.join((*place.aliases, *place.adapters))}" if place.names[1:] else ""
+        lines.append(f"model {place.name}: {show_bytes(place.nbytes)}, {kind}{also}")
+    return lines

@@ -1,0 +1,200 @@
+"""The models of a catalogue as its front sees them: does what ``router.residents`` decides, and lets requests wait.
+
+The front asks the supervisor to start and to end a model's process (``LoadModel``, ``UnloadModel``), hears what became
+of it (``WorkerUp``, ``WorkerDown``), and asks a model's own gateway whether it is ready.  Runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from penstock.clock import Clock
+from penstock.config.schema import ModelPlace, StoreConfig
+from penstock.edge import upstream
+from penstock.edge.upstream import Upstream
+from penstock.errors import NoWorkers, QueueFull
+from penstock.router.residents import Effects, ModelState, Resident, Residents, Start
+from penstock.types import WorkerId, WorkerState
+from penstock.wire.messages import LoadModel, SupervisorMessage, UnloadModel, WorkerDown, WorkerUp
+
+log = logging.getLogger(__name__)
+
+ASK_S = 0.02
+"""Between two questions whether a model that was just started is ready."""
+
+
+class ModelHouse:
+    """``edge.catalogue.Models``.  Use: ``start()`` on the running loop, ``on_supervisor`` for each of its messages."""
+
+    def __init__(self, config: StoreConfig, tell: Callable[[SupervisorMessage], None], clock: Clock) -> None:
+        self._limits = config.limits
+        self._key = config.upstream_key
+        self._tell = tell
+        self._clock = clock
+        self._places: Mapping[str, ModelPlace] = {place.name: place for place in config.models}
+        self._entries = {name: place.name for place in config.models for name in place.names}
+        residents = [Resident(name=place.name, nbytes=place.nbytes, pinned=place.pinned) for place in config.models]
+        self._residents = Residents.of(residents, config.model_memory)
+        self._at: dict[str, tuple[int, Upstream]] = {}  # incarnation of a running process, and where it listens
+        self._changed = asyncio.Condition()
+        self._failed: Counter[str] = Counter()  # how often a model was not loaded, or its process died
+        self._waiting: Counter[str] = Counter()  # requests, by the model that they wait for
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load what is pinned, in order."""
+        for place in self._places.values():
+            if place.pinned:
+                self._carry_out(self._residents.want(place.name))
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- edge.catalogue.Models ---------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> str | None:
+        """See ``Models``."""
+        return self._entries.get(name)
+
+    def names(self) -> Sequence[str]:
+        """See ``Models``."""
+        return tuple(self._places)
+
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """See ``Models``."""
+        rows = self._residents.rows()
+        places = [self._places[row["name"]] for row in rows]
+        return [
+            row | {"aliases": list(place.aliases), "adapters": list(place.adapters)}
+            for row, place in zip(rows, places, strict=True)
+        ]
+
+    def peek(self, entry: str) -> Upstream | None:
+        """See ``Models``."""
+        loaded = self._residents.state(entry) in (ModelState.LOADED, ModelState.CLOSING)
+        return self._at[entry][1] if loaded and entry in self._at else None
+
+    @asynccontextmanager
+    async def use(self, entry: str) -> AsyncIterator[Upstream]:
+        """See ``Models``."""
+        await self._wait(entry)
+        # Nothing else runs between the last look and this: the model is loaded, and from here on it is used.
+        self._carry_out(self._residents.began(entry, self._clock.now()))
+        try:
+            yield self._at[entry][1]
+        finally:
+            self._carry_out(self._residents.ended(entry, self._clock.now()))
+
+    async def load(self, entry: str) -> None:
+        """See ``Models``."""
+        await self._wait(entry)
+        self._leave(entry)
+
+    async def _wait(self, entry: str) -> None:
+        """Until it is loaded.  Raises NoWorkers, QueueFull."""
+        if self._residents.state(entry) is ModelState.LOADED:
+            return
+        waiting = self._waiting.total()
+        if waiting >= self._limits.max_queued_loads:
+            raise QueueFull(
+                f"{waiting} requests wait for models to be loaded, as many as max_queued_loads allows.",
+                retry_after=5,
+            )
+        self._waiting[entry] += 1
+        try:
+            async with asyncio.timeout(self._limits.load_s):
+                await self._until_loaded(entry, self._failed[entry])
+        except TimeoutError:
+            self._leave(entry)
+            raise NoWorkers(
+                f"The model '{entry}' is {self._residents.state(entry).value}: "
+                f"it was not loaded within load_s = {self._limits.load_s:g} s."
+            ) from None
+        except BaseException:
+            self._leave(entry)
+            raise
+        finally:
+            self._waiting[entry] -= 1
+
+    def _leave(self, entry: str) -> None:
+        """One who waited needs it no more."""
+        self._carry_out(self._residents.unwant(entry, nobody=self._waiting[entry] <= 1))
+
+    async def unload(self, entry: str) -> None:
+        """See ``Models``.  Raises NoWorkers when its answers do not end in time."""
+        try:
+            async with asyncio.timeout(self._limits.load_s), self._changed:
+                self._carry_out(self._residents.dismiss(entry))
+                await self._changed.wait_for(lambda: self._residents.state(entry) is ModelState.UNLOADED)
+        except TimeoutError:
+            raise NoWorkers(f"The model '{entry}' still has answers to finish; it is unloaded after them.") from None
+
+    async def _until_loaded(self, entry: str, failures: int) -> None:
+        async with self._changed:
+            while self._residents.state(entry) is not ModelState.LOADED:
+                if self._failed[entry] > failures:
+                    row = next(row for row in self._residents.rows() if row["name"] == entry)
+                    raise NoWorkers(f"The model '{entry}' could not be loaded: {row['reason']}.")
+                self._carry_out(self._residents.want(entry))
+                await self._changed.wait()
+
+    # --- the supervisor ----------------------------------------------------------------------------------------------
+
+    def on_supervisor(self, message: SupervisorMessage) -> None:
+        """Take a message of the supervisor."""
+        if isinstance(message, WorkerUp):
+            host, _, port = message.endpoint.rpartition(":")
+            at = Upstream(host, int(port), self._key)
+            self._at[message.worker] = (message.incarnation, at)
+            self._residents.found(message.worker)
+            self._spawn(self._ask(message.worker, message.incarnation, at))
+        elif isinstance(message, WorkerDown) and message.state is WorkerState.DEAD:
+            self._at.pop(message.worker, None)
+            self._down(message.worker, message.reason)
+
+    def _down(self, entry: str, reason: str) -> None:
+        if self._residents.state(entry) is not ModelState.UNLOADING:
+            log.warning("model %s: %s", entry, reason)
+            self._failed[entry] += 1
+        self._carry_out(self._residents.down(entry, reason))
+        self._spawn(self._notify())
+
+    async def _ask(self, entry: str, incarnation: int, at: Upstream) -> None:
+        """Until the model's own gateway says that it is ready, or its process has ended."""
+        while self._at.get(entry, (0, None))[0] == incarnation:
+            try:
+                async with upstream.request(at, "GET", "/ready") as answer:
+                    ready = answer.status == 200
+            except NoWorkers:
+                ready = False
+            if ready:
+                self._carry_out(self._residents.up(entry, self._clock.now(), self._waiting[entry]))
+                await self._notify()
+                return
+            await asyncio.sleep(ASK_S)
+
+    # --- effects -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            worker = WorkerId(effect.name)
+            self._tell(LoadModel(worker=worker) if isinstance(effect, Start) else UnloadModel(worker=worker))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,144 @@
+"""What every process with an HTTP face does beside its work: serve, beat on the board, listen to the supervisor, drain.
+
+Draining means: what runs is finished, then the process ends by itself.  Knows nothing about what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from penstock.config.schema import BACKLOG, Limits
+from penstock.errors import ProtocolError
+from penstock.launch.board import Slot
+from penstock.launch.channel import Channel
+from penstock.launch.connections import guarded_protocol
+from penstock.telemetry.log import ROOT
+from penstock.types import WorkerState
+from penstock.wire.messages import Draining, SupervisorMessage
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.1
+STALL_ALLOWED_S = 8.0
+"""A loop that is blocked for longer (and ``wedge_s`` more) is given up, though that breaks every connection."""
+
+KEEP_ALIVE_S = 65.0
+"""Idle connections are kept for longer than clients and proxies usually keep theirs: they close first."""
+
+SWITCH_S = 0.0005
+"""How long a thread that tokenizes or parses may keep the interpreter from the event loop.  Python's own 5 ms showed
+in other people's streams."""
+
+App = Callable[..., Any]
+"""An ASGI application."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rim:
+    """What such a process has from the one that forked it."""
+
+    listener: socket.socket
+    channel: Channel
+    slot: Slot
+
+
+class HttpProcess:
+    """``hear`` is told what the supervisor says."""
+
+    def __init__(self, rim: Rim, limits: Limits, hear: Callable[[SupervisorMessage], None]) -> None:
+        self._listener = rim.listener
+        self._channel = rim.channel
+        self._slot = rim.slot
+        self._limits = limits
+        self._hear = hear
+        self._draining = asyncio.Event()
+        self._beats = 0
+
+    async def serve(self, app: App) -> None:
+        """Until drained or told to stop."""
+        server = _Server(self._uvicorn(app))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._channel.fileno(), self._on_channel)
+        loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
+        side = [loop.create_task(work) for work in (self._beat(server), self._drain(server))]
+        try:
+            await server.serve([self._listener])
+            if server.force_exit:  # uvicorn does not end the application then
+                await server.lifespan.shutdown()
+        finally:
+            loop.remove_reader(self._channel.fileno())
+            for task in side:
+                task.cancel()
+            await asyncio.gather(*side, return_exceptions=True)
+
+    def _uvicorn(self, app: App) -> uvicorn.Config:
+        _adopt_logs()
+        return uvicorn.Config(
+            app,
+            http=guarded_protocol(self._limits),
+            ws="none",
+            lifespan="auto",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(KEEP_ALIVE_S),
+            backlog=BACKLOG,
+        )
+
+    def _on_channel(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._hear(message)
+                if isinstance(message, Draining):
+                    self._draining.set()
+        except ProtocolError as error:
+            log.warning("from the supervisor: %s", error)
+        except EOFError:  # the supervisor has ended, and we with it (see zygote)
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+
+    async def _beat(self, server: uvicorn.Server) -> None:
+        while True:
+            now = time.monotonic_ns()
+            self._beats += 1
+            self._slot.beat(now, now + int(STALL_ALLOWED_S * 1e9), self._beats)
+            if server.started:
+                self._slot.set_state(WorkerState.DRAINING if self._draining.is_set() else WorkerState.READY)
+            self._channel.flush()
+            await asyncio.sleep(BEAT_S)
+
+    async def _drain(self, server: uvicorn.Server) -> None:
+        """Once draining, end as soon as no request is open."""
+        await self._draining.wait()
+        while server.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(BEAT_S / 2)
+        server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: the supervisor decides what signals mean."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _stop_now(server: uvicorn.Server) -> None:
+    server.should_exit = server.force_exit = True
+
+
+def _adopt_logs() -> None:
+    """uvicorn's errors (an exception in the application) go where our lines go; what clients do wrong is no error."""
+    uvicorn_log = logging.getLogger("uvicorn")
+    uvicorn_log.handlers = logging.getLogger(ROOT).handlers
+    uvicorn_log.setLevel(logging.ERROR)
+    uvicorn_log.propagate = False

@@ -1,0 +1,101 @@
+"""A catalogue with real processes: loaded on demand, unloaded for others, never under a running answer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import penstock
+from tiny_models import llama_config, write_model
+
+from .server import PenstockServer
+
+STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
+KV = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Room for the storyteller and one tiny model, or for two tiny ones and no storyteller."""
+    base = tmp_path_factory.mktemp("catalogue")
+    entries = [("stories", STORYTELLER, 'aliases = ["gpt-4o"]'), ("broken", base / "nowhere", "")]
+    for seed, name in enumerate(("a", "b")):
+        entries.append((name, write_model(base / name, llama_config(vocab_size=512), seed=seed), ""))
+    path = base / "models.toml"
+    path.write_text(
+        "".join(
+            f'[[model]]\nname = "{name}"\npath = "{folder}"\nkv_memory = {KV}\naggregated = true\nthreads = 1\n{more}\n'
+            for name, folder, more in entries
+        )
+    )
+    return path
+
+
+def memory() -> int:
+    weights = sum(item.stat().st_size for item in STORYTELLER.glob("*.safetensors"))
+    return weights + 3 * KV
+
+
+def ask(server: PenstockServer, model: str, **fields: Any) -> httpx.Response:
+    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 8, "seed": 1} | fields
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def states(server: PenstockServer) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in server.get("/v1/models").json()["data"]}
+
+
+def test_models_come_and_go(file: Path) -> None:
+    with PenstockServer(["--catalogue", str(file), "--model-memory", str(memory())]) as server:
+        assert states(server) == dict.fromkeys(("stories", "broken", "a", "b"), "unloaded")
+        first = ask(server, "gpt-4o")
+        assert (first.status_code, first.json()["model"]) == (200, "stories")
+        assert states(server)["stories"] == "loaded"
+        failed = ask(server, "broken")
+        assert failed.status_code == 503
+        assert "could not be loaded" in failed.json()["error"]["message"]
+        assert "nowhere" in failed.json()["error"]["message"]
+        assert ask(server, "nobody").status_code == 404
+        long = {"model": "stories", "prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                waiting = [pool.submit(ask, server, name) for name in "ab"]
+                text = "\n".join(lines)
+                assert [answer.result().status_code for answer in waiting] == [200, 200]
+        assert text.count('"text"') > 100
+        assert "[DONE]" in text
+        assert '"error"' not in text
+        assert states(server) == {"stories": "unloaded", "broken": "unloaded", "a": "loaded", "b": "loaded"}
+        again = ask(server, "stories")
+        assert again.json()["choices"] == first.json()["choices"]
+        rows = server.get("/admin/workers").json()
+        loaded = {row["id"].partition("/")[0] for row in rows["workers"]}
+        assert "stories" in loaded
+        assert len(loaded) == 2, "the one of a and b that was used last is still there"
+        assert {row["name"]: row["loads"] for row in rows["models"]}["stories"] == 2
+
+
+@pytest.mark.long
+def test_operators_and_deaths(file: Path) -> None:
+    with PenstockServer(["--catalogue", str(file)]) as server:
+        loaded = httpx.post(f"{server.url}/admin/load_model", json={"model": "a"}, timeout=60)
+        assert loaded.json()["state"] == "loaded"
+        worker = next(row for row in server.get("/admin/workers").json()["workers"] if row["id"].startswith("a/"))
+        os.kill(worker["pid"], signal.SIGKILL)  # its own supervisor forks it anew
+        assert ask(server, "a").status_code == 200
+        gone = httpx.post(f"{server.url}/admin/unload_model", json={"model": "a"}, timeout=60)
+        assert gone.json()["state"] == "unloaded"
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            names = ["a", "b", "stories", "broken"] * 4
+            codes = [answer.status_code for answer in pool.map(lambda name: ask(server, name), names)]
+        assert codes == [503 if name == "broken" else 200 for name in names]
+        page = server.get("/metrics?model=a").text
+        assert 'model_name="a"' in page

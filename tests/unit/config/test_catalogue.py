@@ -1,0 +1,86 @@
+"""Catalogue files: what an entry says, what it inherits, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.catalogue import DEFAULT_KV_BYTES, Entry, load_catalogue
+from penstock.config.load import load_serve
+from penstock.errors import ConfigError
+
+
+def entries(tmp_path: Path, text: str, **flags: object) -> tuple[Entry, ...]:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    return load_catalogue(load_serve({"catalogue": str(file)} | flags, {}))
+
+
+def test_an_entry_is_a_service_of_its_own(tmp_path: Path) -> None:
+    one, two = entries(
+        tmp_path,
+        """
+        [[model]]
+        name = "small"
+        path = "~/models/small"
+        aliases = ["gpt-4o-mini"]
+        pinned = true
+        kv-memory = "64MiB"
+        aggregated = true
+        lora = ["fox=/adapters/fox"]
+
+        [[model]]
+        name = "org/large"
+        path = "org/large"
+        decode = 2
+        """,
+        prefill=1,
+        decode=1,
+        model_memory="8GiB",
+    )
+    assert (one.name, one.path, one.aliases, one.pinned, one.workers) == (
+        "small", "~/models/small", ("gpt-4o-mini",), True, 1,
+    )  # fmt: skip
+    assert one.settings.kv_memory == 64 << 20
+    assert one.settings.lora == ("fox=/adapters/fox",)
+    assert (one.settings.model, one.settings.served_model_name) == ("~/models/small", "small")
+    assert (one.settings.catalogue, one.settings.model_memory) == (None, None)
+    assert (two.pinned, two.workers, two.settings.kv_memory) == (False, 3, DEFAULT_KV_BYTES)
+
+
+MODEL = '[[model]]\nname = "a"\npath = "b"\n'
+REFUSED = {
+    "no table": ("", "expected 1 to"),
+    "another table": (MODEL + "[other]\n", "nothing else"),
+    "no path": ('[[model]]\nname = "a"\n', "model 1: path must be a text"),
+    "a strange name": ('[[model]]\nname = "a b"\npath = "b"\n', "letters, digits"),
+    "an unknown setting": (MODEL + "port = 8000\n", r"model 1 \(a\): no such setting of a model: port"),
+    "a wrong value": (MODEL + 'kv_memory = "lots"\n', "kv_memory: expected a size"),
+    "a name twice": (MODEL + MODEL.replace('"a"', '"c"\naliases = ["a"]'), "'a' stands twice"),
+    "no TOML": ("[[model", "not valid TOML"),
+    "pinned by word": (MODEL + 'pinned = "yes"\n', "pinned must be true or false"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_file_entry_and_field(tmp_path: Path, case: str) -> None:
+    text, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words) as refused:
+        entries(tmp_path, text)
+    assert "models.toml" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"catalogue": "x", "model": "y"}, "MODEL belongs into the catalogue"),
+        ({"catalogue": "x", "lora": "a=b"}, "--lora belongs into the catalogue"),
+        ({"model_memory": "1GiB"}, "--model-memory is for --catalogue"),
+        ({"lora": "noequals"}, "expected NAME=DIR"),
+        ({"lora": "a=b,a=c"}, "named a already"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_serve(flags, {})
