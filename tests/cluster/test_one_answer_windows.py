@@ -18,7 +18,8 @@ from .test_one_answer import ROOMS, answers_with_a_kill, assert_it_took_place, c
 from .varied import crowd, varied_requests
 
 WINDOW = 100
-TIGHT = "2368KiB"  # 148 pages of half the layers: one full context, and less than the two answers of the crowd
+CONTEXT = ("--max-model-len", "1600")
+TIGHT = "1856KiB"  # 116 pages of half the layers: one full context, and far less than the crowd's two answers (156)
 WAYS = (
     ("--max-chunk-tokens", "16"),
     ("--max-chunk-tokens", "128", "--transfer", "tcp", "--speculate", "lookup"),
@@ -48,12 +49,12 @@ def windowed(plain_storyteller: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.timeout(600)
 def test_windows_give_one_answer(windowed: str) -> None:
     """Split and aggregated, in chunks, in too little memory, in a batch, with a kill, then from the cache."""
-    with PenstockServer([windowed, "--aggregated", "--kv-memory", ROOMS["roomy"]]) as server:
+    with PenstockServer([windowed, *CONTEXT, "--aggregated", "--kv-memory", ROOMS["roomy"]]) as server:
         plain = asyncio.run(all_answers(server.url, varied_requests(salt_each=True), together=False))
         crowded = asyncio.run(all_answers(server.url, crowd(), together=False))
     wanted = [answer.identical for answer in plain]
     for flags in WAYS:
-        with PenstockServer([windowed, *flags, "--kv-memory", TIGHT]) as server:
+        with PenstockServer([windowed, *CONTEXT, *flags, "--kv-memory", TIGHT]) as server:
             for kill in (True, False):
                 where = f"{flags} kill={kill}"
                 bodies = varied_requests(salt=where)
