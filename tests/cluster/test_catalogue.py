@@ -88,6 +88,7 @@ def test_operators_and_deaths(file: Path) -> None:
     with PenstockServer(["--catalogue", str(file)]) as server:
         loaded = httpx.post(f"{server.url}/admin/load_model", json={"model": "a"}, timeout=60)
         assert loaded.json()["state"] == "loaded"
+        assert ask(server, "a").status_code == 200
         worker = next(row for row in server.get("/admin/workers").json()["workers"] if row["id"].startswith("a/"))
         os.kill(worker["pid"], signal.SIGKILL)  # its own supervisor forks it anew
         assert ask(server, "a").status_code == 200
