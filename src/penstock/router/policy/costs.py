@@ -5,7 +5,8 @@ learned from its own steps.  From that follow, for a request of ``known`` tokens
 
     wait     what lies before it: all prompt tokens that the worker has still to read
     read     its own prompt, without what is cached
-    disturb  answers that are written there, each of which waits while it is read
+    disturb  answers that are written there, each of which waits while it is read; no fewer are expected than the
+             candidates write on the average, for an idle worker of a busy fleet does not stay idle
     move     pages that a decode worker lacks, by its measured time to copy one; who is written there waits too
     write    its answer, in steps with all others that are written there
     slow     what those others lose by its being in their steps
@@ -62,7 +63,7 @@ def reading(view: View, slots: Slots, load: Load, rates: Rates) -> Reading:
         compute=compute,
         wait=rates.token * load.tokens + rates.pair * load.pairs,
         read=rates.step + work + rates.draw,
-        disturb=load.rows * work,
+        disturb=np.maximum(load.rows, load.rows.mean()) * work,
     )
 
 
