@@ -41,8 +41,10 @@ from penstock.engine.spec.speculator import DraftSpeculator
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.compressing import compress_folder
 from penstock.weights.eagle import FOLDER, inspect_head, load_head
 from penstock.weights.load import load_model
+from penstock.weights.reader import Checkpoint
 
 HELD_OUT = (
     "Make up a story about Ole Luckoie.",
@@ -191,7 +193,7 @@ class Replayed:
 
 
 def random_head(folder: Path, model: Path, outputs: int) -> Path:
-    """A head of the model's shape, of random weights."""
+    """A head of the model's shape, of random weights, compressed if the model is."""
     config = json.loads((model / "config.json").read_text())
     rng, width, inner = np.random.default_rng(5), config["hidden_size"], config["intermediate_size"]
     size = config.get("head_dim") or width // config["num_attention_heads"]
@@ -221,7 +223,11 @@ def random_head(folder: Path, model: Path, outputs: int) -> Path:
     (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(parts))
     own = config | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": outputs}
     (folder / "config.json").write_text(json.dumps(own))
-    return folder
+    with Checkpoint(model) as checkpoint:
+        if not any(file.is_compressed for file in checkpoint.files):
+            return folder
+    compress_folder(folder, folder / "compressed", threads=2, report=lambda one: None)
+    return folder / "compressed"
 
 
 def replay(args: argparse.Namespace) -> list[dict[str, Any]]:

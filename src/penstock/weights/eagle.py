@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
+from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.weights.decoder import Attention, Mlp
 from penstock.weights.decoder_fields import parse_activation, parse_sizes
@@ -169,14 +170,15 @@ class _Tensors:
             ]
         )
         inner = spec.mlp.intermediate
-        gate_up = [self._layer_array(f"mlp.{name}_proj.weight", inner, width) for name in ("gate", "up")]
         weights = {
-            "fuse": ops.pack_linear(self._array("fc.weight", width, len(spec.tapped) * width)),
+            "fuse": self._matrix("fc.weight", rows=width, columns=len(spec.tapped) * width),
             "qkv_embed": ops.pack_linear(qkv[:, :width]),
             "qkv_feature": ops.pack_linear(qkv[:, width:]),
-            "out": ops.pack_linear(self._layer_array("self_attn.o_proj.weight", width, queries)),
-            "gate_up": ops.pack_linear(np.concatenate(gate_up)),
-            "down": ops.pack_linear(self._layer_array("mlp.down_proj.weight", width, inner)),
+            "out": self._matrix(f"{self._layer}self_attn.o_proj.weight", rows=width, columns=queries),
+            "gate_up": self._matrix(
+                f"{self._layer}mlp.gate_proj.weight", f"{self._layer}mlp.up_proj.weight", rows=inner, columns=width
+            ),
+            "down": self._matrix(f"{self._layer}mlp.down_proj.weight", rows=width, columns=inner),
             "norm": ops.vector(self._array("norm.weight", width)),
         }
         for weight, name in (
@@ -188,11 +190,18 @@ class _Tensors:
         for weight, name in (("embed", "embed_tokens.weight"), ("head", "lm_head.weight")):
             if name in self._checkpoint:
                 rows = spec.vocab if weight == "embed" else spec.outputs
-                weights[weight] = ops.pack_linear(self._array(name, rows, width))
+                weights[weight] = self._matrix(name, rows=rows, columns=width)
         ids_V = self._ids()
         if self._left:
             raise ModelError(f"{spec.where}: tensor {min(self._left)!r} is not part of an EAGLE-3 head")
         return LoadedHead(spec, MappingProxyType(weights), ids_V)
+
+    def _matrix(self, *names: str, rows: int, columns: int) -> PackedLinear:
+        """These, one below the other; compressed ones stay so where the kernels compute from that."""
+        arrays = [self._array(name, rows, columns) for name in names]  # checked against their hashes
+        parts = [part for name in names if (part := self._checkpoint.matrix(name)) is not None]
+        packed = self._ops.pack_compressed(parts) if len(parts) == len(names) else None
+        return packed or self._ops.pack_linear(np.concatenate(arrays))
 
     def _layer_array(self, name: str, *shape: int) -> NDArray[Any]:
         return self._array(self._layer + name, *shape)
