@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.places import CODED, COMPRESSED, HERE, LLAMA, OPENVINO, PLAIN, VLLM, Workplace
+from bench.peers.places import CODED, COMPRESSED, HERE, LLAMA, OPENVINO, PLAIN, SHAPES, VLLM, Workplace
 from bench.peers.processes import own_environment, peer_environment
 
 TIMEOUT_S = 900
@@ -50,7 +50,7 @@ def measure(place: Workplace, system: str, model: str, ask: Ask) -> dict[str, di
     folder = place.gguf(model, kind) if system in CODED else others.get(system, place.checkpoint(model))
     python = sys.executable if own else str(place.python(system))
     environment = own_environment() if own else peer_environment(peer_settings(place, system, ask.threads))
-    task = json.dumps({"model": str(folder), **asdict(ask)})
+    task = json.dumps({"model": str(folder), "vocab": SHAPES[model].vocab, **asdict(ask)})
     said = run([python, str(HERE / "drivers" / f"drive_{script}.py"), task], environment)
     found: dict[str, dict[str, Any]] = json.loads(said.splitlines()[-1])
     return found

@@ -30,6 +30,7 @@ class Task:
     steps: int
     context: int
     seed: int
+    vocab: int = 0  # 0: what the model's config.json says
 
     @classmethod
     def from_arguments(cls):
@@ -47,7 +48,7 @@ class Task:
 
     def words(self):
         """Token ids from 256 to here are neither bytes nor special."""
-        return json.loads((Path(self.model) / "config.json").read_text())["vocab_size"] - 256
+        return (self.vocab or json.loads((Path(self.model) / "config.json").read_text())["vocab_size"]) - 256
 
     def prompts(self, streams):
         return [self.prompt(self.context, "stream", streams, i) for i in range(streams)]

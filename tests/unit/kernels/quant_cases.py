@@ -25,6 +25,9 @@ FORMATS: Mapping[str, QuantFormat] = MappingProxyType(
         "8 bits, fp16": QuantFormat(8, tuple(float(i - 128) for i in range(256)), 32, Scale.F16),
         "8 bits, columns": QuantFormat(8, tuple(float(i - 128) for i in range(256)), 1 << 20, Scale.F32),
         "8 bits, fp32": QuantFormat(8, tuple(float(i) * 0.125 for i in range(256)), 128, Scale.F32),
+        "8 bits with signs": QuantFormat(
+            8, (*(i / 4 for i in range(128)), *(-i / 4 for i in range(128))), 32, Scale.F16
+        ),
         "4 bits, zero point": QuantFormat(4, tuple(map(float, range(16))), 128, Scale.F16, Minimum.ZERO_POINT),
         "4 bits, bf16": QuantFormat(4, tuple(float(i - 8) for i in range(16)), 32, Scale.BF16),
         "4 bits, exponents": QuantFormat(4, tuple(float(i - 8) * 0.5 for i in range(16)), 32, Scale.E8M0),

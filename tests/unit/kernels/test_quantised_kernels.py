@@ -12,7 +12,7 @@ from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels import _native
 from penstock.kernels.operands import segment_ends
-from penstock.kernels.quantised import QuantFormat, Scale
+from penstock.kernels.quantised import QuantFormat, QuantizedMatrix, Scale
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 70, 200)
 TOLERANCE = {"bf16": 2e-3, "fp32": 2e-5}
@@ -76,6 +76,21 @@ def test_parts_of_other_formats_share_a_matrix(ops: Any) -> None:
         assert_close(ops.to_numpy(ops.linear(x, packed)), wanted, TOLERANCE[ops.compute_dtype])
     tokens = np.arange(len(weight_NK), dtype=np.int32)
     assert_same_bits(ops.to_numpy(ops.embed(packed, tokens)), weight_NK)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_integers_of_eight_bits_are_the_same_with_and_without_the_one_that_has_no_negative(ops: Any, rows: int) -> None:
+    """-128 is looked up in another way than the others."""
+    matrix, _ = matrix_of(FORMATS["8 bits, fp16"], 32, 128)
+    x, told = ops.compute(normal(4, rows, 128)), []
+    for least in (0, 1):
+        read = matrix.whole()
+        read.codes_NK[:16] = np.maximum(read.codes_NK[:16], 1)
+        read.codes_NK[16:] = np.maximum(read.codes_NK[16:], least)
+        assert (read.codes_NK == 0).any() == (least == 0)
+        own = QuantizedMatrix(32, 128, matrix.format, lambda a, b, read=read: read.each(lambda array: array[a:b]))
+        told.append(np.array(ops.to_numpy(ops.linear(x, ops.pack_quantised([own])))))
+    assert_same_bits(told[0][:, :16].copy(), told[1][:, :16].copy())
 
 
 def test_the_memory_is_that_of_the_codes() -> None:

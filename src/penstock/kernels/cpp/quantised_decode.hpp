@@ -85,61 +85,105 @@ PS_INLINE F16 load_signed(const uint8_t* from) {
 }
 
 // A flat scale; 2 ** (byte - 127), of which 0 is below the normal numbers and 255 is none.
-PS_INLINE F16 load_scale(const uint8_t* from, ScaleKind kind) {
-  switch (kind) {
-    case ScaleKind::kF16: return load_halves(from);
-    case ScaleKind::kF32: return load_as<F16>(from);
-    case ScaleKind::kBf16: {
-      HalfReg half[kParts];
-      U16 words;
-      __builtin_memcpy(half, from, 32);
-      PS_EACH_PART words.part[i] = __builtin_convertvector(half[i], WordReg);
-      return bits_as<F16>(words << 16);
-    }
-    default: {
-      const I16 exponent = load_bytes(from);
-      const F16 normal = bits_as<F16>(bits_as<U16>(exponent) << 23);
-      const F16 small = select(less(exponent, splat_int(1)), splat(0x1p-127f), normal);
-      return select(less(splat_int(254), exponent), splat(__builtin_nanf("")), small);
-    }
+template <ScaleKind kKind>
+PS_INLINE F16 load_scale(const uint8_t* from) {
+  if constexpr (kKind == ScaleKind::kF16) return load_halves(from);
+  if constexpr (kKind == ScaleKind::kF32) return load_as<F16>(from);
+  if constexpr (kKind == ScaleKind::kBf16) {
+    HalfReg half[kParts];
+    U16 words;
+    __builtin_memcpy(half, from, 32);
+    PS_EACH_PART words.part[i] = __builtin_convertvector(half[i], WordReg);
+    return bits_as<F16>(words << 16);
   }
+  if constexpr (kKind == ScaleKind::kU8OfF16) return load_unsigned(from);
+  if constexpr (kKind == ScaleKind::kI8OfF16) return load_signed(from);
+  const I16 exponent = load_bytes(from);
+  const F16 normal = bits_as<F16>(bits_as<U16>(exponent) << 23);
+  const F16 small = select(less(exponent, splat_int(1)), splat(0x1p-127f), normal);
+  return select(less(splat_int(254), exponent), splat(__builtin_nanf("")), small);
 }
 
 PS_INLINE F16 negative(const F16& a) { return bits_as<F16>(bits_as<U16>(a) ^ splat_word(0x80000000u)); }
 
-// One group's scale and minimum; `own`: of the group in its record.
-PS_INLINE F16 scale_of(const QuantPart& part, const uint8_t* record, const uint8_t* own) {
-  if (!part.has_super()) return load_scale(own, part.scale);
-  return load_halves(record) * (part.scale == ScaleKind::kU8OfF16 ? load_unsigned(own) : load_signed(own));
+// Where the numbers of some pieces of one panel begin, and where they go.
+struct Numbers {
+  const uint8_t* record;
+  long record_bytes;
+  long groups;  // of a record
+  long group;                          // of the record
+  long inside;                         // pieces of the group that come before the first
+  long pieces_a_group, pieces;
+  float *scales, *mins;  // [pieces][16]; no minimums: null
+};
+
+template <ScaleKind kScale, MinKind kMin>
+void expand(const Numbers& at) {
+  constexpr bool kSuper = kScale == ScaleKind::kU8OfF16 || kScale == ScaleKind::kI8OfF16;
+  constexpr long kBegin = kSuper ? (kMin == MinKind::kU8OfF16 ? 64 : 32) : 0;  // of the groups' own numbers
+  const long step = scale_bytes(kScale) * 16, min_step = min_bytes(kMin) * 16;
+  const uint8_t* record = at.record;
+  float *scales = at.scales, *mins = at.mins;
+  long pieces = at.pieces, group = at.group, inside = at.inside;
+  while (pieces > 0) {
+    F16 unit = splat(1.0f), min_unit = splat(0.0f);
+    if constexpr (kSuper) unit = load_halves(record);
+    if constexpr (kMin == MinKind::kU8OfF16) min_unit = negative(load_halves(record + 32));
+    const uint8_t *own = record + kBegin + group * step, *own_mins = record + kBegin + at.groups * step + group * min_step;
+    const auto each = [&](long i, float* to, float* min_to) {
+      F16 scale = load_scale<kScale>(own + i * step), min = min_unit;
+      if constexpr (kSuper) scale = unit * scale;
+      if constexpr (kMin == MinKind::kU8OfF16) min = min_unit * load_unsigned(own_mins + i * min_step);
+      if constexpr (kMin == MinKind::kZeroPoint) min = negative(scale) * load_unsigned(own_mins + i * min_step);
+      if constexpr (kMin == MinKind::kF16) min = load_halves(own_mins + i * min_step);
+      store(to, scale);
+      if constexpr (kMin != MinKind::kNone) store(min_to, min);
+    };
+    if (at.pieces_a_group == 1) {
+      const long count = at.groups - group < pieces ? at.groups - group : pieces;
+      for (long i = 0; i < count; ++i) each(i, scales + i * 16, mins + i * 16);
+      scales += count * 16, mins += count * 16, pieces -= count;
+    } else {
+      for (long i = 0; i < at.groups - group && pieces > 0; ++i, inside = 0) {
+        const long left = at.pieces_a_group - inside, same = left < pieces ? left : pieces;
+        for (long piece = 0; piece < same; ++piece) each(i, scales + piece * 16, mins + piece * 16);
+        scales += same * 16, mins += same * 16, pieces -= same;
+      }
+    }
+    group = 0;
+    record += at.record_bytes;
+  }
 }
-PS_INLINE F16 minimum_of(const QuantPart& part, const uint8_t* record, const uint8_t* own, const F16& scale) {
-  if (part.min == MinKind::kU8OfF16) return negative(load_halves(record + 32)) * load_unsigned(own);
-  return part.min == MinKind::kZeroPoint ? negative(scale) * load_unsigned(own) : load_halves(own);
+
+template <ScaleKind kScale>
+PS_INLINE void expand_flat(MinKind min, const Numbers& at) {
+  switch (min) {
+    case MinKind::kZeroPoint: return expand<kScale, MinKind::kZeroPoint>(at);
+    case MinKind::kF16: return expand<kScale, MinKind::kF16>(at);
+    default: return expand<kScale, MinKind::kNone>(at);
+  }
+}
+
+template <ScaleKind kScale>
+PS_INLINE void expand_super(MinKind min, const Numbers& at) {
+  if (min == MinKind::kU8OfF16) return expand<kScale, MinKind::kU8OfF16>(at);
+  expand_flat<kScale>(min, at);
 }
 
 // Scales (and minimums, unless null) of pieces of `columns` (32, or 16) from a unit on; [pieces][16].
 inline void expand_numbers(const QuantPart& part, long panel, long unit, long pieces, long columns, float* scales,
                            float* mins) {
   const long each = part.has_super() ? kSuperColumns / part.group : 1, column = unit * kUnitColumns;
-  const long first = column / part.group, pieces_a_group = part.group / columns, record_bytes = part.record_bytes();
-  const long begin = part.has_super() ? part.min == MinKind::kU8OfF16 ? 64 : 32 : 0;  // of the integers
-  const long step = scale_bytes(part.scale) * 16, min_step = min_bytes(part.min) * 16;
-  const uint8_t* record = part.record(panel, first / each);
-  long group = first % each, inside = column % part.group / columns;
-  while (pieces > 0) {
-    const F16 scale = scale_of(part, record, record + begin + group * step);
-    F16 min = splat(0.0f);
-    if (mins != nullptr) min = minimum_of(part, record, record + begin + each * step + group * min_step, scale);
-    const long same = pieces_a_group - inside < pieces ? pieces_a_group - inside : pieces;
-    for (long i = 0; i < same; ++i) {
-      store(scales + i * 16, scale);
-      if (mins != nullptr) store(mins + i * 16, min);
-    }
-    scales += same * 16;
-    if (mins != nullptr) mins += same * 16;
-    pieces -= same;
-    inside = 0;
-    if (++group == each) group = 0, record += record_bytes;
+  const long first = column / part.group;
+  const Numbers at{part.record(panel, first / each), part.record_bytes(), each, first % each,
+                   column % part.group / columns, part.group / columns, pieces, scales, mins};
+  switch (part.scale) {
+    case ScaleKind::kF16: return expand_flat<ScaleKind::kF16>(part.min, at);
+    case ScaleKind::kBf16: return expand_flat<ScaleKind::kBf16>(part.min, at);
+    case ScaleKind::kF32: return expand_flat<ScaleKind::kF32>(part.min, at);
+    case ScaleKind::kE8m0: return expand_flat<ScaleKind::kE8m0>(part.min, at);
+    case ScaleKind::kU8OfF16: return expand_super<ScaleKind::kU8OfF16>(part.min, at);
+    case ScaleKind::kI8OfF16: return expand_super<ScaleKind::kI8OfF16>(part.min, at);
   }
 }
 

@@ -59,6 +59,7 @@ struct QuantCall {
     for (int p = 0; p < span.panels; ++p) {
       const long own = p * span.pieces * 16;
       expand_numbers(part, span.panel + p, span.unit, span.pieces, columns, scales + own, mins == nullptr ? mins : mins + own);
+      fetch_numbers(span, p);
       if (coded == nullptr) decode(span, p, cells + p * kSlabUnits * kUnitCells * 16);
     }
     QuantTile tile{span, cells, scales, mins, nullptr, plain.rows, nullptr, 0, 0, nullptr};
@@ -78,6 +79,16 @@ struct QuantCall {
         (columns == 16 ? pick_slab_tile<D, 8> : pick_slab_tile<D, 16>)(rows, span.panels)(tile);
       }
     }
+  }
+
+  // Asks for the numbers of the span behind this one: of this panel, or behind its end of the one in the next group.
+  static void fetch_numbers(const Span& span, int p) {
+    const QuantPart& part = *span.part;
+    const long columns = part.record_columns(), next = span.unit + span.units;
+    const long from = span.unit * kUnitColumns / columns, to = (next * kUnitColumns + columns - 1) / columns;
+    const long jump = next < part.units ? 0 : (span.panels - 1) * part.records() * part.record_bytes();
+    const uint8_t* behind = part.record(span.panel + p, to) + jump;
+    for (long byte = 0; byte < (to - from) * part.record_bytes(); byte += 64) __builtin_prefetch(behind + byte, 0, 3);
   }
 
   static void decode(const Span& span, int p, uint32_t* cells) {

@@ -13,7 +13,7 @@ namespace {
 constexpr long kSlabUnits = 32;
 constexpr long kRegisterUnits = 8;  // between two looks at the records
 constexpr int kMaxCodedRows = 8;
-constexpr int coded_panels(int rows) { return rows <= 4 ? 4 : 2; }
+constexpr int coded_panels(int rows) { return rows <= 4 ? 4 : 2; }  // more are faster in a cache, slower from memory
 constexpr int kCodedPanels = coded_panels(1);
 constexpr long kFetchBytes = 2048;  // of one panel, between asking for codes and using them
 
@@ -50,11 +50,12 @@ struct SlabSource {
   const uint32_t* cells;
 
   explicit PS_INLINE SlabSource(const QuantTile& tile) : cells(tile.cells) {}
-  PS_INLINE Chunk load(int panel, long unit, long cell) const {
+  PS_INLINE Chunk load(int panel, long unit, long cell, long) const {
     return {cells + ((panel * kSlabUnits + unit) * kUnitCells + cell) * 16};
   }
   PS_INLINE U16 cell(const Chunk& chunk, int cell) const { return load_as<U16>(chunk.cells + cell % 4 * 16); }
-  PS_INLINE void fetch(int, long) const {}
+  PS_INLINE long ahead(long) const { return 0; }
+  PS_INLINE void fetch(int, long, long) const {}
 };
 
 // Where codes are decoded in registers: with the compute type bf16, on processors with VBMI.  A tile for every format
@@ -76,14 +77,23 @@ struct CodeSource {
   PS_INLINE const uint8_t* unit_of(int panel, long unit) const {
     return codes + panel * span.part->panel_bytes() + unit * 64 * kBits;
   }
-  PS_INLINE Chunk load(int panel, long unit, long cell) const { return decoder.load(unit_of(panel, unit), cell); }
+  // With each line that is read, the one that is multiplied some units later is asked for, `ahead` bytes behind it.
+  PS_INLINE Chunk load(int panel, long unit, long cell, long ahead) const {
+    const uint8_t* own = unit_of(panel, unit);
+    __builtin_prefetch(own + cell / Own::kChunk * 64 + ahead, 0, 3);
+    return decoder.load(own, cell);
+  }
   PS_INLINE U16 cell(const Chunk& chunk, int cell) const { return decoder.cell(chunk, cell); }
-  // Asks for what is multiplied some units later: of this panel, or behind its end of the one in the next group.
-  PS_INLINE void fetch(int panel, long unit) const {
-    const long ahead = span.unit + unit + kAheadUnits;
-    const long jump = ahead < span.part->units ? 0 : (span.panels - 1) * span.part->panel_bytes();
-    const uint8_t* from = unit_of(panel, unit + kAheadUnits) + jump;
-    _Pragma("GCC unroll 8") for (int line = 0; line < kBits; ++line) __builtin_prefetch(from + line * 64, 0, 3);
+  // Of this panel, or behind its end of the one in the next group.
+  PS_INLINE long ahead(long unit) const {
+    const long jump = span.unit + unit + kAheadUnits < span.part->units ? 0 : (span.panels - 1) * span.part->panel_bytes();
+    return kAheadUnits * 64 * kBits + jump;
+  }
+  // Lines of bits beyond four, which several loads read.
+  PS_INLINE void fetch(int panel, long unit, long ahead) const {
+    if constexpr (kBits == 5 || kBits == 6)
+      _Pragma("GCC unroll 2") for (int line = 4; line < kBits; ++line)
+          __builtin_prefetch(unit_of(panel, unit) + line * 64 + ahead, 0, 3);
   }
 };
 #endif
@@ -100,17 +110,29 @@ template <class D, class Source, int kPiece, int M, int P>
 __attribute__((noinline)) void quant_tile(const QuantTile& tile) {
   constexpr size_t kValues = 2 / D::kPerCell;  // steps of x in a cell
   const Source source(tile);
-  const size_t x_stride = tile.x_stride, x_step = tile.x_step;
+  const size_t x_stride = tile.x_stride, x_step = M == 1 ? 4 : tile.x_step;  // a row's cells lie side by side
   const char* x = tile.x;
   long piece = 0;
+  F16 grown[M == 1 ? P : 1];
+  if constexpr (M == 1) PS_PANELS grown[p] = load(tile.acc + p * 16);
   for (long unit = 0; unit < tile.span.units; ++unit) {
-    PS_PANELS source.fetch(p, unit);
+    const long ahead = source.ahead(unit);
+    PS_PANELS source.fetch(p, unit, ahead);
     for (int begin = 0; begin < kUnitCells; begin += kPiece, ++piece) {
       F16 part[M][P];
       PS_ROWS PS_PANELS part[m][p] = splat(0.0f);
       _Pragma("GCC unroll 8") for (int c = 0; c < kPiece; c += Source::kChunk) {
+        if constexpr (M == 1) {  // a panel after the other: many sums grow at once, few registers hold codes
+          PS_PANELS {
+            const typename Source::Chunk chunk = source.load(p, unit, begin + c, ahead);
+            _Pragma("GCC unroll 4") for (int j = 0; j < Source::kChunk; ++j)
+                part[0][p] = dot_values<D>(part[0][p], source.cell(chunk, c + j), x + j * kValues * x_step, x_step);
+          }
+          x += Source::kChunk * kValues * x_step;
+          continue;
+        }
         typename Source::Chunk chunk[P];
-        PS_PANELS chunk[p] = source.load(p, unit, begin + c);
+        PS_PANELS chunk[p] = source.load(p, unit, begin + c, ahead);
         _Pragma("GCC unroll 4") for (int j = 0; j < Source::kChunk; ++j, x += kValues * x_step) {
           U16 cells[P];
           PS_PANELS cells[p] = source.cell(chunk[p], c + j);  // a piece of 8 cells looks like the first
@@ -119,15 +141,18 @@ __attribute__((noinline)) void quant_tile(const QuantTile& tile) {
       }
       PS_ROWS PS_PANELS {
         float* to = tile.acc + (m * P + p) * 16;
-        F16 sum = fma16(load(tile.scales + (p * tile.span.pieces + piece) * 16), part[m][p], load(to));
+        const F16 before = M == 1 ? grown[M == 1 ? p : 0] : load(to);
+        F16 sum = fma16(load(tile.scales + (p * tile.span.pieces + piece) * 16), part[m][p], before);
         if (tile.mins != nullptr) {
           const F16 min = load(tile.mins + (p * tile.span.pieces + piece) * 16);
           sum = fma16(min, splat(tile.sums[unit * tile.sums_stride + m]), sum);
         }
-        store(to, sum);
+        if constexpr (M == 1) grown[p] = sum;
+        if constexpr (M > 1) store(to, sum);
       }
     }
   }
+  if constexpr (M == 1) PS_PANELS store(tile.acc + p * 16, grown[p]);
 }
 
 using QuantTileFn = void (*)(const QuantTile&);

@@ -94,10 +94,10 @@ class EightBits(Scheme, frozen=True, kw_only=True):
         return None if (zeros == SIGN).all() else zeros
 
 
-def _float_values(dtype: Any) -> tuple[float, ...]:
-    codes = np.arange(256, dtype=np.uint8).view(dtype)
-    return tuple(float(value) for value in codes.astype(np.float32))
+def _with_negatives(dtype: Any) -> tuple[float, ...]:
+    values = np.arange(128, dtype=np.uint8).view(dtype).astype(np.float32).tolist()
+    return (*values, *(-value for value in values))
 
 
-E4M3 = _float_values(ml_dtypes.float8_e4m3fn)
+E4M3 = _with_negatives(ml_dtypes.float8_e4m3fn)
 """Values of every byte (OCP 8-bit floating point, E4M3): two are none."""
