@@ -112,7 +112,7 @@ def targets_of(layout: WeightLayout) -> dict[str, Target]:
                 continue
             first = 0
             for part in weight.parts:
-                n, k = part.shape[::-1] if part.transposed else part.shape[-2:]
+                n, k = part.shape[-2:][::-1] if part.transposed else part.shape[-2:]
                 whole = part.index is None and part.rows is None and part.groups is None
                 module = part.tensor.removesuffix(".weight")
                 found[module] = Target(weight.name, first, n, k, _refusal(weight.name, whole=whole))
