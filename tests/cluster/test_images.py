@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from penstock.wire.keys import Keys
-from vision_models import IMAGE_TOKEN, data_url, image_part, write_vision_model
+from vision_models import IMAGE_TOKEN, data_url, image_part, picture, write_vision_model
 
+from .examples import run_example
 from .server import PenstockServer, PenstockWorker
 
 MODEL = "tiny-vision"
@@ -90,6 +91,11 @@ def test_refusals_name_the_field(server: PenstockServer):
         with pytest.raises(openai.BadRequestError) as refused:
             ask(client, [image_part(30, 30)] * 9)
         assert refused.value.code == "too_many_images"
+
+
+def test_the_example_runs(server: PenstockServer, tmp_path: Path):
+    picture(90, 60).save(tmp_path / "picture.png")
+    assert run_example("image.py", server.url, tmp_path, str(tmp_path / "picture.png"), "t3 t4")
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -210,8 +211,7 @@ def test_settings_that_cannot_be() -> None:
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_it_at_once(tmp_path: Path) -> None:
-    for file in storyteller().iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(storyteller(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text('{"model": "what?"}', encoding="utf-8")
     told = penstock("serve", str(tmp_path), "--port", str(free_port()))
     assert told.returncode == 1

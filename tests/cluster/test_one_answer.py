@@ -40,6 +40,9 @@ DEFAULT_CELLS = {
     ("aggregated", "whole", "roomy"),
 }
 
+CROWDS = 6
+"""How often the crowd comes at most."""
+
 GUESSING = {("split-shm", "chunk-16"): "head", ("aggregated", "chunk-16"): "lookup", ("split-tcp", "whole"): "head"}
 """How workers of these topologies and chunk sizes guess tokens ahead; the plain answers come from one that does not."""
 
@@ -151,12 +154,22 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, plain: Plai
                 if temperature == "cold" and not together and not kill:
                     assert cached <= 300, f"{where}: the first pass found {cached} tokens already"
         if room == "tight":
-            compare(asyncio.run(all_answers(server.url, crowd(), together=True)), plain.crowd, f"{topology}, crowded")
+            crowd_until_somebody_gives_way(server, plain.crowd, f"{topology}, crowded")
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
         if guessing is not None:
             metrics = server.metrics()
             guessed = metrics["penstock:spec_decode_num_draft_tokens_total"]
             assert 0 < metrics["penstock:spec_decode_num_accepted_tokens_total"] < guessed
+
+
+def crowd_until_somebody_gives_way(server: PenstockServer, wanted: list[dict[str, Any]], where: str) -> None:
+    """The crowd's answers, again while none was preempted: on a busy machine one may have ended before the other
+    begins."""
+    for _ in range(CROWDS):
+        compare(asyncio.run(all_answers(server.url, crowd(), together=True)), wanted, where)
+        server.wait_idle(2.0)
+        if server.metrics()["penstock:num_preemptions_total"] > 0:
+            return
 
 
 def assert_it_took_place(server: PenstockServer, *, split: bool, tight: bool) -> None:

@@ -14,13 +14,18 @@ import pytest
 
 from .server import PenstockServer
 from .streams import all_answers
-from .test_one_answer import ROOMS, answers_with_a_kill, assert_it_took_place, compare
+from .test_one_answer import (
+    ROOMS,
+    answers_with_a_kill,
+    assert_it_took_place,
+    compare,
+    crowd_until_somebody_gives_way,
+)
 from .varied import crowd, varied_requests
 
 WINDOW = 100
 CONTEXT = ("--max-model-len", "1600")
 TIGHT = "1856KiB"  # 116 pages of half the layers: one full context, and far less than the crowd's two answers (156)
-CROWDS = 6
 WAYS = (
     ("--max-chunk-tokens", "16"),
     ("--max-chunk-tokens", "128", "--transfer", "tcp", "--speculate", "lookup"),
@@ -62,10 +67,5 @@ def test_windows_give_one_answer(windowed: str) -> None:
                 if kill:
                     compare(asyncio.run(answers_with_a_kill(server, bodies, wanted, together=True)), wanted, where)
                 compare(asyncio.run(all_answers(server.url, bodies, together=True)), wanted, where)
-            for _ in range(CROWDS):  # on a busy machine one may have ended before the other begins
-                found = asyncio.run(all_answers(server.url, crowd(), together=True))
-                compare(found, [answer.identical for answer in crowded], f"{flags} crowded")
-                server.wait_idle(2.0)
-                if server.metrics()["penstock:num_preemptions_total"] > 0:
-                    break
+            crowd_until_somebody_gives_way(server, [answer.identical for answer in crowded], f"{flags} crowded")
             assert_it_took_place(server, split="--aggregated" not in flags, tight=True)

@@ -17,6 +17,7 @@ import pytest
 from tiny_models import llama_config
 from tiny_readers import bert_config, write_modules, write_reader
 
+from .examples import run_example
 from .server import PenstockServer
 
 WORDS = ["fox", "dog", "cat", "moon", "river", "forest"]
@@ -60,6 +61,10 @@ def test_openais_client_gets_floats_and_base64(client: openai.OpenAI, server: Pe
     assert {row["role"] for row in server.workers()} == {"both"}
     server.wait_for(lambda: server.metrics()["penstock:texts_pooled_total"] == 61, 5, "told of 61 texts")
     assert server.metrics()["penstock:generation_tokens_total"] == 0
+
+
+def test_the_example_runs(server: PenstockServer, tmp_path: Path):
+    assert len(run_example("embeddings.py", server.url, tmp_path, "fox river").splitlines()) == 3
 
 
 def test_a_worker_that_dies_in_the_middle_changes_nothing(client: openai.OpenAI, server: PenstockServer):
