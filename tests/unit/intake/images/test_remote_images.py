@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -39,19 +40,24 @@ Handler = Callable[[str], bytes | None]
 
 @asynccontextmanager
 async def server(handler: Handler) -> AsyncIterator[int]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        response = handler(head)
-        if response is None:
-            await reader.read()  # until the client hangs up
-        else:
-            writer.write(response)
-            await writer.drain()
-        writer.close()
+    serving: set[asyncio.Task[None]] = set()
 
-    running = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            response = handler((await reader.readuntil(b"\r\n\r\n")).decode())
+            if response is None:
+                await reader.read()  # until the client hangs up
+            else:
+                writer.write(response)
+                await writer.drain()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.create_task(serve(reader, writer)))
+
+    running = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with running:
         yield running.sockets[0].getsockname()[1]
+    await asyncio.gather(*serving)  # what the client left behind is closed before the loop is
 
 
 def answer(body: bytes = IMAGE, status: str = "200 OK", *headers: str) -> bytes:
