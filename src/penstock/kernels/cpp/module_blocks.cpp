@@ -103,7 +103,7 @@ class PyBlockIndex {
   static std::vector<uint64_t> keys_of(const nb::bytes& packed) {
     require(packed.size() % sizeof(uint64_t) == 0, "keys are 8 bytes each");
     std::vector<uint64_t> keys(packed.size() / sizeof(uint64_t));
-    std::memcpy(keys.data(), packed.data(), packed.size());
+    if (!keys.empty()) std::memcpy(keys.data(), packed.data(), packed.size());  // no keys: data() may be null
     return keys;
   }
 
