@@ -2,6 +2,10 @@
 # Shared by quickstart and run-tests: finds Python and a compiler, makes a virtual environment, knows what changed.
 # Sourced, never run.  Knows nothing about what is done afterwards.
 
+# For pytest: a file of tests a core at a time.  A test process that dies ends the run, which would not end otherwise.
+# shellcheck disable=SC2034
+ON_ALL_CORES=(--numprocesses auto --dist loadfile --max-worker-restart 0)
+
 say() { printf '\n== %s\n' "$*"; }
 
 fail() {
