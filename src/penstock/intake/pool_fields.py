@@ -13,11 +13,12 @@ import msgspec
 from penstock.config.schema import Limits
 from penstock.errors import BadField
 from penstock.intake.fields import WRONG_TYPE, Fields, array, integer, refuse_unknown, string, token_ids
+from penstock.intake.prompt_fields import Prompt, texts_or_ids
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.validate import parse_model
 
-Input = str | tuple[int, ...]
-"""Text still to be encoded, or token ids that were checked: special tokens are theirs already."""
+Input = Prompt
+"""As of a completion; token ids have their special tokens already."""
 
 EMBEDDINGS = frozenset(
     {
@@ -27,8 +28,6 @@ EMBEDDINGS = frozenset(
 )
 RERANK = frozenset({"model", "query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "user"})
 CLASSIFY = frozenset({"model", "input", "truncate_prompt_tokens", "user"})
-
-_WANT = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
 
 class EmbeddingsCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,25 +114,12 @@ def parse_classify(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
 
 
 def parse_inputs(value: object, limits: Limits, facts: ModelFacts) -> list[Input]:
-    """At least one input.  A flat list of integers is one."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise BadField("input", got=value, want=_WANT, code=WRONG_TYPE)
-    if not value:
-        raise BadField("input", got="an empty array", want=_WANT, code="empty_array")
-    if type(value[0]) is int:
-        return [_ids("input", value, facts)]
-    items = array("input", value, max_items=limits.max_inputs, what="inputs")
-    return [_input(f"input[{index}]", item, facts) for index, item in enumerate(items)]
+    """At least one input, of any length: what is too long may be cut."""
 
+    def parse_ids(where: str, ids: Sequence[Any]) -> tuple[int, ...]:
+        return _ids(where, ids, facts)
 
-def _input(where: str, item: Any, facts: ModelFacts) -> Input:
-    if isinstance(item, str):
-        return item
-    if isinstance(item, list):
-        return _ids(where, item, facts)
-    raise BadField(where, got=item, want="a string or an array of token ids", code=WRONG_TYPE)
+    return texts_or_ids("input", value, limits.max_inputs, parse_ids)
 
 
 def _ids(where: str, ids: Sequence[Any], facts: ModelFacts) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""The ``prompt`` of a completion: a string, token ids, or a list of either.
+"""The ``prompt`` of a completion, and other fields of its form: a string, token ids, or a list of either.
 
 Knows nothing about how text becomes tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import Limits
@@ -16,28 +16,40 @@ from penstock.intake.sampling_fields import ModelFacts
 Prompt = str | tuple[int, ...]
 """Text still to be encoded, or token ids that were checked."""
 
+ParseIds = Callable[[str, Sequence[Any]], tuple[int, ...]]
+"""From a field's name and an array to token ids that were checked."""
+
 _WANT = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
 
 def parse_prompts(value: object, limits: Limits, facts: ModelFacts) -> list[Prompt]:
-    """At least one prompt.  A flat list of integers is one prompt."""
+    """At least one prompt, each short enough for the model."""
+
+    def parse_ids(where: str, ids: Sequence[Any]) -> tuple[int, ...]:
+        return parse_token_prompt(where, ids, facts)
+
+    return texts_or_ids("prompt", value, limits.max_prompts, parse_ids)
+
+
+def texts_or_ids(field: str, value: object, max_items: int, parse_ids: ParseIds) -> list[Prompt]:
+    """At least one text.  A flat list of integers is one."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise BadField("prompt", got=value, want=_WANT, code=WRONG_TYPE)
+        raise BadField(field, got=value, want=_WANT, code=WRONG_TYPE)
     if not value:
-        raise BadField("prompt", got="an empty array", want=_WANT, code="empty_array")
+        raise BadField(field, got="an empty array", want=_WANT, code="empty_array")
     if type(value[0]) is int:
-        return [parse_token_prompt("prompt", value, facts)]
-    items = array("prompt", value, max_items=limits.max_prompts, what="prompts")
-    return [_parse_one(f"prompt[{i}]", item, facts) for i, item in enumerate(items)]
+        return [parse_ids(field, value)]
+    items = array(field, value, max_items=max_items, what=f"{field}s")
+    return [_parse_one(f"{field}[{i}]", item, parse_ids) for i, item in enumerate(items)]
 
 
-def _parse_one(where: str, item: Any, facts: ModelFacts) -> Prompt:
+def _parse_one(where: str, item: Any, parse_ids: ParseIds) -> Prompt:
     if isinstance(item, str):
         return item
     if isinstance(item, list):
-        return parse_token_prompt(where, item, facts)
+        return parse_ids(where, item)
     raise BadField(where, got=item, want="a string or an array of token ids", code=WRONG_TYPE)
 
 
