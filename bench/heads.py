@@ -16,15 +16,14 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from speculation import REQUESTS, STEP_TOKENS, TOKENS_AT_ONCE, Engine, Tally, compared, repetition, show
+from speculation import REQUESTS, STEP_TOKENS, TOKENS_AT_ONCE, Engine, Mode, Tally, arguments, compared, repetition, run
 from tokenizers import Tokenizer
 
 from penstock.bundled import storyteller
@@ -252,32 +251,15 @@ def replay(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-MODES: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "stories": stories,
-    "depths": depths,
-    "replay": replay,
-}
+MODES: dict[str, Mode] = {"stories": stories, "depths": depths, "replay": replay}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", nargs="?", choices=tuple(MODES), default="stories")
-    parser.add_argument("--model", type=Path, help="of replay")
+    parser = arguments(__doc__, MODES)
     parser.add_argument("--head", type=Path, help="another head for the bundled model")
     parser.add_argument("--held-out", action="store_true", help="stories that the model finds hard")
     parser.add_argument("--outputs", type=int, default=32_000, help="tokens that the head of replay can guess")
-    parser.add_argument("--tokens", type=int, default=200, help="of an answer")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cpu-time", action="store_true", help="measure this process's own time; with --threads 1")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.mode == "replay" and args.model is None:
-        parser.error("replay needs --model")
-    began = time.monotonic()
-    show(MODES[args.mode](args), as_json=args.json)
-    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
-    return 0
+    return run(parser, MODES)
 
 
 if __name__ == "__main__":

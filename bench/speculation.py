@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -328,28 +328,41 @@ def replay(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-MODES = {"stories": stories, "quotes": quotes, "replay": replay}
+Mode = Callable[[argparse.Namespace], list[dict[str, Any]]]
+
+MODES: dict[str, Mode] = {"stories": stories, "quotes": quotes, "replay": replay}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", nargs="?", choices=tuple(MODES), default="stories")
+def arguments(about: str | None, modes: Iterable[str]) -> argparse.ArgumentParser:
+    """What every comparison of this kind is asked; each adds its own."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", nargs="?", choices=tuple(modes), default="stories")
     parser.add_argument("--model", type=Path, help="of replay")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for the quotes (default: the bundled model's)")
-    parser.add_argument("--line", type=float, nargs=2, default=(34.0, 1.0), metavar="MS", help="of a step, of a row")
-    parser.add_argument("--characters", type=int, default=3000, help="of a page")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="measure this process's own time; with --threads 1")
     parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, modes: Mapping[str, Mode]) -> int:
+    """The mode that was asked for, measured and shown."""
     args = parser.parse_args()
     if args.mode == "replay" and args.model is None:
         parser.error("replay needs --model")
     began = time.monotonic()
-    show(MODES[args.mode](args), as_json=args.json)
+    show(modes[args.mode](args), as_json=args.json)
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0
+
+
+def main() -> int:
+    parser = arguments(__doc__, MODES)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for the quotes (default: the bundled model's)")
+    parser.add_argument("--line", type=float, nargs=2, default=(34.0, 1.0), metavar="MS", help="of a step, of a row")
+    parser.add_argument("--characters", type=int, default=3000, help="of a page")
+    return run(parser, MODES)
 
 
 def show(found: list[dict[str, Any]], *, as_json: bool) -> None:
