@@ -6,6 +6,7 @@ Ideal hits are those of one endless cache that all workers share: all full pages
 
     python bench/chats.py                                        # penstock against round-robin
     python bench/chats.py --policies penstock random least-loaded prefix --json chats.json
+    python bench/chats.py --policies penstock --serve="--prefill 2 --decode 2"       # one service, split
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import http.client
 import json
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -85,6 +87,20 @@ def running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
+def one_service(options: argparse.Namespace, config: Path) -> Iterator[int]:
+    """The port of a service with workers of its own."""
+    port = free_port()
+    words = ["serve", *([options.model] if options.model else []), "--port", str(port), "--config", str(config)]
+    with running([*words, *shlex.split(options.serve)], config.parent / "service.log") as service:
+        try:
+            wait_for_workers(port, None, service)
+        except RuntimeError:
+            print((config.parent / "service.log").read_text(), file=sys.stderr)
+            raise
+        yield port
+
+
+@contextmanager
 def fleet(options: argparse.Namespace, policy: str) -> Iterator[int]:
     """The port of a gateway that can serve."""
     with ExitStack() as stack:
@@ -94,6 +110,9 @@ def fleet(options: argparse.Namespace, policy: str) -> Iterator[int]:
         keys = ["--keys", str(folder / "keys")]
         config = folder / "penstock.toml"
         config.write_text(f'[routing]\npolicy = "{policy}"\n')
+        if options.serve is not None:
+            yield stack.enter_context(one_service(options, config))
+            return
         join: list[str] = []
         for number in range(options.workers):
             endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -111,15 +130,15 @@ def fleet(options: argparse.Namespace, policy: str) -> Iterator[int]:
         yield port
 
 
-def wait_for_workers(port: int, count: int, gateway: subprocess.Popen[bytes]) -> None:
-    """Until all are ready.  Raises RuntimeError."""
+def wait_for_workers(port: int, count: int | None, gateway: subprocess.Popen[bytes]) -> None:
+    """Until so many are ready, or (None) all that there are.  Raises RuntimeError."""
     until = time.monotonic() + 120
     while time.monotonic() < until and gateway.poll() is None:
         try:
             rows = get(port, "/admin/workers")["workers"]
         except OSError:
             rows = []
-        if sum(row["state"] == "ready" for row in rows) == count:
+        if rows and sum(row["state"] == "ready" for row in rows) == (len(rows) if count is None else count):
             return
         time.sleep(0.1)
     raise RuntimeError("the fleet was not ready in time")
@@ -205,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="a folder; default: the bundled model")
     parser.add_argument("--policies", nargs="+", default=["penstock", "round-robin"])
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--serve", metavar="FLAGS", help="one service with these flags instead of joined workers")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--chats", type=int, default=1, help="of each client")
     parser.add_argument("--turns", type=int, default=14, help="of each chat")

@@ -2,11 +2,19 @@
 
 A forked sender offers all pages of a request at once; the clock runs in the receiver from asking for them to having
 copied and verified the last and got the first token.  So a figure holds everything: checksums on both sides,
-messages, encryption (TCP: of the bytes too), copying.  ``copy`` is the receiver's copying and verifying alone, out
-of and into memory that is in no cache; ``checksum`` is what the sender spends on a page.
+messages, encryption where there is any, copying.  ``socket`` is the measure for those over a network: one plain
+connection, as many bytes out of and into the same memory, and nothing checked.  Carriers take turns, so that whatever
+else the machine does is the same for all.
 
-    PYTHONPATH=src python bench/transfer.py
-    PYTHONPATH=src python bench/transfer.py --carriers tcp --sizes 64MiB --page 1MiB --json
+``copy`` is the receiver's copying and verifying alone, out of and into memory that is in no cache, ``memcpy`` the
+copying without it; ``checksum`` is what the sender spends on a page.
+
+``share`` is the median of the ratios, turn by turn: of ``socket`` for what goes over one, of ``memcpy`` for ``copy``,
+which is what ``shm`` does with each page.  A whole hand-over by ``shm`` has neither for its measure: it holds the
+sender's checksums and the messages, which a memcpy has not, and goes over no socket.
+
+    python -m bench.transfer
+    python -m bench.transfer --carriers tcp,socket --sizes 64MiB --page 1MiB --json
 """
 
 from __future__ import annotations
@@ -15,16 +23,18 @@ import argparse
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from time import perf_counter
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import HandOverConfig
+from penstock.config.hand_over import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.transfer.curve import CurveCarrier
 from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import FirstToken, Granted, Offer, Pull, PullFailed
 from penstock.kv.transfer.port import PageCarrier, PageSeal
@@ -35,9 +45,10 @@ from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.keys import Keys
 from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages, TokenItem
-from penstock.wire.transport import Listener
+from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 
+OVER_SOCKETS = ("tcp", "tcp-sealed", "curve")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "B": 1}
 WORKER = WorkerId("prefill-0")
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench")
@@ -93,10 +104,23 @@ def give(sender: HandOverSender, listener: Listener, granted: Granted) -> None:
             generation=1,
         )
         now = CLOCK.now()
-        post(sender.offer(offer, now), listener, sender, now)
+        post(sender.offer(offer, now, more=block + 1 < blocks), listener, sender, now)
     first = TokenItem(request=granted.request, epoch=granted.epoch, index=0, tokens=(1,))
     now = CLOCK.now()
     post(sender.done(first, blocks, now), listener, sender, now)
+
+
+def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> PageCarrier:
+    seal = PageSeal(IDENTITY, memory.layout)
+    match kind:
+        case "shm":
+            return ShmCarrier(memory, peers, seal)
+        case "curve":
+            return CurveCarrier(memory, seal)
+        case "tcp" | "tcp-sealed":
+            return TcpCarrier(memory, seal, HandOverConfig(), ("tcp://127.0.0.1:0", 0), sealed=kind == "tcp-sealed")
+        case _:
+            raise SystemExit(f"--carriers: {kind!r} is none of shm, tcp, tcp-sealed, curve, socket")
 
 
 @contextmanager
@@ -108,10 +132,10 @@ def sending(kind: str, file: KvFile, keys: Keys) -> Iterator[str]:
         try:
             memory = file.map_own()
             memory.buffer[:] = os.urandom(1 << 16) * (memory.buffer.nbytes >> 16) + bytes(memory.buffer.nbytes & 0xFFFF)
-            seal = PageSeal(IDENTITY, file.layout)
-            carrier: PageCarrier = ShmCarrier(memory, {}, seal) if kind == "shm" else TcpCarrier(memory, seal)
+            if kind == "socket":
+                send_plainly(memory, write)
             endpoint = f"ipc://@penstock-bench-{os.getpid()}" if kind == "shm" else "tcp://127.0.0.1:0"
-            send_forever(carrier, ZmqTransport(keys), write, endpoint)
+            send_forever(carrier_of(kind, memory, {}), ZmqTransport(keys), write, endpoint)
         finally:
             os._exit(1)
     try:
@@ -123,51 +147,108 @@ def sending(kind: str, file: KvFile, keys: Keys) -> Iterator[str]:
         os.waitpid(child, 0)
 
 
-def transfers(kind: str, layout: KvLayout, sizes: list[int], seconds: float) -> Iterator[dict[str, object]]:
-    """Wall time of whole hand-overs."""
+def send_plainly(memory: KvMemory, ready: int) -> None:
+    """As many bytes as are asked for in eight, for ever."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    os.write(ready, b"%d\n" % listening.getsockname()[1])
+    sock = listening.accept()[0]
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while asked := sock.recv(8):
+        sock.sendall(memory.buffer[: int.from_bytes(asked, "little")])
+
+
+class Plainly:
+    """The receiving end of ``send_plainly``."""
+
+    def __init__(self, own: KvMemory, port: str) -> None:
+        self._own = own
+        self._sock = socket.create_connection(("127.0.0.1", int(port)))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __call__(self, blocks: int) -> None:
+        view = self._own.buffer[: blocks * self._own.layout.page_bytes]
+        self._sock.sendall(view.nbytes.to_bytes(8, "little"))
+        while view.nbytes:
+            view = view[self._sock.recv_into(view) :]
+
+
+class Receiving:
+    """The receiving end of hand-overs from one sender."""
+
+    def __init__(self, carrier: PageCarrier, transport: ZmqTransport, endpoint: str) -> None:
+        self._transport = transport
+        self._receiver = HandOverReceiver(HandOverConfig(), carrier)
+        self._source = PageSource(worker=WORKER, incarnation=1, endpoint=endpoint)
+        self._link: Link = transport.connect(endpoint)
+        self._number = 0
+
+    def __call__(self, blocks: int) -> None:
+        """One request of so many pages, from asking for it to its first token."""
+        self._number += 1
+        pull = Pull(
+            request=RequestId(f"{self._number}-{blocks}"),
+            epoch=1,
+            source=self._source,
+            pages=[PageId(page) for page in range(blocks)],
+            skip_blocks=0,
+            tokens=16 * blocks,
+        )
+        receiver = self._receiver
+        post_pulls(receiver.expect(pull, CLOCK.now()), self._say)
+        news: list[object] = []
+        while not any(isinstance(effect, FirstToken) for effect in news):
+            assert not any(isinstance(effect, PullFailed) for effect in news), news
+            if not receiver.has_work:
+                self._transport.wait(1.0, [self._link], receiver.descriptors)
+            while (received := self._link.recv()) is not None:
+                turn = receiver.receive(self._source, received.message, received.payload, CLOCK.now())
+                news += post_pulls(turn, self._say)
+            news += post_pulls(receiver.work(CLOCK.now()), self._say)
+
+    def _say(self, _: PageSource, message: PullPages | PagesReceived) -> None:
+        self._link.send(message)
+
+
+def transfers(kinds: list[str], layout: KvLayout, sizes: list[int], seconds: float) -> Iterator[dict[str, object]]:
+    """Wall time of whole hand-overs, the carriers taking turns."""
     pages = max(sizes) // layout.page_bytes
     keys = Keys.ephemeral()
-    with closing(KvFile.create(layout, pages)) as file, sending(kind, file, keys) as endpoint:
-        own = KvMemory.anonymous(layout, pages)
-        own.buffer[:] = bytes(own.buffer.nbytes)  # the first touch of memory is not a hand-over's
-        seal = PageSeal(IDENTITY, layout)
-        peers = {WORKER: file.map_readonly()}
-        receiver = HandOverReceiver(
-            HandOverConfig(), ShmCarrier(own, peers, seal) if kind == "shm" else TcpCarrier(own, seal)
-        )
-        source = PageSource(worker=WORKER, incarnation=1, endpoint=endpoint)
-        with closing(ZmqTransport(keys)) as transport:
-            link = transport.connect(endpoint)
-            number = 0
+    with ExitStack() as stack:
+        files = {kind: stack.enter_context(closing(KvFile.create(layout, pages))) for kind in kinds}
+        # All forks before the first thread.
+        endpoints = {kind: stack.enter_context(sending(kind, files[kind], keys)) for kind in kinds}
+        transport = stack.enter_context(closing(ZmqTransport(keys)))
+        ends: dict[str, Callable[[int], None]] = {}
+        for kind in kinds:
+            own = KvMemory.anonymous(layout, pages)
+            own.buffer[:] = bytes(own.buffer.nbytes)  # the first touch of memory is not a hand-over's
+            if kind == "socket":
+                ends[kind] = Plainly(own, endpoints[kind])
+                continue
+            carrier = carrier_of(kind, own, {WORKER: files[kind].map_readonly()})
+            if isinstance(carrier, TcpCarrier):
+                stack.callback(carrier.close)
+            ends[kind] = Receiving(carrier, transport, endpoints[kind])
+        for size in sizes:
+            blocks = size // layout.page_bytes
+            taken = in_turns({kind: lambda end=end: end(blocks) for kind, end in ends.items()}, seconds)  # noqa: B023
+            for kind, times in taken.items():
+                plain = taken.get("socket") if kind in OVER_SOCKETS else None
+                yield row(kind, size, times) | ({"of_socket": share(plain, times)} if plain else {})
 
-            def say(_: PageSource, message: PullPages | PagesReceived) -> None:
-                link.send(message)
 
-            def hand_over(blocks: int) -> None:
-                nonlocal number
-                number += 1
-                pull = Pull(
-                    request=RequestId(f"{number}-{blocks}"),
-                    epoch=1,
-                    source=source,
-                    pages=[PageId(page) for page in range(blocks)],
-                    skip_blocks=0,
-                    tokens=16 * blocks,
-                )
-                post_pulls(receiver.expect(pull, CLOCK.now()), say)
-                news: list[object] = []
-                while not any(isinstance(effect, FirstToken) for effect in news):
-                    assert not any(isinstance(effect, PullFailed) for effect in news), news
-                    if not receiver.has_work:
-                        transport.wait(1.0, [link])
-                    while (received := link.recv()) is not None:
-                        turn = receiver.receive(source, received.message, received.payload, CLOCK.now())
-                        news += post_pulls(turn, say)
-                    news += post_pulls(receiver.work(CLOCK.now()), say)
-
-            for size in sizes:
-                blocks = size // layout.page_bytes
-                yield row(kind, size, measured(lambda: hand_over(blocks), seconds))  # noqa: B023
+def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, list[float]]:
+    """Durations in seconds, of as many rounds as fit, five at least, after two that do not count."""
+    taken: dict[str, list[float]] = {kind: [] for kind in runs}
+    rounds, end = -2, perf_counter() + seconds * len(runs)
+    while rounds < 5 or perf_counter() < end:
+        rounds += 1
+        for kind, run in runs.items():
+            start = perf_counter()
+            run()
+            if rounds > 0:
+                taken[kind].append(perf_counter() - start)
+    return taken
 
 
 def parts(layout: KvLayout, seconds: float) -> Iterator[dict[str, object]]:
@@ -194,26 +275,23 @@ def parts(layout: KvLayout, seconds: float) -> Iterator[dict[str, object]]:
         for frame in frames:
             seal.copy(frame, memory.view(frame.page), own.view(frame.page))
 
+    def memcpy() -> None:
+        for frame in frames:
+            own.view(frame.page)[:] = memory.view(frame.page)
+
     def checksum() -> None:
         for frame in frames:
             seal.checksum(memory.view(frame.page), 1)
 
-    for name, run in (("copy", copy), ("checksum", checksum)):
-        times = [taken / pages for taken in measured(run, seconds)]
-        yield row(name, layout.page_bytes, times)
+    taken = in_turns({"memcpy": memcpy, "copy": copy, "checksum": checksum}, seconds)
+    for name, times in taken.items():
+        of = {"of_memcpy": share(taken["memcpy"], times)} if name == "copy" else {}
+        yield row(name, layout.page_bytes, [each / pages for each in times]) | of
 
 
-def measured(run: Callable[[], None], seconds: float) -> list[float]:
-    """Durations in seconds, of at least five runs after two that do not count."""
-    run()
-    run()
-    taken: list[float] = []
-    end = perf_counter() + seconds
-    while len(taken) < 5 or perf_counter() < end:
-        start = perf_counter()
-        run()
-        taken.append(perf_counter() - start)
-    return taken
+def share(measure: list[float], taken: list[float]) -> float:
+    """How much of the measure's speed something has, turn by turn."""
+    return median(one / other for one, other in zip(measure, taken, strict=True))
 
 
 def row(what: str, size: int, taken: list[float]) -> dict[str, object]:
@@ -229,7 +307,7 @@ def row(what: str, size: int, taken: list[float]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--carriers", default="shm,tcp", help="comma-separated: shm, tcp")
+    parser.add_argument("--carriers", default="socket,tcp,tcp-sealed,curve,shm", help="comma-separated")
     parser.add_argument("--sizes", default="64KiB,1MiB,64MiB", help="bytes in one hand-over, comma-separated")
     parser.add_argument("--page", default="64KiB", help="bytes in one page, a multiple of 64")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
@@ -241,18 +319,19 @@ def main() -> None:
         parser.error(f"sizes must be multiples of the page's {layout.page_bytes} bytes")
     if not options.json:
         print(f"pages of {shown(layout.page_bytes)}, {os.cpu_count()} cores")
-        print(f"{'what':10}{'size':>10}{'median us':>12}{'best us':>12}{'GB/s':>8}{'runs':>7}")
+        print(f"{'what':10}{'size':>10}{'median us':>12}{'best us':>12}{'GB/s':>8}{'share':>11}{'runs':>7}")
     for result in rows(options, layout, sizes):
         if options.json:
             print(json.dumps(result), flush=True)
         else:
             figures = f"{result['median_us']:12.1f}{result['best_us']:12.1f}{result['gb_per_s']:8.2f}"
-            print(f"{result['what']:10}{shown(result['bytes']):>10}{figures}{result['runs']:7}", flush=True)
+            ratio = result.get("of_socket") or result.get("of_memcpy")
+            part = f"{ratio:.0%}" if ratio else ""
+            print(f"{result['what']:10}{shown(result['bytes']):>10}{figures}{part:>11}{result['runs']:7}", flush=True)
 
 
 def rows(options: argparse.Namespace, layout: KvLayout, sizes: list[int]) -> Iterator[dict[str, object]]:
-    for carrier in options.carriers.split(","):
-        yield from transfers(carrier, layout, sizes, options.seconds)
+    yield from transfers(options.carriers.split(","), layout, sizes, options.seconds)
     yield from parts(layout, options.seconds)
 
 

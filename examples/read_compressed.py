@@ -35,6 +35,25 @@ def decode(raw, shape, base, step):
     return order.reshape(panels * 16, blocks * 4)[:n, :k]
 
 
+def decode_for_gpu(raw, shape, base):
+    """The same in the layout for GPUs."""
+    n, k = shape
+    panels, blocks, stretches = -(-n // 16), -(-k // 64), -(-k // 1024)
+    counts = raw[: 4 * panels * stretches].view(np.uint32)
+    words = raw[counts.nbytes :][: panels * blocks * 1536].reshape(panels, blocks, 1536)
+    values = raw[counts.nbytes + words.size :].view(np.uint16)
+    group = (panels, blocks, 16, 8, 2, 2, 2)
+    own = words[:, :, :1024].reshape(group).transpose(0, 2, 1, 3, 4, 6, 5)
+    codes = words[:, :, 1024:].reshape(panels, blocks, 512)
+    code = np.stack([codes & 15, codes >> 4], axis=-1).reshape(group).transpose(0, 2, 1, 3, 5, 6, 4)
+    own, code = (array.reshape(panels * 16, blocks * 64).astype(np.uint16) for array in (own, code))
+    weight = (own & 0x80) << 8 | (base + code) << 7 | (own & 0x7F)
+    row, column = np.nonzero(code == 0)  # the byte is a place in the dictionary of 16 rows and 1024 columns
+    first = (np.cumsum(counts) - counts).reshape(panels, stretches)[row // 16, column // 1024]
+    weight[row, column] = values[first + own[row, column]]
+    return weight[:n, :k]
+
+
 def read(path):
     """Yields (name, type, array) for every tensor of the original."""
     with open(path, "rb") as file:
@@ -44,7 +63,9 @@ def read(path):
     for name, entry in header.items():
         original = originals[name]
         raw = np.frombuffer(data[slice(*entry["data_offsets"])], np.uint8)
-        if "code" in original:
+        if "layout" in original:
+            array = decode_for_gpu(raw, original["shape"], original["code"][0])
+        elif "code" in original:
             array = decode(raw, original["shape"], *original["code"])
         else:
             array = raw.view(TYPES[original["dtype"]]).reshape(original["shape"])

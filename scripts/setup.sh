@@ -30,7 +30,7 @@ find_python() {
     return 1
 }
 
-# Prints the Debian packages that are missing, one a line.
+# Prints the Debian packages that are missing, one a line; with FOR_TESTS those of the tests, too.
 missing_packages() {
     local python
     command -v g++ >/dev/null || echo g++
@@ -39,30 +39,60 @@ missing_packages() {
         return
     fi
     "$python" -c 'import venv, ensurepip' 2>/dev/null || echo python3-venv
+    if [[ -n ${FOR_TESTS:-} ]]; then
+        command -v redis-server >/dev/null || echo redis-server
+    fi
     "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || echo python3-dev
 }
 
-# Installs what is missing when it may (as root, or through sudo), otherwise says what to type.
+# Prints the Debian packages of libraries that Mooncake's client loads, as far as they are missing; it is built for x86-64.
+missing_libraries() {
+    local python
+    if [[ $(uname -m) != x86_64 ]] || ! python=$(find_python); then return 0; fi
+    "$python" -c 'import ctypes
+for package, library in (("libibverbs1", "libibverbs.so.1"), ("libnl-3-200", "libnl-3.so.200"),
+                         ("libnl-route-3-200", "libnl-route-3.so.200")):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        print(package)'
+}
+
+# Installs what is missing when it may (as root, or through sudo), otherwise says what to type.  Mooncake's libraries may
+# stay missing: with FOR_TESTS they are asked for, and without them its tests are skipped.
 need_system_packages() {
     local -a missing as_root=()
     mapfile -t missing < <(missing_packages)
-    ((${#missing[@]})) || return 0
-    local by_hand="apt-get update && apt-get install ${missing[*]}"
-    command -v apt-get >/dev/null ||
-        fail "missing: ${missing[*]}" "This is not a Debian system; please install what corresponds to these packages."
-    if ((EUID != 0)); then
-        if command -v sudo >/dev/null && { sudo -n true 2>/dev/null || [[ -t 0 ]]; }; then
-            as_root=(sudo)
-        else
-            fail "missing system packages: ${missing[*]}" "Please run, as root: $by_hand"
-        fi
+    if ((${#missing[@]})); then
+        local by_hand="apt-get update && apt-get install ${missing[*]}"
+        command -v apt-get >/dev/null ||
+            fail "missing: ${missing[*]}" "This is not a Debian system; please install what corresponds to these packages."
+        become_root || fail "missing system packages: ${missing[*]}" "Please run, as root: $by_hand"
+        install_packages "${missing[@]}" || fail "apt-get failed" "By hand, as root: $by_hand"
+        find_python >/dev/null || fail "no Python 3.11 or newer" "Set PYTHON to one."
     fi
-    say "Installing system packages: ${missing[*]}"
-    "${as_root[@]}" apt-get update -qq || fail "apt-get update failed" "By hand, as root: $by_hand"
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        "${missing[@]}" || fail "apt-get install failed" "By hand, as root: $by_hand"
-    find_python >/dev/null || fail "no Python 3.11 or newer" "Set PYTHON to one."
+    [[ -n ${FOR_TESTS:-} ]] || return 0
+    mapfile -t missing < <(missing_libraries)
+    ((${#missing[@]})) || return 0
+    if ! { command -v apt-get >/dev/null && become_root && install_packages "${missing[@]}"; }; then
+        say "not installed: ${missing[*]}: Mooncake's tests are skipped"
+    fi
+}
+
+# Sets as_root to what a command of root's begins with; false where neither root nor sudo is there.
+become_root() {
+    as_root=()
+    ((EUID != 0)) || return 0
+    command -v sudo >/dev/null && { sudo -n true 2>/dev/null || [[ -t 0 ]]; } || return 1
+    as_root=(sudo)
+}
+
+# install_packages PACKAGE...: as as_root says.
+install_packages() {
+    say "Installing system packages: $*"
+    "${as_root[@]}" apt-get update -qq &&
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
 }
 
 # make_environment DIR: a virtual environment there, kept when it works.

@@ -6,6 +6,7 @@ The watchdog of each test is pytest-timeout (``timeout`` in pyproject.toml).
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,17 +25,50 @@ settings.register_profile(
 settings.load_profile("penstock")
 
 
+LONG_S = 900
+"""The watchdog of a long test that has none of its own: a busy machine must not make it fail."""
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the processes that run tests side by side, a core each
+GPU = shutil.which("nvidia-smi") is not None and Path("/dev/nvidiactl").exists()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whoever does that first
+CUDA_NOT_RUN = pytest.StashKey[list[str]]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
+    if not GPU:
+        waiting = [item for item in items if item.get_closest_marker("cuda")]
+        config.stash[CUDA_NOT_RUN] = [item.nodeid.split("/")[-1] for item in waiting]
+        for item in waiting:
+            item.add_marker(pytest.mark.skip(reason="there is no GPU"))
     long = [item for item in items if item.get_closest_marker("long")]
+    if config.getoption("--long"):
+        for item in long:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LONG_S))
+        return
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """A skipped GPU is said aloud, once, and so is everything else that a machine lacks."""
+    missed = config.stash.get(CUDA_NOT_RUN, [])
+    if missed:
+        terminalreporter.write_line(f"NOT RUN, there is no GPU: {', '.join(missed)}", yellow=True)
+    for reason in reasons_not_run(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(reason, yellow=True)
+
+
+def reasons_not_run(skipped: list[Any]) -> list[str]:
+    """Of these reports, each that says NOT RUN once."""
+    reasons = (report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple))
+    return sorted({reason.removeprefix("Skipped: ") for reason in reasons if "NOT RUN" in reason})
 
 
 LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")

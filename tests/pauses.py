@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 
-ATTEMPTS = 5
+ATTEMPTS = 20
 NAP_S = 0.001
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from penstock.engine.core.holding import Holding
@@ -23,13 +26,14 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops
+from penstock.kernels.sparse import Sparse
 from penstock.types import (
     PAGE_TOKENS,
     AdapterRef,
     BlockHash,
     Leg,
+    Medium,
     PageId,
-    Picture,
     PlacedImage,
     RequestId,
     SamplingParams,
@@ -37,8 +41,21 @@ from penstock.types import (
 from penstock.weights.adapter import AdapterLimits, model_targets, read_adapter
 from penstock.weights.checkpoint import for_length, inspect_model
 from penstock.weights.load import load_model
+from penstock.weights.spec import ModelSpec
 
 GREEDY = SamplingParams(seed=0, max_tokens=64, temperature=0.0)
+
+
+SHORT_CELL = 48
+"""Tokens of a cell of states here, so that a short text has several."""
+
+
+def with_short_cells(spec: ModelSpec) -> ModelSpec:
+    """The same model, its states kept at a finer grid."""
+    if spec.kv.states is None:
+        return spec
+    kv = replace(spec.kv, states=replace(spec.kv.states, cell=SHORT_CELL))
+    return structs.replace(spec, kv=kv)
 
 
 class RecordingModel:
@@ -51,6 +68,9 @@ class RecordingModel:
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         return self.model.forward(ops, batch, kv)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
         result = self.model.logits(ops, hidden_RD)
         self.logits_RV.append(np.array(ops.to_numpy(result)))
@@ -61,8 +81,8 @@ class RunnerBench:
     """Requests of one model, with pages given out in a random order that depends on ``seed``.
 
     ``max_model_len``: by default as long as the model's context.  ``direct``: operation by operation, not as the
-    backend records a step.  ``image_cache``: bytes of encoded images that are kept.  ``ops``: further arguments of
-    ``make_ops``.
+    backend records a step.  ``image_cache``: bytes of encoded images that are kept.  ``memory``: where
+    pages stand.  ``ops``: further arguments of ``make_ops``.
     The kernel family is ``PENSTOCK_KERNELS``, if that is set.
     """
 
@@ -77,16 +97,19 @@ class RunnerBench:
         direct: bool = False,
         image_cache: int = 1 << 30,
         max_loras: int = 4,
+        sparse: Sparse | None = None,
+        memory: memoryview | None = None,
         **ops: Any,
     ) -> None:
-        self.spec = inspect_model(folder)
+        self.spec = msgspec.structs.replace(inspect_model(folder), sparse=sparse)
         self.max_model_len = max_model_len or self.spec.max_positions
-        self.spec = for_length(self.spec, self.max_model_len)
+        self.spec = with_short_cells(for_length(self.spec, self.max_model_len))
         family = os.environ.get("PENSTOCK_KERNELS") or None
         self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
         loaded = load_model(folder, self.spec, self.ops)
+        self.fingerprint = loaded.fingerprint
         self.model = RecordingModel(build_model(loaded, self.ops, self.max_model_len))
-        self.kv = self.ops.new_kv(self.spec.kv, pages=pages)
+        self.kv = self.ops.new_kv(self.spec.kv, pages=pages, memory=memory)
         program = self.ops.record(self.model.model, self.kv)
         if direct or not isinstance(program, RecordedProgram):
             program = DirectProgram(self.ops, self.model, self.kv)
@@ -118,7 +141,7 @@ class RunnerBench:
         emitted: Sequence[int] = (),
         *,
         images: Sequence[PlacedImage] = (),
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Medium] = (),
         adapter: AdapterRef | None = None,
     ) -> Request:
         """A request that owns pages for everything it may become."""
@@ -142,9 +165,11 @@ class RunnerBench:
 
     def give_pages(self, request: Request) -> None:
         """As many as it can ever need."""
-        need = -(-request.last // PAGE_TOKENS)
-        held = [Holding(0, [self._free.pop() for _ in range(need)]) for _ in self.spec.kv.reaches]
-        request.adopt(held, page_tokens=PAGE_TOKENS)
+        held: list[Holding] = []
+        for reach in self.spec.kv.reaches:
+            size = reach.tokens(PAGE_TOKENS)
+            held.append(Holding(0, [self._free.pop() for _ in range(-(-request.last // size))], size))
+        request.adopt(held)
 
     def release(self, request: Request) -> None:
         """Take the pages back and forget what was computed, as a preemption does."""

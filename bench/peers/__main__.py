@@ -82,6 +82,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="timed steps of decode (default: 16)")
+    parser.add_argument("--turns", type=int, default=5, metavar="N", help="of decode in a round (default: 5)")
     parser.add_argument("--requests", type=int, default=48, metavar="N", help="of eight clients (default: 48)")
     parser.add_argument(
         "--stutter-seconds",
@@ -144,6 +145,7 @@ def _run(args: argparse.Namespace, place: Workplace) -> int:
         measures=args.measures,
         threads=args.threads,
         steps=args.steps,
+        turns=args.turns,
         requests=args.requests,
         stutter_s=args.stutter_seconds,
     )

@@ -21,18 +21,20 @@ from bench.peers.offline import Ask, MeasureError
 from bench.peers.places import AGGREGATED, CODED, LLAMA, OFFLINE_SYSTEMS, QUANTS, SERVERS, SPLIT, Workplace
 from bench.peers.processes import compile_sources, own_environment
 from bench.peers.records import ABOUT, Record, Records
+from bench.peers.roofline import READ
 from bench.peers.servers import running
 from bench.peers.steady import TRIES, Steady, usual_read_gbs
+from bench.peers.turns import Turns
 
-OFFLINE: Final = ("decode", "prefill")
+DECODE: Final = "decode"
+PREFILL: Final = "prefill"
+OFFLINE: Final = (DECODE, PREFILL)
 ONLINE: Final = ("start", "http1", "http8", "stutter", "memory", "kill")
 MACHINE: Final = "machine"
 ROOFLINE: Final = "roofline"
-READ: Final = "read_gbs"
 MEASURES: Final = (*OFFLINE, *ONLINE)
 SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *CODED, *SERVERS)))
 
-DECODE_STREAMS: Final = (1, 4, 16)
 PREFILL_TOKENS: Final = (128, 512, 2048)
 READ_BYTES: Final = 1 << 24
 
@@ -47,6 +49,7 @@ class Wanted:
     measures: tuple[str, ...]
     threads: int
     steps: int
+    turns: int
     requests: int
     stutter_s: float
 
@@ -75,14 +78,17 @@ class Matrix:
 
     def _round(self, number: int) -> None:
         done = self._records.done()
-        offline_jobs = list(self._missing(done, number, (*OFFLINE_SYSTEMS, *CODED), OFFLINE))
+        decode_jobs = [system for system, _ in self._missing(done, number, (*OFFLINE_SYSTEMS, *CODED), (DECODE,))]
+        offline_jobs = list(self._missing(done, number, (*OFFLINE_SYSTEMS, *CODED), (PREFILL,)))
         online_jobs = list(self._missing(done, number, SERVERS, ONLINE))
-        if not offline_jobs and not online_jobs:
+        if not decode_jobs and not offline_jobs and not online_jobs:
             return
         if (self._wanted.model, number, MACHINE, ROOFLINE) not in done:
             self._roofline(number)
-        for system, measures in offline_jobs:
-            self._offline(number, system, measures)
+        if decode_jobs:
+            self._decode(number, decode_jobs)
+        for system, _ in offline_jobs:
+            self._prefill(number, system)
         for system, measures in online_jobs:
             self._online(number, system, measures)
 
@@ -102,22 +108,29 @@ class Matrix:
         command = [sys.executable, "-m", "bench.peers.roofline", str(self._wanted.threads)]
         self._note(number, MACHINE, ROOFLINE, json.loads(offline.run(command, own_environment())))
 
-    def _offline(self, number: int, system: str, measures: Sequence[str]) -> None:
-        ask = Ask(
-            threads=self._wanted.threads,
-            seed=number,
-            steps=self._wanted.steps,
-            prefill=PREFILL_TOKENS if "prefill" in measures else (),
-            decode=DECODE_STREAMS if "decode" in measures else (),
-        )
+    def _decode(self, number: int, systems: Sequence[str]) -> None:
+        """All systems wait beside each other and take turns, so that ratios are of one state of the machine."""
+        wanted = self._wanted
+        ask = Ask(threads=wanted.threads, seed=number, steps=wanted.steps, stay=True)
+        with Turns(self._place, wanted.model, ask) as turns:
+            for system in systems:
+                turns.enter(system)
+            for turn in range(wanted.turns):
+                turns.take(turned(systems, turn), seed=number * wanted.turns + turn)
+        for system in systems:
+            if system in turns.failures:
+                self._fail(number, system, DECODE, turns.failures[system])
+            else:
+                self._note(number, system, DECODE, turns.found[system])
+
+    def _prefill(self, number: int, system: str) -> None:
+        ask = Ask(threads=self._wanted.threads, seed=number, steps=self._wanted.steps, prefill=PREFILL_TOKENS)
         try:
             found, read_gbs = self._steadily(system, ask)
         except MeasureError as error:
-            for measure in measures:
-                self._fail(number, system, measure, str(error))
+            self._fail(number, system, PREFILL, str(error))
             return
-        for measure in measures:
-            self._note(number, system, measure, found[measure] | {READ: read_gbs})
+        self._note(number, system, PREFILL, found[PREFILL] | {READ: read_gbs})
 
     def _steadily(self, system: str, ask: Ask) -> tuple[dict[str, dict[str, Any]], list[float]]:
         """What was found while the machine was the same before and after, and its GB/s then; or the last try."""

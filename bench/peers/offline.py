@@ -1,4 +1,4 @@
-"""Decode and prefill through each system's offline interface, a fresh process each time.
+"""Decode and prefill through each system's offline interface: a fresh process each time, or one that stays.
 
 ``drivers/task.py`` says what is timed.  llama.cpp's own tools stand for a driver: ``llama-bench`` for prompts (to the
 logits of the last token), ``llama-batched-bench`` for answers (as many prompts are read first, then the time of the
@@ -37,13 +37,14 @@ class Ask:
     decode: tuple[int, ...] = ()
     steps: int = 16
     context: int = 64
+    stay: bool = False
 
 
-def measure(place: Workplace, system: str, model: str, ask: Ask) -> dict[str, dict[str, Any]]:
-    """{"prefill": {"128": [tokens/s, ...]}, "decode": {"1": [tokens/s]}}.  Raises MeasureError."""
+def command_of(place: Workplace, system: str, model: str, ask: Ask) -> tuple[list[str], dict[str, str]] | None:
+    """A driver's command and environment; None for a system that has no driver."""
     maker, kind = CODED.get(system, (system, "BF16"))
     if maker == LLAMA:
-        return _llama(place, place.gguf(model, kind), ask)
+        return None
     own = maker in (PLAIN, COMPRESSED)
     script = "penstock" if own else system
     others = {COMPRESSED: place.compressed(model), OPENVINO: place.openvino(model)}
@@ -51,7 +52,15 @@ def measure(place: Workplace, system: str, model: str, ask: Ask) -> dict[str, di
     python = sys.executable if own else str(place.python(system))
     environment = own_environment() if own else peer_environment(peer_settings(place, system, ask.threads))
     task = json.dumps({"model": str(folder), "vocab": SHAPES[model].vocab, **asdict(ask)})
-    said = run([python, str(HERE / "drivers" / f"drive_{script}.py"), task], environment)
+    return [python, str(HERE / "drivers" / f"drive_{script}.py"), task], environment
+
+
+def measure(place: Workplace, system: str, model: str, ask: Ask) -> dict[str, dict[str, Any]]:
+    """{"prefill": {"128": [tokens/s, ...]}, "decode": {"1": [tokens/s]}}.  Raises MeasureError."""
+    driver = command_of(place, system, model, ask)
+    if driver is None:
+        return _llama(place, place.gguf(model, CODED.get(system, ("", "BF16"))[1]), ask)
+    said = run(*driver)
     found: dict[str, dict[str, Any]] = json.loads(said.splitlines()[-1])
     return found
 

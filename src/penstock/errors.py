@@ -17,14 +17,23 @@
         Forbidden           403
         UnknownPath         404
         UnknownRequest      404, nothing is remembered of it
+        UnknownWorker       404
+        Conflict            409, it cannot be done as things are
         MethodNotAllowed    405
-      CapacityError     429, with Retry-After
-        QueueFull
+        KeyReused           422, the idempotency key was used for something else
+        PoisonRequest       422, workers died of it
+      CapacityError     429 or 503, with Retry-After
+        QueueFull           as many wait as may wait, of all or of one tenant
+        RateLimited         a tenant asks for more than it may
+        Overloaded          503, it would wait for longer than it may
+        DeadlineMissed      503, it has
       WorkerError       503, after we have tried again ourselves
         NoWorkers           nobody can serve now
         WorkerLost          resubmissions used up
         StalledRequest      no progress within the limit
+        NotTaken            a worker has not taken an operator's word in time
       PageCorrupt       a page failed its check: recomputed, never shown to a client
+      TierFailed        a tier of the KV store did not do what it was asked: recomputed, too
       HandOverRefused   sender and receiver do not fit (fingerprint, generation)
       ProtocolError     a frame that is not one of ours
       ModelError        a model that cannot be served, said before a process starts
@@ -159,6 +168,21 @@ class UnknownRequest(RequestError):
     status = 404
 
 
+class UnknownWorker(RequestError):
+    """No worker of this name was ever seen."""
+
+    status = 404
+
+    def __init__(self, name: str, known: str) -> None:
+        super().__init__(f"There is no worker '{name}'. There are: {known}.", param="worker", code="worker_not_found")
+
+
+class Conflict(RequestError):
+    """It cannot be done as things are; the message says what would have to be otherwise."""
+
+    status = 409
+
+
 class MethodNotAllowed(RequestError):
     """The path exists, but not with this method.  ``allow`` names those that do."""
 
@@ -169,12 +193,31 @@ class MethodNotAllowed(RequestError):
         self.allow = allow
 
 
+class KeyReused(RequestError):
+    """An idempotency key, or an event's id, that belongs to another request."""
+
+    status = 422
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="idempotency_key_reused")
+
+
+class PoisonRequest(RequestError):
+    """Workers died of this request, one after the other: it is not tried on the rest.  What came before stays valid."""
+
+    status = 422
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="poison_request")
+
+
 class CapacityError(PenstockError):
     """Try later.  ``retry_after`` is in whole seconds, at least 1."""
 
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+    reason = "queue_full"  # as metrics name it
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -184,6 +227,30 @@ class CapacityError(PenstockError):
 
 class QueueFull(CapacityError):
     """As many requests wait as may wait."""
+
+
+class RateLimited(CapacityError):
+    """A tenant has used what it may within a minute."""
+
+    reason = "rate_limit"
+
+
+class Overloaded(CapacityError):
+    """A request would wait for longer than it may, so it is not let in."""
+
+    status = 503
+    type = "server_error"
+    code = "overloaded"
+    reason = "predicted_wait"
+
+
+class DeadlineMissed(CapacityError):
+    """A request has waited for as long as it may, and has no token yet."""
+
+    status = 503
+    type = "server_error"
+    code = "deadline_exceeded"
+    reason = "deadline"
 
 
 class WorkerError(PenstockError):
@@ -210,8 +277,16 @@ class StalledRequest(WorkerError):
     """No progress within the limit."""
 
 
+class NotTaken(WorkerError):
+    """A worker has not taken on a role or duty within the limit; it may still do so."""
+
+
 class PageCorrupt(PenstockError):
     """A page's checksum is wrong."""
+
+
+class TierFailed(PenstockError):
+    """A tier of the KV store is broken, too slow, or not there."""
 
 
 class HandOverRefused(PenstockError):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from blake3 import blake3
 
-from penstock.types import PAGE_TOKENS, BlockHash, ModelIdentity, Picture, PlacedImage
+from penstock.types import PAGE_TOKENS, BlockHash, Medium, ModelIdentity, PlacedImage, Sound
 
 
 def chain_root(identity: ModelIdentity, *, adapter: str = "", tenant_salt: str = "") -> BlockHash:
@@ -27,8 +27,11 @@ def chain_root(identity: ModelIdentity, *, adapter: str = "", tenant_salt: str =
     return BlockHash(hasher.digest())
 
 
-def picture_hash(picture: Picture) -> bytes:
-    """Names what a model sees: pixels, their arrangement, and how tones become numbers."""
+def picture_hash(picture: Medium) -> bytes:
+    """Names what a model sees: pixels, their arrangement, and how tones become numbers; or what it hears."""
+    if isinstance(picture, Sound):
+        head = struct.pack("<2I", picture.columns, picture.bands)
+        return blake3(b"penstock/sound/1" + head).update(picture.features).digest()
     tones = (picture.scale, *picture.mean, *picture.deviation)
     head = struct.pack("<2I7d", picture.rows, picture.columns, *tones)
     return blake3(b"penstock/image/1" + head).update(picture.pixels).digest()

@@ -10,6 +10,10 @@ of pages, however long the sequence.
     everything  | held .......................... |
     window      | fallen out | held ............. |      from ``kept(next position)`` on
 
+A recurrent layer reads nothing but the state before a token.  Its pages are kept at a grid of absolute positions: a
+page holds not a block but a *cell* of the grid, many blocks long, and in it the state behind the last token computed
+there.  A state is larger than a page: each part of it is a group, and all these groups are alike.
+
 Pure arithmetic: knows neither layers nor memory.
 """
 
@@ -27,6 +31,11 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     window: int | None = None  # the last so many, its own included
     chunk: int | None = None  # those with its own floor(position / chunk)
+    cell: int | None = None  # a page holds the state behind so many tokens; None: keys and values of a block
+
+    def tokens(self, page_tokens: int) -> int:
+        """Tokens of one page, where a block has ``page_tokens``."""
+        return page_tokens if self.cell is None else self.cell
 
     @property
     def span(self) -> int | None:
@@ -40,9 +49,9 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return max(0, left, begun)
 
     def kept(self, position: int, page_tokens: int) -> int:
-        """The first block that is kept while ``position`` is next: of what it reads, and of the position before it, so
-        that a sequence always has a page."""
-        return min(self.first(position), max(0, position - 1)) // page_tokens
+        """The first block (of states: cell) that is kept while ``position`` is next: of what it reads, and of the
+        position before it, so that a sequence always has a page."""
+        return min(self.first(position), max(0, position - 1)) // self.tokens(page_tokens)
 
 
 EVERYTHING = Reach()
@@ -54,13 +63,15 @@ def blocks_of(tokens: int, page_tokens: int) -> int:
 
 
 def most_blocks(reach: Reach, tokens: int, *, ahead: int, page_tokens: int) -> int:
-    """Blocks of a group that a sequence of ``tokens`` tokens holds at most at any time, when a step computes up to
-    ``ahead`` of them: what is given back is given back with every page that was filled, so a page is ahead at least.
+    """Blocks (of states: cells) of a group that a sequence of ``tokens`` tokens holds at most at any time, when a step
+    computes up to ``ahead`` of them: what is given back is given back with every block that was filled, so a block is
+    ahead at least.
     """
-    whole = blocks_of(tokens, page_tokens)
+    size = reach.tokens(page_tokens)
+    whole = blocks_of(tokens, size)
     if reach.span is None:
         return whole
-    return min(whole, blocks_of(reach.span + max(ahead, page_tokens), page_tokens) + 1)
+    return min(whole, blocks_of(reach.span + max(ahead, page_tokens), size) + 1)
 
 
 def most_pages(reaches: Sequence[Reach], tokens: int, *, ahead: int, page_tokens: int) -> int:
@@ -80,28 +91,39 @@ def tokens_held(reaches: Sequence[Reach], pages: int, longest: int, *, ahead: in
 
 class Pieces:
     """The pages that a sequence needs to go on behind its first ``tokens`` tokens, numbered in the order in which they
-    become final: block by block, within a block group by group.  That is the order in which they travel.
+    become final: block by block, within a block group by group, and at the end the state behind the last token, part
+    by part.  That is the order in which they travel.
+
+    ``ahead``: and those of so many tokens after them.  A state is never ahead: it changes with every token.
     """
 
-    __slots__ = ("_page_tokens", "_runs", "blocks", "total")
+    __slots__ = ("_keyed", "_page_tokens", "_runs", "_states", "_tokens", "blocks", "total")
 
-    def __init__(self, reaches: Sequence[Reach], tokens: int, page_tokens: int) -> None:
+    def __init__(self, reaches: Sequence[Reach], tokens: int, page_tokens: int, *, ahead: int = 0) -> None:
         self._page_tokens = page_tokens
-        self.blocks = blocks_of(tokens, page_tokens)
+        self._tokens = tokens + ahead
+        self.blocks = blocks_of(tokens + ahead, page_tokens)
         firsts = [reach.kept(tokens, page_tokens) for reach in reaches]
-        edges = [*sorted(set(firsts)), self.blocks]
+        keyed = [group for group, reach in enumerate(reaches) if reach.cell is None]
+        edges = [*sorted({firsts[group] for group in keyed}), self.blocks]
         self._runs: list[tuple[int, int, tuple[int, ...]]] = []  # blocks [begin, end) of these groups
         for begin, end in pairwise(edges):
-            groups = tuple(group for group, first in enumerate(firsts) if first <= begin)
+            groups = tuple(group for group in keyed if firsts[group] <= begin)
             self._runs.append((begin, end, groups))
-        self.total = self.before(self.blocks)
+        self._states = [
+            (firsts[group], group, reach.cell) for group, reach in enumerate(reaches) if reach.cell is not None
+        ]
+        self._keyed = sum((end - begin) * len(groups) for begin, end, groups in self._runs)
+        self.total = self._keyed + len(self._states)
 
     def before(self, block: int) -> int:
-        """Pieces of the blocks below ``block``."""
+        """Pieces of the blocks below ``block``; of all blocks, all pieces."""
+        if block >= self.blocks:
+            return self.total
         return sum(max(0, min(block, end) - begin) * len(groups) for begin, end, groups in self._runs)
 
     def place(self, piece: int) -> tuple[int, int]:
-        """(block, group) of a piece.  Raises IndexError for one that there is not."""
+        """(block, or cell of a group of states; group) of a piece.  Raises IndexError for one that there is not."""
         left = piece
         for begin, end, groups in self._runs:
             size = (end - begin) * len(groups)
@@ -109,16 +131,29 @@ class Pieces:
                 block, which = divmod(left, len(groups))
                 return begin + block, groups[which]
             left -= size
+        if 0 <= left < len(self._states):
+            return self._states[left][:2]
         raise IndexError(f"piece {piece} of {self.total}")
 
+    def tokens_of(self, piece: int) -> int:
+        """Tokens that a piece is of.  Raises IndexError for one that there is not."""
+        block, _ = self.place(piece)
+        size = self._page_tokens if piece < self._keyed else self._states[piece - self._keyed][2]
+        return min(size, self._tokens - block * size)
+
     def tokens_in(self, pieces: int) -> int:
-        """Tokens of the whole blocks that are complete with the first so many pieces; those of the last block too."""
-        block = self.blocks if pieces >= self.total else self.place(pieces)[0]
+        """Tokens of the whole blocks that are complete with the first so many pieces; those of the last block too.
+        Without all of the state the last block is not complete."""
+        if pieces >= self.total:
+            return self.blocks * self._page_tokens
+        block = self.place(pieces)[0] if pieces < self._keyed else self.blocks - 1
         return block * self._page_tokens
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(block, group) of all pieces, in order."""
+        """(block or cell, group) of all pieces, in order."""
         for begin, end, groups in self._runs:
             for block in range(begin, end):
                 for group in groups:
                     yield block, group
+        for cell, group, _ in self._states:
+            yield cell, group

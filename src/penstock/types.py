@@ -5,7 +5,7 @@ Knows nothing about processes, arrays or HTTP.  Everything here is immutable and
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, NewType
 
 import msgspec
@@ -25,8 +25,17 @@ BlockHash = NewType("BlockHash", bytes)
 PAGE_TOKENS = 16
 """Tokens in one KV page (and in one hashed block)."""
 
+FP8_E4M3 = "fp8_e4m3"
+"""Keys and values in KV pages as codes of 8 bits; else they have the compute type."""
+
+LOWER_TIERS = 4
+"""Below a worker's own KV memory, that gateways tell apart."""
+
 MAX_GRAMMAR_CHARS = 1 << 20
 """The longest grammar that may travel; what a client may ask for is limited further (``Limits.max_grammar_chars``)."""
+
+MIXES = ">"
+"""Between the two classes in the name of a mixed one: prompts are read in the first, answers written in the second."""
 
 GREEDY = 0.0
 """The temperature that means: always take the most likely token."""
@@ -49,6 +58,14 @@ class Leg(StrEnum):
     DECODE = "decode"  # take the pages from a prefill worker and write the rest
 
 
+class Duty(StrEnum):
+    """What a worker is there for, as far as an operator says."""
+
+    SERVE = "serve"  # take whatever its role gets
+    DRAIN = "drain"  # take nothing new, and let others go on with what is written here
+    RESTART = "restart"  # the same, then end, to be started anew
+
+
 class FinishReason(StrEnum):
     """Why an answer ended, as OpenAI words it."""
 
@@ -63,6 +80,12 @@ class Task(StrEnum):
     GENERATE = "generate"  # text that goes on
     EMBED = "embed"  # a vector for a text
     CLASSIFY = "classify"  # a score for each label of a text; with one label, how well two texts fit
+    TRANSCRIBE = "transcribe"  # text for a sound
+
+    @property
+    def writes(self) -> bool:
+        """Are answers written token by token?"""
+        return self in (Task.GENERATE, Task.TRANSCRIBE)
 
 
 class WorkerState(StrEnum):
@@ -73,6 +96,7 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
     WEDGED = "wedged"
     DEAD = "dead"
+    QUARANTINED = "quarantined"  # it was given up, speaks again, and is to prove that it computes
 
 
 class GrammarKind(StrEnum):
@@ -116,6 +140,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None  # how many alternatives to report; 0 reports the chosen token only
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     grammar: Grammar | None = None  # no token is drawn that it does not allow; the end only where it is complete
+    banned: tuple[int, ...] = ()  # are never drawn; not together with a grammar
+    banned_first: tuple[int, ...] = ()  # nor these, as the first token of the answer
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -141,11 +167,11 @@ MAX_IMAGE_SIDE = 1 << 12
 
 
 ImageHash = Annotated[bytes, msgspec.Meta(min_length=IMAGE_HASH_BYTES, max_length=IMAGE_HASH_BYTES)]
-"""``hashing.picture_hash`` of a picture."""
+"""``hashing.picture_hash`` of a picture, or of a sound."""
 
 
 class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """An image in a prompt: tokens ``[at, end)`` stand for it, row by row."""
+    """An image in a prompt: tokens ``[at, end)`` stand for it, row by row.  A sound is one row."""
 
     content: ImageHash
     at: Annotated[int, msgspec.Meta(ge=0)]
@@ -158,7 +184,7 @@ class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         return self.at + self.rows * self.columns
 
 
-class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="picture"):
     """An image as its model reads it, brought to its size; ``hashing.picture_hash`` names it.
 
     A tone ``t`` of colour c is read as ``(t * scale - mean[c]) / deviation[c]``.
@@ -172,11 +198,65 @@ class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     deviation: tuple[float, float, float]
 
 
+MAX_FEATURES_BYTES = 1 << 24
+"""Of one sound that may travel; 30 seconds in 128 bands are a tenth of it."""
+
+
+class Sound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="sound"):
+    """A sound as its model hears it; ``hashing.picture_hash`` names it."""
+
+    columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # tokens that stand for it
+    bands: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
+    features: Annotated[bytes, msgspec.Meta(max_length=MAX_FEATURES_BYTES)]  # fp32, little-endian: [bands, frames]
+
+    @property
+    def rows(self) -> int:
+        """Of tokens: one."""
+        return 1
+
+
+Medium = Picture | Sound
+"""What tokens of a prompt can stand for."""
+
+
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A LoRA adapter, known by its content; ``folder`` is where every worker of the answer can read it."""
 
     fingerprint: str  # BLAKE3 of its files, hexadecimal
     folder: str
+
+
+class ServiceClass(IntEnum):
+    """What a request is to the service.  The lower one is served first; the other fills what it leaves."""
+
+    INTERACTIVE = 0  # somebody waits for it
+    BATCH = 1  # it only has to be done some time
+
+
+MAX_TENANT_CHARS = 32
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Whose a request is, and how it is to be served among others."""
+
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""  # a short name, never a key
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # of its tenant, against those of others
+    service: ServiceClass = ServiceClass.INTERACTIVE
+    max_wait_s: float | None = None  # to the first token, from now on; who waits longer is not served any more
+
+
+UNCLAIMED = Claim()
+"""Of a request that says nothing."""
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """The beginning of an answer that is known before it is asked for, and by whose bits."""
+
+    tokens: tuple[int, ...] = ()
+    identity: ModelIdentity | None = None
+
+
+NOT_BEGUN = Begun()
 
 
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,12 +268,14 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     arrival: float  # monotonic seconds on the gateway's host
     pooling: PoolingParams | None = None  # the text is only read; then ``max_tokens`` is 1 (see ``TokenBatch.pooled``)
-    priority: int = 0  # lower is served first
-    images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
-    pictures: tuple[Picture, ...] = ()  # one an image
+    claim: Claim = UNCLAIMED
+    images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right; a sound is one of them
+    pictures: tuple[Medium, ...] = ()  # one an image
     session: str = ""  # a hint: requests of one session go to one worker, where that costs little
     adapter: AdapterRef | None = None
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
+    begun: Begun = NOT_BEGUN  # its tokens count as output and are not delivered; fewer than ``max_tokens``
+    trace: str = ""  # the span that it is a part of, as a ``traceparent`` of W3C Trace Context; "": none is recorded
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +287,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None  # set on the last batch
     cached_tokens: int = 0  # prompt tokens found in a prefix cache, on the first batch
     pooled: bytes | None = None  # the vector or scores of a text that was only read: fp32, little-endian
+    stored: bool = False  # told from a stored response, not computed
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +295,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str  # BLAKE3 of configuration and weights, hexadecimal
     numerics: str  # numerics class: kernel family, its version and the compute type, as "cpp-avx512_bf16-1-bf16"
+
+    @property
+    def mixed(self) -> bool:
+        """Are prompts read in one numerics class, and answers written in another?"""
+        return MIXES in self.numerics
 
     @property
     def system_fingerprint(self) -> str:

@@ -22,6 +22,9 @@ from .streams import Answer, stream_completion
 HANG_S = 60.0
 """An answer that takes longer is a hang."""
 
+Ask = Callable[..., Awaitable[Answer]]
+"""As ``stream_completion``."""
+
 
 @dataclass
 class Record:
@@ -44,15 +47,20 @@ async def client_loop(
     *,
     dice: random.Random,
     going: Callable[[], bool],
+    ask: Ask = stream_completion,
+    hang_up: float = 0.15,
 ) -> None:
-    """Ask one question after the other while it is ``going``, and compare each answer with the undisturbed one."""
+    """Ask one question after the other while it is ``going``, and compare each answer with the undisturbed one.
+
+    ``hang_up`` is the share of answers that nobody waits for.
+    """
     while going():
         body, wanted = dice.choice(work)
-        hang_up_after = dice.randrange(1, 20) if dice.random() < 0.15 else None
+        hang_up_after = dice.randrange(1, 20) if dice.random() < hang_up else None
         began = time.monotonic()
         try:
             async with asyncio.timeout(HANG_S):
-                got = await stream_completion(client, url, body, hang_up_after=hang_up_after)
+                got = await ask(client, url, body, hang_up_after=hang_up_after)
         except (AssertionError, httpx.HTTPError, TimeoutError) as error:
             record.wrong.append(f"{type(error).__name__}: {error} (after {time.monotonic() - began:.1f} s)")
             continue

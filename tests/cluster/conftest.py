@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from .one_answer import Plain, plain_answers
 from .server import PenstockServer
 
 Serve = Callable[..., PenstockServer]
+
+
+@pytest.fixture(scope="session")
+def plain(plain_storyteller: Path) -> Plain:
+    """What the bundled model answers on one worker, by the best kernels, out of plain weights."""
+    return plain_answers([str(plain_storyteller)])
 
 
 @pytest.fixture
@@ -24,5 +31,5 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     yield _serve
     for server in servers:
-        print(server.read_log())  # shown when the test failed
+        print(server.gist_of_log())  # shown when the test failed
         server.__exit__(None)

@@ -4,7 +4,7 @@
         httpx.get(f"{server.url}/v1/models")
 
 Leaving the block ends the service with SIGTERM (it must exit with 0) and insists that nothing is left of it.  When the
-block raised, the service is killed and its log is printed instead.
+block raised, the service is killed and the gist of its log is printed instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,26 @@ from typing import Any
 
 import httpx
 
-START_S = 30.0
-STOP_S = 20.0
+from .processes import abstract_sockets, alive, children, command, pids, session, socket_inodes, stat
+
+START_S = 60.0
+STOP_S = 40.0
+PATIENCE_S = 30.0
+"""For what must come and whose time is not what is tested: nobody waits so long but where something is broken."""
+
+MOST_OUT_S = 60.0
+"""A worker that was silent on a busy machine, again and again, is kept out of routing for half a minute."""
+
+LOOKS_PER_S = 20
+"""On a machine with other work a look takes longer, and so does what is waited for: limits are of seconds and looks."""
+
+MOST_TIMES = 3.0
+"""As many seconds at most, however few the looks were."""
+
+GIST_LINES = 40
+"""Of a log, when a test has failed."""
+
+_GRAVE = re.compile(r'^[\d:.]+ [WEC] |"level": ?"(WARNING|ERROR|CRITICAL)"|Traceback')
 _OURS = re.compile(r"@?penstock-[0-9a-f]{12}-")
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)$")
 
@@ -37,7 +55,10 @@ def free_port() -> int:
 
 
 class PenstockServer:
-    """One service in a session of its own, so that its processes can be told from all others."""
+    """One service in a session of its own, so that its processes can be told from all others.
+
+    On asyncio's event loop, which is what users have without an extra, unless ``flags`` say otherwise.
+    """
 
     def __init__(
         self,
@@ -53,6 +74,7 @@ class PenstockServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_after_s = 0.0
+        self.launcher: list[str] = []  # words before the command, as ``ip netns exec there``
         self._environ = dict(environ or {})
         if config is not None:
             assert folder is not None, "a configuration file needs a folder"
@@ -71,19 +93,19 @@ class PenstockServer:
             self.wait_ready()
         except BaseException:
             self.kill()
-            print(self.read_log())
+            print(self.gist_of_log())
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.kill()
-            print(self.read_log())
+            print(self.gist_of_log())
             return
         if self.running:
             code = self.stop()
             if code != 0:
-                print(self.read_log())
+                print(self.gist_of_log())
             assert code == 0, f"ended with {code} after SIGTERM"
         self.assert_nothing_left()
         assert "Traceback" not in self.read_log(), self.read_log()
@@ -92,7 +114,7 @@ class PenstockServer:
         """Start it and return at once."""
         self._log_fd = os.memfd_create("penstock-test-log")
         weakref.finalize(self, os.close, self._log_fd)
-        command = [sys.executable, "-m", "penstock", *self._words()]
+        command = [*self.launcher, sys.executable, "-m", "penstock", *self._words()]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         paths = [path for path in sys.path if path]
         self._process = subprocess.Popen(
@@ -105,7 +127,7 @@ class PenstockServer:
         )
 
     def _words(self) -> list[str]:
-        return ["serve", *self.flags, "--port", str(self.port)]
+        return ["serve", "--event-loop", "asyncio", *self.flags, "--port", str(self.port)]
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -165,10 +187,19 @@ class PenstockServer:
         size = os.fstat(self._log_fd).st_size
         return os.pread(self._log_fd, size, 0).decode(errors="replace")
 
+    def gist_of_log(self) -> str:
+        """What a failure is understood by, and no more than is read: its end, and warnings before that."""
+        lines = self.read_log().splitlines()
+        before, end = lines[:-GIST_LINES], lines[-GIST_LINES:]
+        warnings = [line for line in before if _GRAVE.search(line)][-GIST_LINES:]
+        left_out = [f"({len(before) - len(warnings)} lines are left out)"] if before else []
+        return "\n".join((*warnings, *left_out, *end))
+
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=headers, timeout=5.0, trust_env=False)
+        """Without certificates: to read those would take far longer than to ask."""
+        return httpx.get(self.url + path, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=False)
 
     def workers(self) -> list[dict[str, Any]]:
         """The rows of ``penstock status --json``."""
@@ -198,13 +229,31 @@ class PenstockServer:
 
     @staticmethod
     def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Look every 20 ms until the condition holds."""
-        deadline = time.monotonic() + timeout_s
+        """Look every 20 ms until the condition holds.
+
+        Given up after so long and ``LOOKS_PER_S`` looks a second, and after ``MOST_TIMES`` as long in any case.
+        """
+        began, looks = time.monotonic(), 0
         while not condition():
-            assert time.monotonic() < deadline, f"not {what} within {timeout_s:g} s"
+            looks += 1
+            took_s = time.monotonic() - began
+            over = took_s >= timeout_s and looks >= LOOKS_PER_S * timeout_s
+            assert not over, f"not {what} within {timeout_s:g} s"
+            assert took_s < MOST_TIMES * timeout_s, f"not {what} within {took_s:.1f} s and {looks} looks"
             time.sleep(0.02)
 
-    def wait_idle(self, timeout_s: float) -> None:
+    def wait_counted(self, name: str, *, above: float = 0.0) -> None:
+        """Until this metric is above a value: workers report some moments after what they count."""
+
+        def counted() -> float:
+            return self.metrics().get(f"penstock:{name}", 0.0)
+
+        try:
+            self.wait_for(lambda: counted() > above, PATIENCE_S, "counted")
+        except AssertionError:
+            raise AssertionError(f"{name} is {counted():g}, not above {above:g}") from None
+
+    def wait_idle(self, timeout_s: float = PATIENCE_S) -> None:
         """Until no worker has anything to do or holds a page."""
         fields = ("running", "queued", "kv_pages_used")
 
@@ -216,33 +265,56 @@ class PenstockServer:
         except AssertionError:
             raise AssertionError(f"not idle within {timeout_s:g} s: {self.workers()}") from None
 
-    def wait_all_ready(self, timeout_s: float) -> None:
+    def wait_all_ready(self, timeout_s: float = MOST_OUT_S) -> None:
         """Until every worker is ready."""
-        self.wait_for(lambda: all(row["state"] == "ready" for row in self.workers()), timeout_s, "all ready")
+        self._wait_for_states(("ready",), timeout_s)
+
+    def wait_all_ready_or_draining(self, timeout_s: float = MOST_OUT_S) -> None:
+        """Until every worker can be told something."""
+        self._wait_for_states(("ready", "draining"), timeout_s)
+
+    def _wait_for_states(self, states: tuple[str, ...], timeout_s: float) -> None:
+        def there() -> bool:
+            rows = self.workers()
+            return bool(rows) and all(row["state"] in states for row in rows)
+
+        try:
+            self.wait_for(there, timeout_s, "there")
+        except AssertionError:
+            found = {row["id"]: row["state"] for row in self.workers()}
+            raise AssertionError(f"not all {' or '.join(states)} within {timeout_s:g} s: {found}") from None
 
     # --- leftovers ---------------------------------------------------------------------------------------------------
 
     def processes(self) -> set[int]:
         """Every living process of this service: those of its session."""
-        return {pid for pid in _pids() if _session(pid) == self.pid and _alive(pid)}
+        return {pid for pid in pids() if session(pid) == self.pid and alive(pid)}
 
     def gateway_pid(self) -> int:
-        """The one process that is neither supervisor nor worker."""
-        (gateway,) = self.processes() - {self.pid, *(row["pid"] for row in self.workers())}
+        """The supervisor's one child that is no worker."""
+        (gateway,) = self.gateway_pids(self.workers())
         return gateway
+
+    def gateway_pids(self, workers: list[dict[str, Any]]) -> set[int]:
+        """All of them; ``workers`` are the rows of those."""
+        return {pid for pid in children(self.pid) if alive(pid)} - {row["pid"] for row in workers}
 
     def _note_mailboxes(self) -> None:
         """Remember what this run's abstract sockets are called."""
-        inodes = {inode for pid in self.processes() for inode in _socket_inodes(pid)}
-        for inode, name in _abstract_sockets():
+        inodes = {inode for pid in self.processes() for inode in socket_inodes(pid)}
+        for inode, name in abstract_sockets():
             if inode in inodes and (match := _OURS.match(name)):
                 self._mailboxes.add(match[0])
 
-    def assert_nothing_left(self, timeout_s: float = 5.0) -> None:
+    def assert_nothing_left(self, timeout_s: float = PATIENCE_S) -> None:
         """After the end: no process, no abstract socket, no named shared memory, and the port is free."""
         assert self._process is not None
         assert self._process.poll() is not None, "still running"
-        self.wait_for(lambda: not self.processes(), timeout_s, "without processes")
+        try:
+            self.wait_for(lambda: not self.processes(), timeout_s, "without processes")
+        except AssertionError:
+            left = {pid: (command(pid), stat(pid)[:2]) for pid in self.processes()}
+            raise AssertionError(f"processes are left after {timeout_s:g} s: {left}") from None
         # A process whose first thread has ended counts as ended, though its others may still close what it had.
         self.wait_for(lambda: not self._sockets_left(), timeout_s, "without abstract sockets")
         named = [name for name in os.listdir("/dev/shm") if "penstock" in name]
@@ -257,7 +329,7 @@ class PenstockServer:
             return False
 
     def _sockets_left(self) -> list[str]:
-        return [name for _, name in _abstract_sockets() if name.startswith(tuple(self._mailboxes or {"\0"}))]
+        return [name for _, name in abstract_sockets() if name.startswith(tuple(self._mailboxes or {"\0"}))]
 
     def assert_nothing_has_a_name(self) -> None:
         """While it runs: no process maps a file of /dev/shm, which would outlive a SIGKILL."""
@@ -288,42 +360,3 @@ class PenstockWorker(PenstockServer):
         """Of the worker, not its supervisor."""
         (pid,) = self.processes() - {self.pid}
         return pid
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # state, ppid, pgrp, session, ...
-
-
-def _session(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[3]) if fields else None
-
-
-def _alive(pid: int) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and fields[0] not in ("Z", "X")
-
-
-def _socket_inodes(pid: int) -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{fd}")
-                if target.startswith("socket:["):
-                    found.add(target[8:-1])
-    return found
-
-
-def _abstract_sockets() -> list[tuple[str, str]]:
-    """(inode, name without the leading @) of every abstract socket of this host."""
-    rows = (line.split() for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()[1:])
-    return [(row[6], row[7].removeprefix("@")) for row in rows if len(row) > 7 and row[7].startswith("@")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ class Answer:
     seed: int | None = None
     done: bool = False
     times: list[float] = field(default_factory=list)
+    id: str = ""
+    route: str = ""  # which workers serve it, as a header tells
+    resumed: int = 0  # how often it was asked for again
 
     @property
     def identical(self) -> dict[str, Any]:
@@ -51,6 +54,10 @@ class Answer:
         return details.get("cached_tokens", 0)
 
 
+AGAIN_S = 0.05
+"""Before a stream that broke off is asked for again."""
+
+
 class BrokenAnswerError(AssertionError):
     """The server said or did something that a client must never see."""
 
@@ -58,6 +65,7 @@ class BrokenAnswerError(AssertionError):
 def _take(answer: Answer, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         raise BrokenAnswerError(f"error in the stream: {chunk['error']}")
+    answer.id = answer.id or chunk["id"]
     if "penstock" in chunk:
         answer.seed = chunk["penstock"]["seed"]
     if chunk.get("usage"):
@@ -116,10 +124,79 @@ async def stream_completion(
     return answer
 
 
+async def keyed_completion(
+    client: httpx.AsyncClient,
+    url: str,
+    body: dict[str, Any],
+    *,
+    key: str,
+    on_chunk: Callable[[Answer], None] | None = None,
+    hang_up_after: int | None = None,
+) -> Answer:
+    """As ``stream_completion``, with an idempotency key: a broken stream is asked for again from where it broke off.
+
+    Waits and asks again while nobody answers, or with 503, be it in the stream.  Raises BrokenAnswerError for any other
+    refusal.
+    """
+    answer, last = Answer(), ""
+    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    events = 0
+    while not answer.done:
+        headers = {"Idempotency-Key": key, "x-penstock-explain": "1"} | ({"Last-Event-ID": last} if last else {})
+        try:
+            async with client.stream("POST", f"{url}/v1/completions", json=payload, headers=headers) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    if response.status_code != 503:
+                        raise BrokenAnswerError(f"status {response.status_code}: {response.text}")
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                answer.route = response.headers.get("x-penstock-route", answer.route)
+                async for name, data in _events(response):
+                    if data == "[DONE]":
+                        answer.done = True
+                        break
+                    chunk = json.loads(data)
+                    if chunk.get("error", {}).get("code") == "service_unavailable":
+                        break  # this gateway ends; another has the answer
+                    last = name
+                    _take(answer, chunk)
+                    events += 1
+                    if on_chunk:
+                        on_chunk(answer)
+                    if hang_up_after is not None and events >= hang_up_after:
+                        return answer
+        except httpx.TransportError:
+            pass
+        if not answer.done:
+            answer.resumed += 1
+            await asyncio.sleep(AGAIN_S)
+    if any(choice.finish is None for choice in answer.choices.values()):
+        raise BrokenAnswerError("a choice has no finish_reason")
+    return answer
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
+    """(id, data) of each event that came whole."""
+    name = data = ""
+    async for line in response.aiter_lines():
+        if line.startswith("id: "):
+            name = line[4:]
+        elif line.startswith("data: "):
+            data = line[6:]
+        elif not line and data:
+            yield name, data
+            data = ""
+
+
 def make_client() -> httpx.AsyncClient:
     """A client without retries, without proxies, with room for many streams."""
     return httpx.AsyncClient(
-        timeout=httpx.Timeout(120.0), limits=httpx.Limits(max_connections=64), trust_env=False, http2=False
+        timeout=httpx.Timeout(120.0),
+        limits=httpx.Limits(max_connections=64),
+        trust_env=False,
+        http2=False,
+        verify=False,
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,42 @@ def ask(server: PenstockServer, model: str, **fields: Any) -> httpx.Response:
 
 def states(server: PenstockServer) -> dict[str, str]:
     return {card["id"]: card["state"] for card in server.get("/v1/models").json()["data"]}
+
+
+@pytest.mark.long
+def test_tenants_reach_the_models(file: Path, tmp_path: Path) -> None:
+    """Idempotency keys, stored responses and metrics of a model's own gateway know for whom its front asks."""
+    ring = tmp_path / "keys.json"
+    keys = {tenant: add_key(ring, tenant) for tenant in ("one", "two")}
+    flags = ["--catalogue", str(file), "--api-keys", str(ring), "--response-cache", "1MiB"]
+    with PenstockServer(flags) as server:
+
+        def told(tenant: str, **headers: str) -> httpx.Response:
+            body = {"model": "a", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
+            headers |= {"authorization": f"Bearer {keys[tenant]}"}
+            return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+
+        words = [told(tenant).headers["x-penstock-response-cache"] for tenant in ("one", "one", "two", "two")]
+        assert words == ["miss", "hit", "miss", "hit"]
+        one, again, two = (told(tenant, **{"idempotency-key": "k"}).json() for tenant in ("one", "one", "two"))
+        assert one["id"] == again["id"] != two["id"]
+        assert one["choices"] == two["choices"]
+        page = httpx.get(f"{server.url}/metrics?model=a", timeout=10).text
+        labels = set(re.findall(r'tenant_requests_total\{.*tenant="([^"]+)"', page))
+        assert len(labels - {"default"}) == 2
+
+
+def add_key(ring: Path, tenant: str) -> str:
+    told = subprocess.run(
+        [sys.executable, "-m", "penstock", "keys", "add", str(ring), "--tenant", tenant],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    (key,) = re.findall(r"\bsk-[\w-]+", told.stdout)
+    return str(key)
 
 
 def test_models_come_and_go(file: Path) -> None:

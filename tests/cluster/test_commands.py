@@ -7,16 +7,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .conftest import Serve
 from .examples import EXAMPLES, run_example
+from .server import PenstockServer
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-RUN_ELSEWHERE = {"read_compressed.py", "image.py", "embeddings.py"}  # on a file, or on models of other kinds
+RUN_ELSEWHERE = {
+    "read_compressed.py",
+    "image.py",
+    "embeddings.py",
+    "transcribe.py",
+}  # on a file, or on models of other kinds
 TALKING = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in RUN_ELSEWHERE)
 
 
@@ -24,11 +31,16 @@ def penstock(url: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     environ = os.environ | {"PENSTOCK_URL": url, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "penstock", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_commands_that_talk_to_a_service(serve: Serve) -> None:
-    url = serve().url
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with PenstockServer() as server:
+        yield server.url
+
+
+def test_commands_that_talk_to_a_service(url: str) -> None:
     asked = [penstock(url, "chat", "--seed", "3", "--max-tokens", "30", "Tell me a story.") for _ in range(2)]
     assert {run.returncode for run in asked} == {0}
     assert asked[0].stdout == asked[1].stdout != ""
@@ -50,24 +62,24 @@ def test_commands_that_talk_to_a_service(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("example", TALKING)
-def test_examples_run(example: str, serve: Serve, tmp_path: Path) -> None:
-    assert len(run_example(example, serve().url, tmp_path)) > 50
+def test_examples_run(example: str, url: str, tmp_path: Path) -> None:
+    assert len(run_example(example, url, tmp_path)) > 50
 
 
 @needs_curl
 def test_the_start_up_log_tells_how_to_talk_to_it(serve: Serve) -> None:
     server = serve("--api-key", "k e y")
-    server.wait_for(lambda: "or: curl" in server.read_log(), 10.0, "announced")
+    server.wait_for(lambda: "or: curl" in server.read_log(), 60.0, "announced")
     line = next(line for line in server.read_log().splitlines() if "or: curl" in line)
     environ = os.environ | {"PENSTOCK_API_KEY": "k e y"}
     command = line.partition("or: ")[2]
-    run = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert "data: [DONE]" in run.stdout, run.stdout + run.stderr
 
 
 @needs_curl
-def test_the_curl_example_runs(serve: Serve) -> None:
-    environ = os.environ | {"PENSTOCK_URL": serve().url}
+def test_the_curl_example_runs(url: str) -> None:
+    environ = os.environ | {"PENSTOCK_URL": url}
     run = subprocess.run(["bash", ROOT / "examples/curl.sh"], env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "data: [DONE]" in run.stdout

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from tiny_adapters import write_adapter
 
-from .server import PenstockServer
+from .server import PATIENCE_S, PenstockServer
 from .streams import all_answers
 from .varied import varied_requests
 
@@ -60,7 +60,7 @@ def all_plain(folders: dict[str, Path]) -> list[dict[str, Any]]:
 
 def load(server: PenstockServer, name: str, folder: Path) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(folder)}
-    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=30)
+    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
 
 
 def kill(server: PenstockServer, *roles: str) -> None:
@@ -111,7 +111,7 @@ def test_an_answer_outlives_its_adapters_name(folders: dict[str, Path], tmp_path
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
-            gone = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "fox"})
+            gone = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "fox"}, timeout=60)
             assert gone.status_code == 200
             kill(server, "decode")
             rest = "\n".join(lines)
@@ -120,7 +120,10 @@ def test_an_answer_outlives_its_adapters_name(folders: dict[str, Path], tmp_path
         load(server, "fox", folder)
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"] == wanted
         write_adapter(folder, STORYTELLER, rank=8, seed=9)
+        before = {row["pid"] for row in server.workers()}
         kill(server, "prefill", "decode")  # what is in memory is still served; a new worker must read it again
+        server.wait_for(lambda: not before & {row["pid"] for row in server.workers()}, PATIENCE_S, "forked anew")
+        server.wait_all_ready()
         failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert failed.status_code == 503
         assert "was changed since it was listed" in failed.json()["error"]["message"]

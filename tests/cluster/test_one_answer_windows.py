@@ -5,23 +5,14 @@ The bundled model with a window in every other layer: its answers are no stories
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from .one_answer import assert_same_in_a_crowd, plain_answers
 from .server import PenstockServer
-from .streams import all_answers
-from .test_one_answer import (
-    ROOMS,
-    answers_with_a_kill,
-    assert_it_took_place,
-    compare,
-    crowd_until_somebody_gives_way,
-)
-from .varied import crowd, varied_requests
 
 WINDOW = 100
 CONTEXT = ("--max-model-len", "1600")
@@ -55,17 +46,7 @@ def windowed(plain_storyteller: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.timeout(600)
 def test_windows_give_one_answer(windowed: str) -> None:
     """Split and aggregated, in chunks, in too little memory, in a batch, with a kill, then from the cache."""
-    with PenstockServer([windowed, *CONTEXT, "--aggregated", "--kv-memory", ROOMS["roomy"]]) as server:
-        plain = asyncio.run(all_answers(server.url, varied_requests(salt_each=True), together=False))
-        crowded = asyncio.run(all_answers(server.url, crowd(), together=False))
-    wanted = [answer.identical for answer in plain]
+    plain = plain_answers([windowed, *CONTEXT])
     for flags in WAYS:
         with PenstockServer([windowed, *CONTEXT, *flags, "--kv-memory", TIGHT]) as server:
-            for kill in (True, False):
-                where = f"{flags} kill={kill}"
-                bodies = varied_requests(salt=where)
-                if kill:
-                    compare(asyncio.run(answers_with_a_kill(server, bodies, wanted, together=True)), wanted, where)
-                compare(asyncio.run(all_answers(server.url, bodies, together=True)), wanted, where)
-            crowd_until_somebody_gives_way(server, [answer.identical for answer in crowded], f"{flags} crowded")
-            assert_it_took_place(server, split="--aggregated" not in flags, tight=True)
+            assert_same_in_a_crowd(server, plain, " ".join(flags))

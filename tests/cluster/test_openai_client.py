@@ -12,6 +12,7 @@ import openai
 import pydantic
 import pytest
 
+from .clients import openai_client
 from .server import PenstockServer
 
 MODEL = "storyteller"
@@ -27,7 +28,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[PenstockServer]:
 
 @pytest.fixture
 def client(server: PenstockServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai_client(server) as made:
         yield made
 
 
@@ -173,7 +174,7 @@ def test_an_unfinished_stream_can_be_closed(client: openai.OpenAI, server: Penst
     )
     next(iter(stream))
     stream.close()
-    server.wait_idle(1.0)  # both legs are free within a second
+    server.wait_idle()  # both legs are free
 
 
 class Flaky(httpx.HTTPTransport):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ import pytest
 from tiny_models import llama_config
 from tiny_readers import bert_config, write_modules, write_reader
 
+from .clients import openai_client
 from .examples import run_example
-from .server import PenstockServer
+from .server import PATIENCE_S, PenstockServer
+
+SCENES = 8
+"""How often a worker is killed to hit an answer: on a busy machine it may be over before that."""
 
 WORDS = ["fox", "dog", "cat", "moon", "river", "forest"]
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 256}
@@ -40,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]
 
 @pytest.fixture
 def client(server: PenstockServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai_client(server) as made:
         yield made
 
 
@@ -59,7 +63,7 @@ def test_openais_client_gets_floats_and_base64(client: openai.OpenAI, server: Pe
     short = client.embeddings.create(**asked, dimensions=16)
     assert np.linalg.norm(short.data[3].embedding) == pytest.approx(1, abs=1e-6)
     assert {row["role"] for row in server.workers()} == {"both"}
-    server.wait_for(lambda: server.metrics()["penstock:texts_pooled_total"] == 61, 5, "told of 61 texts")
+    server.wait_for(lambda: server.metrics()["penstock:texts_pooled_total"] == 61, PATIENCE_S, "told of 61 texts")
     assert server.metrics()["penstock:generation_tokens_total"] == 0
 
 
@@ -70,24 +74,30 @@ def test_the_example_runs(server: PenstockServer, tmp_path: Path):
 def test_a_worker_that_dies_in_the_middle_changes_nothing(client: openai.OpenAI, server: PenstockServer):
     asked: dict[str, Any] = {"model": "tiny-bge", "input": [text(i, 200) for i in range(96)]}
     wanted = [item.embedding for item in client.embeddings.create(**asked).data]
-    answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(client.embeddings.create(**asked)))
     resubmitted = server.metrics()["penstock:resubmissions_total"]
-    asking.start()
-    server.wait_for(lambda: server.worker("both-0")["tokens_in_flight"] > 0, 10, "busy")
-    os.kill(server.worker("both-0")["pid"], signal.SIGKILL)
-    asking.join(60)
-    assert [item.embedding for item in answers[0].data] == wanted
-    assert server.metrics()["penstock:resubmissions_total"] > resubmitted
-    server.wait_all_ready(10)
-    server.wait_idle(5)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(SCENES):
+            server.wait_all_ready()
+            answer = pool.submit(client.embeddings.create, **asked)
+            busy: list[int] = []
+            while not busy and not answer.done():
+                busy = [row["pid"] for row in server.workers() if row["tokens_in_flight"]]
+            for pid in busy[:1]:
+                os.kill(pid, signal.SIGKILL)
+            assert [item.embedding for item in answer.result(PATIENCE_S).data] == wanted
+            if server.metrics()["penstock:resubmissions_total"] > resubmitted:
+                break
+        else:
+            pytest.fail("all were read each time before the worker was killed")
+    server.wait_all_ready()
+    server.wait_idle()
 
 
 def test_a_client_that_leaves_takes_its_texts_along(server: PenstockServer):
     body = {"model": "tiny-bge", "input": [text(i, 200) for i in range(512)]}
     with httpx.Client(trust_env=False) as leaving, pytest.raises(httpx.ReadTimeout):
         leaving.post(f"{server.url}/v1/embeddings", json=body, timeout=httpx.Timeout(30, read=0.3))
-    server.wait_idle(5)
+    server.wait_idle()
 
 
 def test_what_it_does_not_do_is_told(client: openai.OpenAI):
@@ -106,12 +116,12 @@ def test_rerank_and_classify(tmp_path: Path):
     with PenstockServer([str(folder)]) as server:
         documents = [text(i, 20) for i in range(30)]
         ask = {"query": "fox forest", "documents": documents, "top_n": 5}
-        ranked = httpx.post(f"{server.url}/v1/rerank", json=ask, timeout=30).json()["results"]
+        ranked = httpx.post(f"{server.url}/v1/rerank", json=ask, timeout=60).json()["results"]
         scores = [item["relevance_score"] for item in ranked]
         assert scores == sorted(scores, reverse=True)
         assert all(0 < score < 1 for score in scores)
         pair = {"text": "fox forest", "text_pair": documents[ranked[0]["index"]]}
-        told = httpx.post(f"{server.url}/classify", json={"input": pair}, timeout=30).json()["data"]
+        told = httpx.post(f"{server.url}/classify", json={"input": pair}, timeout=60).json()["data"]
         assert told[0]["probs"] == [scores[0]]
 
 
@@ -132,6 +142,8 @@ def test_a_decoder_gives_the_same_vector_in_pieces_from_cached_pages_and_through
         together = vectors(texts)
         assert vectors(texts[::-1])[::-1] == together
         assert [vectors([one])[0] for one in texts] == together
-        server.wait_for(lambda: server.metrics()["penstock:prefix_cache_hits_total"] > 4000, 5, "read from the cache")
-        server.wait_idle(5)
+        server.wait_for(
+            lambda: server.metrics()["penstock:prefix_cache_hits_total"] > 4000, PATIENCE_S, "read from the cache"
+        )
+        server.wait_idle()
         assert server.metrics()["penstock:kv_pages_leaked"] == 0

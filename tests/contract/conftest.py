@@ -8,7 +8,7 @@ import pytest
 from transfer_rig import CARRIERS, Rig, make_rig
 
 
-@pytest.fixture(params=CARRIERS)
+@pytest.fixture(params=[*CARRIERS, pytest.param("nixl", marks=pytest.mark.long)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     made, closing = make_rig(request.param)
     yield made

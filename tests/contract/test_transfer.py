@@ -12,6 +12,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from transfer_rig import (
+    AT_ONCE,
     CARRIERS,
     IDENTITY,
     LAYOUT,
@@ -31,11 +32,15 @@ from transfer_rig import (
 from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
-from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, PullFailed, Released
+from penstock.kv.transfer import sender
+from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
 from penstock.kv.transfer.port import PageSeal
-from penstock.types import FinishReason, RequestId
+from penstock.types import FinishReason, PageId, RequestId
 from penstock.wire.messages import PageReady, PrefillDone
+from penstock.wire.page_doors import Announced, PagesReady
 from penstock.wire.transport import Received
+
+_READY = PageReady | PagesReady
 
 # --- the plain course ------------------------------------------------------------------------------------------------
 
@@ -63,6 +68,50 @@ def test_pages_arrive_identical_and_everything_is_released(rig: Rig, pull_first:
     assert not rig.failed
     assert rig.all_free()
     assert (rig.receiver.counters.pages, rig.receiver.counters.bytes) == (3, 3 * LAYOUT.page_bytes)
+
+
+def test_pages_that_are_offered_in_one_go_are_announced_together_where_they_are_fetched(rig: Rig) -> None:
+    said: list[object] = []
+
+    def note(came: list) -> list:
+        said.extend(received.message for _, received in came)
+        return came
+
+    rig.order = note
+    start(rig)
+    for block, page in enumerate(THEIRS):
+        rig.offer(block, page, tokens=min(16, TOKENS - 16 * block), more=True)
+    rig.settle()
+    assert rig.receiver.counters.pages == 0
+    rig.offer(0, THEIRS[0])  # it is here already, and no more follow
+    rig.until(lambda: rig.receiver.counters.pages == 3)
+    rig.done(3)
+    rig.until(lambda: bool(rig.released))
+    assert arrived(rig)
+    announced = [len(each.pages) if isinstance(each, PagesReady) else 1 for each in said if isinstance(each, _READY)]
+    assert announced == ([1, 1, 1] if rig.carrier == "curve" else [3])
+
+
+def test_what_is_offered_in_one_go_is_announced_by_and_by(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as much each time, so that the first pages travel while others are hashed."""
+    monkeypatch.setattr(sender, "ANNOUNCED_BYTES", 4 * LAYOUT.page_bytes)
+    names = [RequestId("r"), RequestId("s")]
+    for request in names:
+        rig.open(request=request)
+        rig.expect(list(range(16)) if request == "r" else list(range(16, 32)), tokens=256, request=request)
+    rig.until(lambda: len(rig.granted) == 2)
+    for request in names:
+        rig.sender._legs[request].enough = LAYOUT.page_bytes
+        said = []
+        for block in range(16):
+            offer = Offer(request=request, epoch=1, block=block, page=PageId(block), tokens=16, generation=1)
+            turn = rig.sender.offer(offer, rig.clock.now(), more=block < 15)
+            said.append(len(turn.sends) and sum(len(getattr(send.message, "pages", "1")) for send in turn.sends))
+            rig.sent(turn)
+        assert said == [1, 0, 2, 0, 0, 0, 4, 0, 0, 0, 4, 0, 0, 0, 4, 1]
+        rig.done(16, request=request)
+    rig.until(lambda: len(rig.released) == 2)
+    assert all(rig.receiver_page(page) == rig.sender_page(page % 16) for page in range(32))
 
 
 def test_nothing_but_the_expected_pages_is_written(rig: Rig) -> None:
@@ -130,11 +179,14 @@ def test_frames_in_any_order(rig: Rig) -> None:
     rig.until(lambda: len([m for _, m in held if isinstance(m.message, PageReady | PrefillDone)]) == 4)
     rig.order = list
     for source, received in reversed(held):
+        assert not rig.advanced  # block 0 comes last
         rig.took(rig.receiver.receive(source, received.message, received.payload, rig.clock.now()))
         rig.receiver_copies()
     rig.until(lambda: bool(rig.released))
     assert arrived(rig)
-    assert [a.computed for a in rig.advanced] == [TOKENS]  # block 0 came last
+    computed = [advance.computed for advance in rig.advanced]  # several where pages are fetched: they land one by one
+    assert computed[-1] == TOKENS
+    assert computed == sorted(set(computed))
 
 
 def test_frames_sent_twice_arrive_once(rig: Rig) -> None:
@@ -151,6 +203,7 @@ def test_frames_sent_twice_arrive_once(rig: Rig) -> None:
     assert rig.all_free()
 
 
+@pytest.mark.parametrize("rig", AT_ONCE, indirect=True)
 def test_copying_keeps_to_its_budget(rig: Rig) -> None:
     start(rig)
     offer_all(rig)
@@ -203,7 +256,7 @@ def test_every_flipped_bit_of_a_page_is_found(rig: Rig) -> None:
     for epoch, bit in enumerate(bits, start=1):
         start(rig, epoch=epoch)
         rig.offer(0, THEIRS[0], epoch=epoch)
-        if rig.carrier == "tcp":
+        if rig.carrier == "curve":
 
             def damage(came: list, bit: int = bit) -> list:
                 return [(s, spoilt(m, bit) if m.payload is not None else m) for s, m in came]
@@ -258,7 +311,7 @@ def test_a_page_that_was_given_out_again_meanwhile_is_found(rig: Rig) -> None:
     assert all(advance.computed <= 16 for advance in rig.advanced)
 
 
-@pytest.mark.parametrize("rig", ["tcp"], indirect=True)
+@pytest.mark.parametrize("rig", ["curve"], indirect=True)
 def test_a_wrong_size_is_found(rig: Rig) -> None:
     for body in (None, memoryview(b""), memoryview(bytes(LAYOUT.page_bytes + 1))):
         epoch = len(rig.failed) + 1
@@ -286,6 +339,21 @@ def test_a_page_that_cannot_be_of_this_request_ends_it_unwritten(rig: Rig, block
     rig.until(lambda: bool(rig.failed))
     assert rig.failed[0].reason.startswith("protocol")
     assert bytes(rig.receiver_memory.buffer) == before
+    rig.until(rig.all_free)
+
+
+@pytest.mark.parametrize("wrong", [(3, 16), (1, 15)])
+def test_one_page_among_many_that_cannot_be_of_this_request_ends_it(rig: Rig, wrong: tuple[int, int]) -> None:
+    start(rig)
+    before = bytes(rig.receiver_memory.buffer)
+    rows = [(0, 16), wrong, (2, 8)]
+    pages = tuple(Announced(block, tokens, PageId(30), 1, bytes(16)) for block, tokens in rows)
+    message = PagesReady(request=R, epoch=1, pages=pages)
+    rig.took(rig.receiver.receive(rig.source, message, None, rig.clock.now()))
+    assert [failed.reason[:8] for failed in rig.failed] == ["protocol"]
+    rig.receiver_copies()
+    assert bytes(rig.receiver_memory.buffer) == before
+    assert rig.receiver.counters.strays == 0
     rig.until(rig.all_free)
 
 

@@ -19,6 +19,7 @@ from transfer_rig import IDENTITY, LAYOUT, R, first_token
 from penstock.clock import MonotonicClock, VirtualClock
 from penstock.config.schema import HandOverConfig
 from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.transfer.curve import CurveCarrier
 from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import (
     FirstToken,
@@ -38,6 +39,7 @@ from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.types import PageId, WorkerId
 from penstock.wire.keys import Keys
 from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages
+from penstock.wire.page_doors import PagesReady
 from penstock.wire.zeromq import ZmqTransport
 
 BLOCKS = 8
@@ -74,6 +76,16 @@ class Orders:
             os.close(descriptor)
 
 
+def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> PageCarrier:
+    match kind:
+        case "shm":
+            return ShmCarrier(memory, peers, SEAL)
+        case "curve":
+            return CurveCarrier(memory, SEAL)
+        case _:
+            return TcpCarrier(memory, SEAL, HandOverConfig(), ("tcp://127.0.0.1:0", 0))
+
+
 def sender_process(carrier: str, file: KvFile, keys: Keys, endpoint: str, orders: Orders) -> None:
     """Orders: p, offer the next page; d, done; s, scribble over all pages; q, end once released.  Never returns."""
     code = 1
@@ -81,8 +93,7 @@ def sender_process(carrier: str, file: KvFile, keys: Keys, endpoint: str, orders
         memory = file.map_own()
         for page in range(PAGES):
             memory.view(PageId(page))[:] = content(page)
-        made: PageCarrier = ShmCarrier(memory, {}, SEAL) if carrier == "shm" else TcpCarrier(memory, SEAL)
-        sender = HandOverSender(HandOverConfig(), made, incarnation=1)
+        sender = HandOverSender(HandOverConfig(), carrier_of(carrier, memory, {}), incarnation=1)
         clock = MonotonicClock()
         transport = ZmqTransport(keys)
         listener = transport.listen(endpoint)
@@ -141,9 +152,9 @@ class Receiving:
             bound += os.read(self.orders.from_child[0], 1)
         self.memory = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, PAGES)))
         seen = stack.enter_context(closing(file.map_readonly()))
-        made: PageCarrier = (
-            ShmCarrier(self.memory, {WORKER: seen}, SEAL) if carrier == "shm" else TcpCarrier(self.memory, SEAL)
-        )
+        made = carrier_of(carrier, self.memory, {WORKER: seen})
+        if isinstance(made, TcpCarrier):
+            stack.callback(made.close)
         self.receiver = HandOverReceiver(HandOverConfig(), made)
         self.clock = VirtualClock(50)
         self.transport = stack.enter_context(closing(ZmqTransport(keys)))
@@ -168,9 +179,10 @@ class Receiving:
         deadline = MonotonicClock().now() + 10
         while not true():
             assert MonotonicClock().now() < deadline, f"it did not come true; {self.news}"
-            self.transport.wait(0.05, [self.link])
+            self.transport.wait(0.05, [self.link], self.receiver.descriptors)
             while (received := self.link.recv()) is not None:
-                self.frames += isinstance(received.message, PageReady)
+                message = received.message
+                self.frames += len(message.pages) if isinstance(message, PagesReady) else isinstance(message, PageReady)
                 self.took(self.receiver.receive(self.source, received.message, received.payload, self.clock.now()))
             if copying:
                 self.took(self.receiver.work(self.clock.now()))
@@ -206,7 +218,7 @@ def slot() -> Iterator[KvFile]:
         yield file
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "curve", "tcp"])
 def end(request: pytest.FixtureRequest, slot: KvFile) -> Iterator[Receiving]:
     with ExitStack() as stack:
         yield Receiving(request.param, slot, Keys.ephemeral(), stack)
@@ -234,6 +246,19 @@ def test_a_sender_killed_in_the_middle(end: Receiving) -> None:
     assert bytes(end.memory.buffer) == before
 
 
+@pytest.mark.parametrize("end", ["tcp"], indirect=True)
+def test_what_a_killed_sender_had_announced_and_can_only_be_fetched_is_given_up(end: Receiving) -> None:
+    end.order(b"p" * 3)
+    end.until(lambda: end.frames == 3, copying=False)
+    os.kill(end.pid, signal.SIGKILL)
+    end.ended()
+    end.until(lambda: bool(end.news))
+    assert isinstance(end.news[0], PullFailed)
+    assert end.news[0].reason.startswith("its pages cannot be fetched")
+    assert not end.receiver.open_pulls
+
+
+@pytest.mark.parametrize("end", ["shm", "curve"], indirect=True)
 def test_what_a_killed_sender_had_announced_can_still_be_copied_and_is_right(end: Receiving) -> None:
     end.order(b"p" * 3)
     end.until(lambda: end.frames == 3, copying=False)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transport_place import Place, fresh_name, note
+from transport_place import PATIENCE_S, Place, fresh_name, note
 
 from penstock.errors import ConfigError, ProtocolError
 from penstock.types import PageId, RequestId
@@ -81,7 +81,7 @@ def test_messages_wait_for_a_listener_that_comes_later(place: Place) -> None:
         probe.close()
     link = place.transport.connect(place.endpoint)
     assert link.send(note(7))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             listener = place.transport.listen(place.endpoint)
@@ -109,7 +109,7 @@ def test_a_peer_that_left_is_noticed_when_sent_to(place: Place, ends: tuple[List
     assert link.send(note(1))
     peer = place.wait_for(listener, link).peer
     link.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while listener.send(peer, note(2)):
         assert time.monotonic() < deadline
         place.transport.wait(0.01, [listener])
@@ -176,10 +176,10 @@ async def test_an_async_link_iterates_until_it_is_closed(place: Place) -> None:
     for number in range(300):
         assert listener.send(peer.peer, note(number))
         link.send(HandOverAlive(request=RequestId("r"), epoch=number))
-    await asyncio.wait_for(done.wait(), 5)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert got == list(range(300))
     link.close()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, PATIENCE_S)
     for number in range(300):
         received = place.wait_for(listener)
         assert received.message == HandOverAlive(request=RequestId("r"), epoch=number)
@@ -202,7 +202,7 @@ async def test_a_busy_async_link_lets_other_tasks_run(place: Place) -> None:
     task = asyncio.create_task(other())
     for number in range(1000):
         assert listener.send(first.peer, note(number))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         for _ in range(1000):
             await anext(link)
     assert turns >= 5

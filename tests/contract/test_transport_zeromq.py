@@ -8,12 +8,12 @@ import time
 from contextlib import closing
 
 import pytest
-from transport_place import Place, fresh_name, note
+from transport_place import PATIENCE_S, Place, fresh_name, note
 
 from penstock.errors import ConfigError
 from penstock.wire import codec
 from penstock.wire.keys import Keys
-from penstock.wire.messages import WorkerDown
+from penstock.wire.messages import PROTOCOL_VERSION, WorkerDown
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 
@@ -76,7 +76,8 @@ def test_hostile_frames_are_counted_and_dropped() -> None:
         raw = link.socket  # type: ignore[attr-defined]
         supervisor_only = codec.encode(WorkerDown(worker="w", incarnation=1, state="dead", reason=""))  # type: ignore[arg-type]
         good = codec.encode(note(1))
-        hostile = [[b""], [b"\x01"], [b"\x02" + good[1:]], [good, b"p", b"q"], [good + b"x"], [supervisor_only]]
+        other = bytes((PROTOCOL_VERSION + 1,)) + good[1:]
+        hostile = [[b""], [good[:1]], [other], [good, b"p", b"q"], [good + b"x"], [supervisor_only]]
         for frames in hostile:
             raw.send_multipart(frames)
         assert link.send(note(2))
@@ -109,7 +110,7 @@ def test_last_words_arrive_when_closing_waits_for_them(endpoint: str) -> None:
         peer = Place(leaving, "").wait_for(listener).peer
         for number in range(500):
             assert listener.send(peer, note(number))
-        leaving.close(linger_s=5.0)
+        leaving.close(linger_s=30.0)
         heard = [Place(staying, "").wait_for(link).message for _ in range(500)]
         assert heard == [note(number) for number in range(500)]
     finally:
@@ -137,7 +138,7 @@ def test_an_async_link_works_on_uvloop() -> None:
             first = await asyncio.to_thread(Place(transport, "").wait_for, listener)
             for number in range(200):
                 assert listener.send(first.peer, note(number))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 return [(await anext(link)).message.epoch for _ in range(200)]  # type: ignore[union-attr]
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -159,7 +160,7 @@ def test_wait_wakes_for_a_descriptor() -> None:
         try:
             assert not transport.wait(0, [listener], [read])
             os.write(write, b"x")
-            assert transport.wait(5, [listener], [read])
+            assert transport.wait(PATIENCE_S, [listener], [read])
         finally:
             os.close(read)
             os.close(write)

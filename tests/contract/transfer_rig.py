@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import random
@@ -9,11 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+import pytest
+
 from penstock.clock import VirtualClock
 from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.transfer.curve import CurveCarrier
 from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import (
     FirstToken,
@@ -27,6 +32,7 @@ from penstock.kv.transfer.effects import (
     SenderTurn,
 )
 from penstock.kv.transfer.memory import MemoryCarrier
+from penstock.kv.transfer.nixl.carrier import NixlCarrier
 from penstock.kv.transfer.port import PageCarrier, PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
@@ -39,7 +45,13 @@ from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPag
 from penstock.wire.transport import Transport
 from penstock.wire.zeromq import ZmqTransport
 
-CARRIERS = ("memory", "shm", "tcp")
+AT_ONCE = ("memory", "shm", "curve")
+"""Carriers that bring a page at once."""
+
+CARRIERS = (*AT_ONCE, "tcp")
+NIXL = {"nixl_transports": "tcp", "nixl_devices": "lo"}
+"""What stands in for RDMA here."""
+
 LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32")
 PAGES = 64
@@ -105,12 +117,20 @@ class Rig:
         self.sent(self.sender.open(request, epoch, self.clock.now()))
 
     def offer(
-        self, block: int, page: int, *, tokens: int = 16, generation: int = 1, epoch: int = 1, request: RequestId = R
+        self,
+        block: int,
+        page: int,
+        *,
+        tokens: int = 16,
+        generation: int = 1,
+        epoch: int = 1,
+        request: RequestId = R,
+        more: bool = False,
     ) -> None:
         offer = Offer(
             request=request, epoch=epoch, block=block, page=PageId(page), tokens=tokens, generation=generation
         )
-        self.sent(self.sender.offer(offer, self.clock.now()))
+        self.sent(self.sender.offer(offer, self.clock.now(), more=more))
 
     def done(self, blocks: int, epoch: int = 1, request: RequestId = R) -> None:
         self.sent(self.sender.done(first_token(request, epoch), blocks, self.clock.now()))
@@ -166,15 +186,18 @@ class Rig:
         return had
 
     def until(self, true: Callable[[], bool], *, copying: bool = True) -> None:
-        """Let both ends run until something is true.  Fails after five real seconds."""
-        deadline = time.monotonic() + 5
+        """Let both ends run until something is true.  Fails after a real minute."""
+        deadline = time.monotonic() + 60
         while not true():
             assert time.monotonic() < deadline, "it did not come true"
             moved = self.sender_turn() | self.receiver_listens()
             if copying:
                 moved |= self.receiver_copies()
             if not moved:
-                self.transport.wait(0.02, [self.listener, *self.links.values()])
+                self.wait(0.02)
+
+    def wait(self, seconds: float) -> None:
+        self.transport.wait(seconds, [self.listener, *self.links.values()], self.receiver.descriptors)
 
     def settle(self) -> None:
         """Let both ends run on, so that what must not come has time to come."""
@@ -183,7 +206,7 @@ class Rig:
             moved = self.sender_turn() | self.receiver_listens() | self.receiver_copies()
             quiet = 0 if moved else quiet + 1
             if not moved:
-                self.transport.wait(0.01, [self.listener, *self.links.values()])
+                self.wait(0.01)
 
     # --- what a test asks ---
 
@@ -198,7 +221,7 @@ class Rig:
 
 
 def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation: int = 1) -> tuple[Rig, list]:
-    """A rig, and what must be closed after it."""
+    """A rig, and what must be closed after it.  ``carrier``: one of CARRIERS, "tcp-sealed" or "nixl"."""
     config = config or HandOverConfig()
     seal = PageSeal(IDENTITY, LAYOUT)
     closing: list = []
@@ -214,10 +237,21 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
         send, take = ShmCarrier(mine, {}, seal), ShmCarrier(theirs, {WorkerId("prefill-0"): seen}, seal)
         transport, endpoint = ZmqTransport(Keys.ephemeral()), f"ipc://@penstock-{name}"
         closing += [*files, seen]
+    elif carrier == "nixl":
+        config = msgspec.structs.replace(config, **NIXL)
+        (mine, send), (theirs, take) = nixl_end(config, seal, gives=True), nixl_end(config, seal, gives=False)
+        closing += [send, take]
+        transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
     else:
         mine, theirs = KvMemory.anonymous(LAYOUT, PAGES), KvMemory.anonymous(LAYOUT, PAGES)
-        if carrier == "tcp":
-            send, take = TcpCarrier(mine, seal), TcpCarrier(theirs, seal)
+        if carrier != "memory":
+            if carrier == "curve":
+                send, take = CurveCarrier(mine, seal), CurveCarrier(theirs, seal)
+            else:
+                at, sealed = ("tcp://127.0.0.1:0", 0), carrier == "tcp-sealed"
+                send = TcpCarrier(mine, seal, config, at, sealed=sealed)
+                take = TcpCarrier(theirs, seal, config, at, sealed=sealed)
+                closing += [send, take]
             transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
         else:
             send, take = MemoryCarrier(mine, {}, seal), MemoryCarrier(theirs, {WorkerId("prefill-0"): mine}, seal)
@@ -233,7 +267,30 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
         endpoint=endpoint,
         incarnation=incarnation,
     )
-    return rig, [transport, mine, theirs, *closing]
+    return rig, [*closing, transport, mine, theirs]
+
+
+def nixl_carrier(config: HandOverConfig, seal: PageSeal) -> tuple[KvMemory, NixlCarrier]:
+    """One worker's; nothing of it is started."""
+    file = KvFile.create(LAYOUT, PAGES)
+    memory = file.map_own(lend=os.O_RDONLY)
+    file.close()
+    return memory, NixlCarrier(TcpCarrier(memory, seal, config, ("tcp://127.0.0.1:0", 0)), memory, seal, config)
+
+
+def nixl_end(config: HandOverConfig, seal: PageSeal, *, gives: bool) -> tuple[KvMemory, NixlCarrier]:
+    """One worker's, ready to give or to take.  Skips the test where NIXL is not installed."""
+    if importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip("NOT RUN: no NIXL here: pip install --no-deps nixl-cu12")
+    memory, carrier = nixl_carrier(config, seal)
+    end = carrier.giver if gives else carrier.taker
+    end.start()
+    end.settled.wait(60)
+    if not (carrier.giver.ready if gives else carrier.taker.usable):
+        carrier.close()
+        memory.close()
+        pytest.fail(f"NIXL is installed and did not come up: {carrier.taker.why or 'the log says why'}")
+    return memory, carrier
 
 
 # --- one request of three pages, step by step -------------------------------------------------------------------------

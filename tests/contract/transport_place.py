@@ -11,6 +11,9 @@ from penstock.types import RequestId
 from penstock.wire.messages import Cancel
 from penstock.wire.transport import Link, Listener, Received, Transport
 
+PATIENCE_S = 60.0
+"""However busy the machine is."""
+
 _names = itertools.count()
 
 
@@ -22,8 +25,8 @@ class Place:
     endpoint: str
 
     def wait_for(self, end: Listener | Link, *others: Listener | Link) -> Received:
-        """The next message at ``end``.  Fails after five seconds."""
-        deadline = time.monotonic() + 5
+        """The next message at ``end``.  Fails when it does not come."""
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if (received := end.recv()) is not None:
                 return received

@@ -4,150 +4,7 @@ docs/models.md by ``family_table.py``.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-CONFIGS = Path(__file__).parents[1] / "fixtures/configs"
-
-SMALL = {
-    "vocab_size": 113,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A published model, made small."""
-
-    models: str  # as people call what this entry stands for
-    config: str  # file of the real config.json, without suffix
-    parameters: int  # of the real model, as its makers count
-    features: str  # what this entry proves
-    small: dict[str, Any] = field(default_factory=dict)  # further changes; None removes a field
-    sizes: dict[str, Any] = field(default_factory=lambda: SMALL)
-    inside: str | None = None  # the section of config.json that all of these are in
-
-    @property
-    def name(self) -> str:
-        """Of the tests."""
-        return f"{self.config}: {self.features}"
-
-    @property
-    def architecture(self) -> str:
-        """As ``config.json`` names it."""
-        (name,) = self.real()["architectures"]
-        return str(name)
-
-    def real(self) -> dict[str, Any]:
-        """The published ``config.json``."""
-        values: dict[str, Any] = json.loads((CONFIGS / f"{self.config}.json").read_text())
-        return values
-
-    def shrunk(self) -> dict[str, Any]:
-        """The same with small sizes."""
-        values = self.real()
-        if self.inside is None:
-            return self._changed(values)
-        return values | {self.inside: self._changed(values[self.inside])} | NO_IMAGES
-
-    def _changed(self, values: dict[str, Any]) -> dict[str, Any]:
-        """With other sizes, and without what they say None of."""
-        changes = self.sizes | self.small
-        return {name: value for name, value in (values | changes).items() if value is not None or name not in changes}
-
-
-NO_IMAGES = {
-    "vision_config": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-}
-"""The smallest reader of images; only text is served."""
-
-
-LLAMA4 = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "intermediate_size_mlp": 80,
-    "attention_chunk_size": 48,
-    "floor_scale": 32,
-    "attn_scale": 0.7,
-    "num_local_experts": 8,
-}
-
-GPT2_SMALL = {
-    "vocab_size": 113,
-    "n_embd": 64,
-    "n_head": 4,
-    "n_layer": 3,
-    "n_positions": 256,
-    "n_ctx": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-"""Its fields have other names."""
-
-
-LONG = {
-    "original_max_position_embeddings": 64,
-    "rope_scaling": {
-        "type": "longrope",
-        "short_factor": [1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5],
-        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
-    },
-}
-"""Divisors for heads of 16 columns."""
-
-
-AXES = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "max_window_layers": 3}
-VISION: dict[str, Any] = {
-    "depth": 2,
-    "num_heads": 2,
-    "in_chans": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-"""Small readers of images.  Texts without any are tested here, images in ``test_vision.py``."""
-
-
-MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 18,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "max_position_embeddings": 512,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 128,
-    },
-}
-"""Latent attention, made small."""
-
+from shrunk_models import AXES, GPT2_SMALL, LLAMA4, LONG, MLA, NO_KIMI_IMAGES, VISION, Case
 
 CASES = (
     Case(
@@ -337,6 +194,27 @@ CASES = (
         small={"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
     Case(
+        models="Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
+        config="qwen_3_next_80b_a3b",
+        parameters=79_674_391_296,
+        features="gated delta nets whose states stand in pages, gated attention, a gated shared expert, "
+        "a quarter of a head rotated",
+        small={
+            "num_hidden_layers": 5,
+            "full_attention_interval": 4,
+            "head_dim": 16,
+            "num_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 16,
+            "mlp_only_layers": [1],
+        },
+    ),
+    Case(
         models="GLM-4.5, GLM-4.6",
         config="glm_4_5_air",
         parameters=106_852_251_264,
@@ -399,6 +277,16 @@ CASES = (
         small=MLA | {"model_type": "deepseek_v3", "q_lora_rank": 24, "v_head_dim": 22},
     ),
     Case(
+        models="Kimi K2.5 (text only; weights in bf16)",
+        config="kimi_k25_around_k2",
+        parameters=1_026_408_232_448,
+        features="the text model of Kimi K2 inside one that reads images",
+        small=MLA | {"model_type": "deepseek_v3", "q_lora_rank": 24, "v_head_dim": 22},
+        inside="text_config",
+        around=NO_KIMI_IMAGES,
+        misnamed=("language_model.model.blocks.", "language_model.model.layers."),
+    ),
+    Case(
         models="Llama 4 Scout, Maverick (text only)",
         config="llama_4_scout",
         parameters=107_769_861_120,
@@ -438,3 +326,19 @@ CASES = (
         },
     ),
 )
+
+HEARD: tuple[Case, ...] = (
+    Case(
+        models="Whisper tiny, base, small, medium, large to v2",
+        config="whisper_tiny",
+        parameters=37_760_640,
+        features="sounds ([audio.md](audio.md)): an encoder, and cross-attention whose keys and values are pages",
+    ),
+    Case(
+        models="Whisper large-v3, large-v3-turbo, distil",
+        config="whisper_large_v3",
+        parameters=1_543_490_560,
+        features="128 bands",
+    ),
+)
+"""Their prompts begin with a sound: tested by ``test_whisper.py``."""

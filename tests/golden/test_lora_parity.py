@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from parity_oracle import Oracle, write_random_model
-from test_parity import check_rows, whole_rows
+from whole_rows import check_rows, read_rows
 
-from penstock.types import SamplingParams
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import llama_config
@@ -25,21 +24,19 @@ PHI: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-def rows_of(folder: Path, adapter: Path, tokens: list[int]) -> Any:
-    """Log-probabilities of the whole vocabulary at every position but the last."""
+def adapted_rows(folder: Path, adapter: Path, tokens: list[int]) -> Any:
+    """Log-probabilities of the whole vocabulary after every position."""
     bench = RunnerBench(folder)
-    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=VOCAB, prompt_logprobs=VOCAB)
-    drawn = bench.read(bench.request(tokens, sampling, adapter=bench.load_adapter(adapter)), 50)
-    return whole_rows(drawn.prompt_logprobs, VOCAB)
+    return read_rows(bench, tokens, 50, adapter=bench.load_adapter(adapter))
 
 
 def test_an_adapter_is_what_it_would_be_merged(tmp_path: Path) -> None:
     oracle = write_random_model(tmp_path / "model", LLAMA)
     adapter = write_adapter(tmp_path / "lora", tmp_path / "model", rank=5, seed=4, lora_alpha=3)
     tokens = np.random.default_rng(1).integers(0, VOCAB, LENGTH).tolist()
-    got_TV = rows_of(tmp_path / "model", adapter, tokens)
+    got_TV = adapted_rows(tmp_path / "model", adapter, tokens)
     merge(oracle, adapter, 3 / 5)
-    check_rows(got_TV, oracle.logprobs_TV(tokens)[:-1])
+    check_rows(got_TV, oracle.logprobs_TV(tokens))
 
 
 def merge(oracle: Oracle, adapter: Path, scale: float) -> None:
@@ -83,4 +80,4 @@ def test_adapters_that_peft_made(tmp_path: Path, config: dict[str, Any], root: b
     assert json.loads((tmp_path / "lora/adapter_config.json").read_text())["use_rslora"] is root
     tokens = np.random.default_rng(2).integers(0, VOCAB, LENGTH).tolist()
     want_TV = Oracle(model).logprobs_TV(tokens)
-    check_rows(rows_of(tmp_path / "model", tmp_path / "lora", tokens), want_TV[:-1])
+    check_rows(adapted_rows(tmp_path / "model", tmp_path / "lora", tokens), want_TV)

@@ -5,24 +5,20 @@ wherever its margin is over 2e-3.  Through the real runner, over paged KV, in ch
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from parity_oracle import Oracle
 from tokenizers import Tokenizer
+from whole_rows import TOLERANCE, check_rows, read_rows
 
 from penstock.kernels.select import available_families
-from penstock.types import SamplingParams, TokenLogprob
+from penstock.types import SamplingParams
 from penstock.weights.decoder import Decoder
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
-
-TOLERANCE = 1e-3
-MARGIN = 2e-3
 
 BUNDLED = Path(__file__).parents[2] / "src/penstock/bundled/storyteller"
 
@@ -79,25 +75,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check_rows(got_TV: NDArray[Any], want_TV: NDArray[np.float64]) -> None:
-    """The two promises, for whole distributions."""
-    assert np.abs(got_TV - want_TV).max() <= TOLERANCE
-    second_T, first_T = np.sort(want_TV, axis=1)[:, -2:].T
-    clear_T = first_T - second_T > MARGIN
-    assert clear_T.any()
-    assert (got_TV.argmax(1) == want_TV.argmax(1))[clear_T].all()
-
-
-def whole_rows(told: Sequence[TokenLogprob], vocab: int) -> NDArray[np.float64]:
-    """[T, V] of log-probabilities that were asked for with all alternatives."""
-    rows_TV = np.full((len(told), vocab), np.nan)
-    for row_V, one in zip(rows_TV, told, strict=True):
-        ids, values = zip(*one.top, strict=True)
-        row_V[list(ids)] = values
-        assert row_V[one.token] == one.logprob
-    return rows_TV
-
-
 @pytest.mark.parametrize("case", CONFIGS)
 def test_random_models(tmp_path: Path, case: str) -> None:
     changes, options = CONFIGS[case]
@@ -107,11 +84,8 @@ def test_random_models(tmp_path: Path, case: str) -> None:
     tokens = np.random.default_rng(1).integers(0, vocab, 300).tolist()
     want_TV = Oracle.of(folder).logprobs_TV(tokens)
     bench = RunnerBench(folder)
-    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=vocab, prompt_logprobs=vocab)
     for chunk in (300, 64, 37):
-        drawn = bench.read(bench.request(tokens, sampling), chunk)
-        check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), vocab), want_TV)
-        assert [one.token for one in drawn.prompt_logprobs] == tokens[1:]
+        check_rows(read_rows(bench, tokens, chunk), want_TV)
 
 
 @pytest.mark.parametrize("family", available_families())
@@ -119,10 +93,7 @@ def test_every_kernel_family(tmp_path: Path, family: str) -> None:
     config = llama_config(hidden_size=80, intermediate_size=100, vocab_size=113, rope_scaling=LLAMA3)
     folder = write_model(tmp_path, config)
     tokens = np.random.default_rng(2).integers(0, 113, 200).tolist()
-    bench = RunnerBench(folder, family=family)
-    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=113, prompt_logprobs=113)
-    drawn = bench.read(bench.request(tokens, sampling), 50)
-    check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), 113), Oracle.of(folder).logprobs_TV(tokens))
+    check_rows(read_rows(RunnerBench(folder, family=family), tokens, 50), Oracle.of(folder).logprobs_TV(tokens))
 
 
 @pytest.fixture(scope="module")

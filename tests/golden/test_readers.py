@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_cases import CONFIGS, SMALL
 from numpy.typing import NDArray
 from parity_oracle import Oracle, write_random_model
+from shrunk_models import CONFIGS, SMALL
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from penstock.engine.core.holding import Holding
@@ -22,7 +22,7 @@ from penstock.engine.core.request import Request
 from penstock.engine.models.registry import build_reader
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.kernels.select import make_ops
-from penstock.types import PAGE_TOKENS, BlockHash, Leg, PageId, PoolingParams, RequestId, SamplingParams
+from penstock.types import BlockHash, Leg, PageId, PoolingParams, RequestId, SamplingParams
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fields import Fields
@@ -154,7 +154,7 @@ class Bench:
         )
         request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
         first = self._serial % 8 * 8
-        request.adopt([Holding(0, [PageId(page) for page in range(first, first + 8)])], page_tokens=PAGE_TOKENS)
+        request.adopt([Holding(0, [PageId(page) for page in range(first, first + 8)])])
         return request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from parity_oracle import Oracle
 from PIL import Image
-from test_parity import check_rows, whole_rows
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from ways import Told, Ways
+from whole_rows import check_rows, read_rows, rows_of
 
 from penstock.config.schema import Limits
 from penstock.engine.core.request import Request
@@ -25,7 +26,7 @@ from penstock.intake.images.pixels import picture_of
 from penstock.intake.images.preparing import Seen, expanded
 from penstock.intake.images.recipe import read_recipe
 from penstock.kernels.recording import RecordedProgram
-from penstock.types import PAGE_TOKENS, Picture, SamplingParams, TokenLogprob
+from penstock.types import PAGE_TOKENS, Picture, SamplingParams
 from penstock.weights.small_files import small_files
 from penstock.weights.vision import SeeingDecoder
 from runner_bench import RunnerBench
@@ -52,6 +53,10 @@ class Place:
         )
         shown = self.prompt.pictures if pictures is None else pictures
         return self.bench.request(self.prompt.tokens, sampling, images=self.prompt.images, pictures=shown)
+
+    @property
+    def ways(self) -> Ways:
+        return Ways(self.bench, self.request)
 
 
 def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1, 7, 40)) -> Seen:
@@ -106,7 +111,7 @@ def test_images_are_prepared_as_transformers_prepares_them(place: Place) -> None
 def test_log_probabilities_are_those_of_transformers(place: Place) -> None:
     request = place.request(told=True)
     drawn = place.bench.read(request, len(place.prompt.tokens))
-    got_TV = whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), VOCAB)
+    got_TV = rows_of(drawn, VOCAB)
     check_rows(got_TV, of_transformers(place, place.prompt, place.images))
     place.bench.release(request)
     others = [picture(*size, seed=index + 7) for index, size in enumerate(SIZES)]
@@ -117,31 +122,26 @@ def test_log_probabilities_are_those_of_transformers(place: Place) -> None:
 
 def test_a_text_without_images_is_that_of_a_model_that_reads_text_only(place: Place) -> None:
     tokens = [token for token in place.prompt.tokens if token != IMAGE_TOKEN]
-    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=VOCAB, prompt_logprobs=VOCAB)
-    request = place.bench.request(tokens, sampling)
-    drawn = place.bench.read(request, 33)
-    check_rows(whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), VOCAB), place.oracle.logprobs_TV(tokens))
-    place.bench.release(request)
+    check_rows(read_rows(place.bench, tokens, 33), place.oracle.logprobs_TV(tokens))
 
 
 def test_no_bit_depends_on_the_way(place: Place) -> None:
-    want = alone(place, len(place.prompt.tokens))
-    assert alone(place, 7) == want  # chunks begin and end within images
+    ways = place.ways
+    want = ways.alone(len(place.prompt.tokens))
+    assert ways.alone(7) == want  # chunks begin and end within images
     assert in_company(place) == want
     assert on_cached_pages(place) == want
-    assert after_a_preemption(place) == want
+    assert ways.after_a_preemption() == want
 
 
 def test_rows_do_not_depend_on_the_memory_for_them(place: Place) -> None:
-    want = alone(place, 11)
-    assert (
-        alone(Place(place.folder, RunnerBench(place.folder, image_cache=1), place.oracle, [], place.prompt), 11) == want
-    )
+    forgetful = replace(place, bench=RunnerBench(place.folder, image_cache=1))
+    assert forgetful.ways.alone(11) == place.ways.alone(11)
 
 
 def test_bf16_keeps_law_1(place: Place) -> None:
-    narrow = Place(place.folder, RunnerBench(place.folder, "bf16"), place.oracle, [], place.prompt)
-    assert alone(narrow, 9) == alone(narrow, len(place.prompt.tokens))
+    narrow = replace(place, bench=RunnerBench(place.folder, "bf16")).ways
+    assert narrow.alone(9) == narrow.alone(len(place.prompt.tokens))
 
 
 def test_windows_hold_all_patches_once(place: Place) -> None:
@@ -153,66 +153,17 @@ def test_windows_hold_all_patches_once(place: Place) -> None:
         assert (np.diff(grid.windows_S1) > 0).all()
 
 
-Told = tuple[tuple[int, ...], tuple[TokenLogprob, ...]]
-
-
-def alone(place: Place, chunk: int) -> Told:
-    request = place.request()
-    told = answered(place, request, [*place.bench.read(request, chunk).logprobs])
-    place.bench.release(request)
-    return told
-
-
 def in_company(place: Place) -> Told:
     """Beside one that writes after an image of its own, and one that reads text."""
-    bench = place.bench
-    own = seen(place.folder, [picture(120, 60, seed=9)])
+    bench, own = place.bench, seen(place.folder, [picture(120, 60, seed=9)])
     writer = bench.request(own.tokens, SamplingParams(seed=9, max_tokens=60), images=own.images, pictures=own.pictures)
-    bench.read(writer, 90)
     reader = bench.request([5] * 90, SamplingParams(seed=9, max_tokens=1))
-    request = place.request()
-    logprobs: list[TokenLogprob] = []
-    while len(request.output) < ANSWER:
-        work = [(writer, 1), (request, min(30, request.missing)), (reader, min(15, reader.missing - 1))]
-        logprobs += bench.step([item for item in work if item[1] > 0])[1].logprobs
-    told = (tuple(request.output), tuple(logprobs))
-    for one in (writer, reader, request):
-        bench.release(one)
-    return told
+    return place.ways.in_company(writer, reader, chunk=30, others=15)
 
 
 def on_cached_pages(place: Place) -> Told:
-    """The prompt's first pages, which end within an image, were computed for another request."""
-    first, second = place.request(), place.request()
-    place.bench.read(first, 64)
+    """They end within an image."""
     image = place.prompt.images[1]
-    pages = (image.end - 1) // PAGE_TOKENS
-    assert image.at < pages * PAGE_TOKENS < image.end
-    (mine,), (theirs,) = second.held, first.held
-    own, mine.pages[:pages] = mine.pages[:pages], theirs.pages[:pages]
-    second.computed = pages * PAGE_TOKENS
-    told = answered(place, second, [*place.bench.read(second, 64).logprobs])
-    mine.pages[:pages] = own
-    place.bench.release(first)
-    place.bench.release(second)
-    return told
-
-
-def after_a_preemption(place: Place) -> Told:
-    """In mid-answer: prompt and answer are computed anew, on other pages."""
-    request = place.request()
-    logprobs = [*place.bench.read(request, 64).logprobs]
-    logprobs += place.bench.step([(request, 1)])[0].logprobs
-    place.bench.release(request)
-    place.bench.give_pages(request)
-    logprobs += place.bench.read(request, 10).logprobs
-    told = answered(place, request, logprobs)
-    place.bench.release(request)
-    return told
-
-
-def answered(place: Place, request: Request, logprobs: list[TokenLogprob]) -> Told:
-    """The rest of the answer, token by token."""
-    while len(request.output) < ANSWER:
-        logprobs += place.bench.step([(request, 1)])[0].logprobs
-    return tuple(request.output), tuple(logprobs)
+    tokens = (image.end - 1) // PAGE_TOKENS * PAGE_TOKENS
+    assert image.at < tokens < image.end
+    return place.ways.on_cached_pages(place.request(), tokens)

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_cases import CASES, LLAMA4
+from family_cases import CASES
 from numpy.typing import NDArray
+from shrunk_models import LLAMA4
 from stored_formats import FORMS, Form, gptq
-from test_parity import TOLERANCE, whole_rows
+from whole_rows import TOLERANCE, read_rows
 
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.recording import RecordedProgram
@@ -34,6 +35,7 @@ from penstock.weights.load import load_model
 from penstock.weights.outline import read_outline
 from penstock.weights.reader import Checkpoint
 from runner_bench import RunnerBench
+from tiny_adapters import write_adapter
 from tiny_models import Tensors, llama_config, write_tokenizer, write_weights
 
 LENGTH = 60
@@ -137,12 +139,6 @@ def tokens_of(pair: Pair) -> list[int]:
     return tokens
 
 
-def read_prompt(bench: RunnerBench, pair: Pair) -> NDArray[np.float64]:
-    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0, logprobs=pair.vocab, prompt_logprobs=pair.vocab)
-    drawn = bench.read(bench.request(tokens_of(pair), sampling), LENGTH)
-    return whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), pair.vocab)
-
-
 def test_tensors_say_what_the_formats_own_tools_read(pair: Pair) -> None:
     config = Fields(json.loads((pair.stored / "config.json").read_text()), "config.json")
     with Checkpoint(pair.stored, parse_quantization(config)) as checkpoint:
@@ -166,8 +162,8 @@ def test_log_probabilities_are_those_of_the_plain_numbers(pair: Pair, caplog: py
     assert ("activations stay in the compute type" in caplog.text) == bool(bench.spec.quantization.activations)
     if bench.ops.numerics.startswith("cpp"):
         assert isinstance(bench.runner.program, RecordedProgram)
-    want_TV = read_prompt(RunnerBench(pair.plain), pair)
-    assert np.abs(read_prompt(bench, pair) - want_TV).max() <= TOLERANCE
+    want_TV = read_rows(RunnerBench(pair.plain), tokens_of(pair), LENGTH)
+    assert np.abs(read_rows(bench, tokens_of(pair), LENGTH) - want_TV).max() <= TOLERANCE
     assert len(np.unique(want_TV.argmax(1))) > 5
 
 
@@ -186,6 +182,34 @@ def test_no_bit_depends_on_the_company(pair: Pair) -> None:
             logprobs += bench.step(work)[-1].logprobs
         told.append((tuple(request.output), tuple(logprobs)))
     assert told[0] == told[1] == told[2]
+
+
+ADAPTED = [
+    pytest.param(form, marks=() if form in ("fp8 in blocks", "gptq 4, shuffled") else pytest.mark.long)
+    for form in FORMS
+]
+
+
+@pytest.mark.parametrize("form", ADAPTED)
+def test_an_adapter_adds_to_codes_what_it_adds_to_numbers(form: str, tmp_path: Path) -> None:
+    """Also where columns of a product lie in another order; and, to the bit, in any company."""
+    pair = write_pair(tmp_path, FORMS[form], config_of(PAIRS.get(form, ("llama",))[0]))
+    adapter = write_adapter(tmp_path / "lora", pair.plain, rank=4, seed=1)
+    stored, plain, tokens = RunnerBench(pair.stored), RunnerBench(pair.plain), tokens_of(pair)
+    got_TV = read_rows(stored, tokens, LENGTH, adapter=stored.load_adapter(adapter))
+    assert np.abs(got_TV - read_rows(plain, tokens, LENGTH, adapter=plain.load_adapter(adapter))).max() <= TOLERANCE
+    assert np.abs(got_TV - read_rows(stored, tokens, LENGTH)).max() > 0.1
+    bench, told = RunnerBench(pair.stored, "bf16", threads=2), []
+    sampling, ref = SamplingParams(seed=3, max_tokens=1, prompt_logprobs=5), bench.load_adapter(adapter)
+    for chunk, company in ((LENGTH, 0), (7, 30)):
+        request, other = bench.request(tokens, sampling, adapter=ref), bench.request(tokens[::-1])
+        read: list[Any] = []
+        while request.missing > 1 or not request.output:
+            beside = [(other, min(company, other.missing - 1))] if company and other.missing > 1 else []
+            drawn = bench.step([*beside, (request, min(chunk, request.missing))])[-1]
+            read += drawn.prompt_logprobs
+        told.append((tuple(request.output), tuple(read)))
+    assert told[0] == told[1]
 
 
 def test_a_plan_counts_the_bytes_of_the_files(pair: Pair) -> None:
@@ -223,7 +247,8 @@ def test_columns_that_differ_from_part_to_part_are_dequantised_with_a_line_in_th
         bench = RunnerBench(pair.stored)
     assert "4 quantised matrices are held in the compute type" in caplog.text
     assert "0.gate_up, 0.qkv, 1.gate_up, ..." in caplog.text
-    assert np.abs(read_prompt(bench, pair) - read_prompt(RunnerBench(pair.plain), pair)).max() <= TOLERANCE
+    got_TV, want_TV = (read_rows(own, tokens_of(pair), LENGTH) for own in (bench, RunnerBench(pair.plain)))
+    assert np.abs(got_TV - want_TV).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("stacked", ["gpt_oss_20b_bf16", "llama_4_scout_text"])

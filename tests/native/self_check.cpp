@@ -3,7 +3,6 @@
 //
 // Fails when a checksum depends on the number of threads.  Built with the thread sanitizer it finds races; built for
 // another processor its lines for the portable family must be those of this one (scripts/self-check does both).
-// Data are made with integers and exact arithmetic only: no library may make a difference.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +14,7 @@
 #include "codec.hpp"
 #include "dispatch.hpp"
 #include "expert_run.hpp"
+#include "made_up.hpp"
 #include "packing.hpp"
 #include "pool.hpp"
 #include "sampler.hpp"
@@ -26,62 +26,11 @@ namespace {
 constexpr long kRows = 37, kWidth = 384, kOutputs = 400, kVocabulary = 3001;
 constexpr int kHeads = 6, kKvHeads = 2, kHeadDim = 64, kLayers = 2, kMaxThreads = 4;
 
-struct Checksum {
-  uint64_t value = 0xCBF29CE484222325u;  // FNV-1a
-
-  template <class T>
-  void add(const std::vector<T>& data) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(data.data());
-    for (size_t i = 0; i < data.size() * sizeof(T); ++i) value = (value ^ bytes[i]) * 0x100000001B3u;
-  }
-};
-
-// About bell-shaped, exactly representable: sums of four integers, scaled by a power of two.
-std::vector<float> numbers(size_t count, uint64_t seed, float scale) {
-  std::vector<float> made(count);
-  uint64_t state = seed * 0x9E3779B97F4A7C15u + 1;
-  for (float& value : made) {
-    int sum = 0;
-    for (int i = 0; i < 4; ++i) {
-      state = state * 6364136223846793005u + 1442695040888963407u;
-      sum += static_cast<int>(state >> 52) - 2048;
-    }
-    value = static_cast<float>(sum) * (scale / 2048);
-  }
-  return made;
-}
-
-std::vector<uint16_t> upper_halves(const std::vector<float>& values) {
-  std::vector<uint16_t> made(values.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, &values[i], 4);
-    made[i] = static_cast<uint16_t>(bits >> 16);
-  }
-  return made;
-}
-
-const char* name_of(Compute compute) { return compute == Compute::kBf16 ? "bf16" : "fp32"; }
-size_t size_of(Compute compute) { return compute == Compute::kBf16 ? 2 : 4; }
-int per_cell(Compute compute) { return compute == Compute::kBf16 ? 2 : 1; }
-
 // Eight segments, one of them empty, all of whole blocks.
 const std::vector<long> kEnds = {48, 96, 96, 192, 240, 288, 336, kWidth};
 
 // Results of one run: a name and a checksum each.
 using Results = std::vector<std::pair<std::string, uint64_t>>;
-
-struct Weight {
-  PackedView view;
-  std::vector<uint32_t> cells;
-
-  Weight(const std::vector<float>& from, long n, long k, const std::vector<long>& ends, Compute compute)
-      : view(packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), per_cell(compute))),
-        cells(static_cast<size_t>(view.panels() * view.steps() * 16)) {
-    pack_rows(from.data(), Source::kFp32, view, 0, view.n, cells.data());
-    view.cells = cells.data();
-  }
-};
 
 class Run {
  public:

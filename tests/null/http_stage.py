@@ -16,9 +16,12 @@ import penstock
 from penstock.clock import MonotonicClock
 from penstock.config.schema import Limits
 from penstock.edge.app import Behind, make_app
-from penstock.edge.auth import KeyRing
+from penstock.edge.auth import KeyRing, Ring
+from penstock.intake.listening import ListeningIntake
 from penstock.intake.reading import ReadingIntake
 from penstock.intake.service import ModelIntake
+from penstock.telemetry.service_levels import ServiceLevels
+from penstock.wire.ports import Posts
 
 from .streams import NullStreams
 
@@ -39,7 +42,11 @@ def app_of(
     streams: NullStreams,
     limits: Limits | None = None,
     *keys: str,
-    intake: ModelIntake | ReadingIntake | None = None,
+    intake: ModelIntake | ReadingIntake | ListeningIntake | None = None,
+    ring: Ring | None = None,
+    levels: ServiceLevels | None = None,
+    posts: Posts | None = None,
+    **behind: Any,
 ) -> Any:
     """The application as the composition root makes it."""
     limits = limits or Limits()
@@ -50,8 +57,12 @@ def app_of(
             limits=limits,
             clock=MonotonicClock(),
             metrics=lambda: b"# no metrics\n",
-            keys=KeyRing.of(keys),
+            keys=ring or KeyRing.of(keys),
+            levels=levels or ServiceLevels(),
             pools=intake if isinstance(intake, ReadingIntake) else None,
+            hears=intake if isinstance(intake, ListeningIntake) else None,
+            posts=posts,
+            **behind,
         )
     )
 
@@ -62,6 +73,7 @@ class Stage:
 
     streams: NullStreams
     client: httpx.AsyncClient
+    application: Any
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """A request with a JSON body."""
@@ -81,14 +93,18 @@ async def stage(
     streams: NullStreams | None = None,
     limits: Limits | None = None,
     *keys: str,
-    intake: ModelIntake | ReadingIntake | None = None,
+    intake: ModelIntake | ReadingIntake | ListeningIntake | None = None,
+    ring: Ring | None = None,
+    levels: ServiceLevels | None = None,
+    posts: Posts | None = None,
+    **behind: Any,
 ) -> AsyncIterator[Stage]:
-    """Use: ``async with stage() as on: await on.chat()``."""
+    """Use: ``async with stage() as on: await on.chat()``; ``behind``: more of ``edge.app.Behind``."""
     streams = streams or NullStreams()
-    application = app_of(streams, limits, *keys, intake=intake)
+    application = app_of(streams, limits, *keys, intake=intake, ring=ring, levels=levels, posts=posts, **behind)
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as client:
-        yield Stage(streams, client)
+        yield Stage(streams, client, application)
 
 
 def check(

@@ -61,6 +61,28 @@ class BreakingHub(MemoryHub):
         super().forget_link(self._names.pop(peer, peer))
 
 
+class SwallowingHub(MemoryHub):
+    """Loses what ``loses`` says, and every connection lives on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loses: Loses = lambda message: False
+        self.lost: list[PeerMessage] = []
+
+    def to_listener(self, endpoint, parcel):
+        return self._swallows(parcel) or super().to_listener(endpoint, parcel)
+
+    def to_link(self, peer, parcel):
+        return self._swallows(parcel) or super().to_link(peer, parcel)
+
+    def _swallows(self, parcel) -> bool:
+        message = decode_peer(parcel.header)
+        lost = self.loses(message)
+        if lost:
+            self.lost.append(message)
+        return lost
+
+
 class Nth:
     """Says True once: for the nth message of a kind."""
 

@@ -14,7 +14,9 @@ from penstock.config.schema import GatewayConfig
 from penstock.engine.runner.null import null_token
 from penstock.errors import PenstockError
 from penstock.hashing import block_hashes, chain_root
+from penstock.kv.layout import KvLayout
 from penstock.router.service import Outside, RouterService
+from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import (
     FinishReason,
     ModelIdentity,
@@ -29,7 +31,7 @@ from penstock.types import (
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
 
-from .worker_stage import IDENTITY, VOCAB, Stage, StageWorker
+from .worker_stage import IDENTITY, LAYOUT, VOCAB, Stage, StageWorker
 
 TURN_S = 0.001
 
@@ -85,12 +87,19 @@ class Town:
         config: GatewayConfig | None = None,
         lease_s: float = 1.0,
         hub: MemoryHub | None = None,
+        layout: KvLayout = LAYOUT,
+        tracer: Tracer | None = None,
         **scheduler: int,
     ) -> None:
-        self.stage = Stage(lease_s=lease_s, hub=hub)
+        self.stage = Stage(lease_s=lease_s, hub=hub, layout=layout)
         self.clock = self.stage.clock
         self.suspects: list[Suspect] = []
-        outside = Outside(connect=self.stage.hub.connect_async, clock=self.clock, suspect=self.suspects.append)
+        outside = Outside(
+            connect=self.stage.hub.connect_async,
+            clock=self.clock,
+            suspect=self.suspects.append,
+            tracer=tracer or NoTracer(),
+        )
         self.router = RouterService(config or GatewayConfig(name="g", model_name="null"), outside)
         self.clients: list[Client] = []
         self._scheduler = scheduler
@@ -130,13 +139,13 @@ class Town:
         )
         return worker
 
-    def kill(self, name: str, state: WorkerState = WorkerState.DEAD) -> None:
-        """End a worker at once; the router is told, as by a pidfd."""
+    def kill(self, name: str, state: WorkerState = WorkerState.DEAD, *, fault: bool = False) -> None:
+        """End a worker at once; the router is told, as by a pidfd.  ``fault``: it died of what it did."""
         worker = self._alive.pop(name)
         self.stage.workers.remove(worker)
         worker.mailbox._listener.close()
         self.router.on_supervisor(
-            WorkerDown(worker=WorkerId(name), incarnation=worker.incarnation, state=state, reason="killed")
+            WorkerDown(worker=WorkerId(name), incarnation=worker.incarnation, state=state, reason="killed", fault=fault)
         )
 
     def stop(self, name: str) -> None:
@@ -146,6 +155,21 @@ class Town:
     def wake(self, name: str) -> None:
         """As SIGCONT."""
         self._alive[name].stopped = False
+
+    async def tell(self, name: str, **order: object) -> dict:
+        """An operator's word, and the worker's row after it."""
+        task = asyncio.get_running_loop().create_task(self.router.orders.assign(name, **order))
+        await self.until(task.done, turns=500)
+        return task.result()
+
+    async def retire(self, name: str) -> None:
+        """As SIGTERM: it hands over what it writes, says its last words, and ends."""
+        worker = self._alive[name]
+        worker.mailbox.leave()
+        await self.until(lambda: worker.mailbox.duties.over(self.clock.now()))
+        worker.mailbox.drain_out()
+        await self.turn()
+        self.kill(name)
 
     def drain(self) -> None:
         self.router.on_supervisor(Draining())
@@ -170,6 +194,10 @@ class Town:
             sampling=SamplingParams(**params),
             arrival=self.clock.now(),
         )
+        return self.serve(request)
+
+    def serve(self, request: ValidRequest) -> Client:
+        """A client asks for this very thing."""
         client = Client(request)
         client.task = asyncio.get_running_loop().create_task(self._read(client))
         self.clients.append(client)

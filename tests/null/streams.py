@@ -15,7 +15,8 @@ from typing import Any
 
 import xxhash
 
-from penstock.types import FinishReason, ModelIdentity, RequestId, TokenBatch, TokenLogprob, ValidRequest
+from penstock.types import FinishReason, ModelIdentity, RequestId, ServiceClass, TokenBatch, TokenLogprob, ValidRequest
+from penstock.wire.ports import Forecast
 
 IDENTITY = ModelIdentity(fingerprint="0123456789abcdef" * 4, numerics="null-1-fp32")
 
@@ -68,6 +69,7 @@ class NullStreams:
     is_ready: bool = True
     served: ModelIdentity | None = IDENTITY
     stuck: str | None = None
+    foreseen: Forecast | None = None
     rows: Sequence[dict[str, Any]] = ()
     width: int = 4  # of the vectors of texts that are only read
     fail_at: dict[int, Exception] = field(default_factory=dict)  # tokens emitted -> raised then, in every stream
@@ -107,7 +109,9 @@ class NullStreams:
             return
         tokens, finish = self.script(request) if self.script else answer_tokens(request, self.vocabulary)
         sampling = request.sampling
-        done = 0
+        begun = len(request.begun.tokens)
+        assert request.begun.tokens == tokens[:begun], "what is known of an answer is its beginning"
+        done = begun
         while done < len(tokens):
             await asyncio.sleep(0)
             if self.gate is not None:
@@ -117,7 +121,7 @@ class NullStreams:
             size = self.batch_sizes(self.cuts)
             size = min([size, len(tokens) - done, *(at - done for at in self.fail_at if at > done)])
             part = tokens[done : done + size]
-            first, done = done == 0, done + size
+            first, done = done == 0, done + size  # of one that is begun nobody wants to hear of the prompt
             yield TokenBatch(
                 tokens=part,
                 logprobs=None if sampling.logprobs is None else self._logprobs(part, done - size, sampling.logprobs),
@@ -145,6 +149,10 @@ class NullStreams:
         """See ``wire.ports.TokenStreams``."""
         self.ended_by_caller.add(request)
 
+    def served_by(self, request: RequestId) -> ModelIdentity | None:
+        """See ``wire.ports.TokenStreams``."""
+        return self.served if request in self.open else None
+
     def identity(self) -> ModelIdentity | None:
         """See ``wire.ports.TokenStreams``."""
         return self.served
@@ -156,6 +164,10 @@ class NullStreams:
     def alive(self) -> str | None:
         """See ``wire.ports.TokenStreams``."""
         return self.stuck
+
+    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+        """See ``wire.ports.TokenStreams``."""
+        return self.foreseen
 
     def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
         return [{"because": "there is nobody else"}] if request in self.explained else []

@@ -20,6 +20,7 @@ from penstock.types import FinishReason
 from .http_stage import CHAT, HELLO, MODEL, TEXT, app_of, stage
 from .streams import NullStreams
 
+PATIENCE_S = 60.0
 LIMITS = Limits(max_body_bytes=100_000, slow_body_s=0.3, idle_client_s=0.3, header_s=0.4, max_header_bytes=8192)
 
 
@@ -56,7 +57,7 @@ class Server:
         """Everything that comes back until the server closes."""
         reader, writer = await self.connect()
         writer.write(raw)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
         return answer
 
@@ -97,7 +98,7 @@ async def test_a_client_that_leaves_while_it_waits_frees_everything(server: Serv
     writer.write(post(CHAT, chat(stream=stream, n=n)))
     await server.streams.until(opened=n)
     writer.transport.abort()
-    await asyncio.wait_for(server.streams.until(none_open=True), 1)
+    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
     assert len(server.streams.closed) == n
     assert not server.streams.ended_by_caller
 
@@ -113,7 +114,7 @@ async def test_a_client_that_leaves_amid_its_answer_frees_everything(server: Ser
     await reader.readuntil(b"0:3")
     server.streams.gate.clear()
     writer.close()
-    await asyncio.wait_for(server.streams.until(none_open=True), 1)
+    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
     server.streams.gate.set()
     assert (await server.say(post(CHAT, chat(), "Connection: close")))[:12] == b"HTTP/1.1 200"
 
@@ -127,7 +128,7 @@ async def test_a_client_that_pipelines_and_leaves_frees_everything(server: Serve
     await writer.drain()
     await server.say(b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n")  # by now the second one was read
     writer.transport.abort()
-    await asyncio.wait_for(server.streams.until(none_open=True), 1)
+    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
 
 
 async def test_a_client_that_leaves_while_its_prompt_is_read_opens_nothing(server: Server):
@@ -143,13 +144,14 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_opens_nothing(serve
 async def test_many_clients_that_leave_at_once(server: Server):
     server.streams.gate = asyncio.Event()
     count = 200  # descriptors of both ends are in one process
-    writers = [(await server.connect())[1] for _ in range(count)]
-    for writer in writers:
-        writer.write(post(CHAT, chat(stream=True)))
+    writers = []
+    for _ in range(count):
+        writers.append((await server.connect())[1])
+        writers[-1].write(post(CHAT, chat(stream=True)))  # at once: a head that is late is not waited for
     await server.streams.until(opened=count)
     for writer in writers:
         writer.transport.abort()
-    await asyncio.wait_for(server.streams.until(none_open=True), 1)
+    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
 
 
 async def test_a_client_that_never_reads_is_hung_up_on(server: Server):
@@ -159,9 +161,23 @@ async def test_a_client_that_never_reads_is_hung_up_on(server: Server):
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(post(TEXT, {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 2000, "logprobs": 5}))
     await server.streams.until(opened=1)
-    await asyncio.wait_for(server.streams.until(none_open=True), 10)
+    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
     writer.transport.abort()
     assert (await server.say(post(CHAT, chat(), "Connection: close")))[:12] == b"HTTP/1.1 200"
+
+
+async def test_whose_answer_has_not_begun_is_told_when_the_process_ends():
+    """Its event loop cancels what still runs: that is no error of the server's, and another process may answer."""
+    streams = NullStreams()
+    streams.gate = asyncio.Event()
+    async with stage(streams) as on:
+        asked = asyncio.create_task(on.chat())
+        await streams.until(opened=1)
+        asked.cancel()
+        answer = await asked
+    assert answer.status_code == 503
+    assert "has stopped" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) >= 1
 
 
 # --- bad HTTP --------------------------------------------------------------------------------------------------------
@@ -228,7 +244,7 @@ async def test_a_chunked_body_without_end_is_refused_early(server: Server):
                 break
         except (ConnectionError, TimeoutError):
             break
-    head = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S)
     assert statuses(head) == [413]
     assert b"connection: close" in head
     writer.transport.abort()
@@ -244,11 +260,11 @@ async def test_a_slow_body_is_given_up(server: Server):
 async def test_a_refusal_reaches_a_client_that_is_still_sending(server: Server):
     reader, writer = await server.connect()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r\n")
-    head = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S)
     assert statuses(head) == [415]
     writer.write(b"x" * 90000)  # nobody resets the connection before we have read the refusal
     await writer.drain()
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
 
 
@@ -281,9 +297,9 @@ async def test_expecting_100_continue(server: Server):
         b"\r\n\r\n", 1
     )
     writer.write(head + b"\r\n\r\n")
-    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S) == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(body)
-    assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(reader.read(), PATIENCE_S)).startswith(b"HTTP/1.1 200")
     writer.close()
 
 
@@ -291,7 +307,7 @@ async def test_a_stream_over_a_kept_connection_is_followed_by_the_next(server: S
     reader, writer = await server.connect()
     for _ in range(3):
         writer.write(post(CHAT, chat(stream=True)))
-        answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+        answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), PATIENCE_S)
         assert b"[DONE]" in answer
     writer.close()
     assert server.streams.open == set()

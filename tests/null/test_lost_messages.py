@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.engine.service.asks import WANTED_S
 from penstock.types import RequestId, Role
 from penstock.wire.messages import (
     Awaited,
@@ -21,7 +22,7 @@ from penstock.wire.messages import (
     Tokens,
 )
 
-from .losses import BreakingHub, Nth
+from .losses import BreakingHub, Nth, SwallowingHub
 from .router_town import SPLIT, Client, Town
 from .worker_stage import StageWorker
 
@@ -102,6 +103,33 @@ async def test_a_cancel_that_is_lost_frees_everything_all_the_same(turns: int) -
         await town.leave(client)
         assert len(hub.lost) == 1
         await town.assert_idle(within=HEALED_S)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "writing"])
+async def test_a_cancel_that_is_lost_on_a_connection_that_lives_is_asked_for(phase: str) -> None:
+    """A prompt that waits for somebody to pull its pages, and a long answer that nobody reads, are over in seconds."""
+    hub = SwallowingHub()
+    pulls: tuple[type, ...] = (PullPages,) if phase == "waiting" else ()
+    async with Town(*SPLIT, hub=hub, lease_s=1.0, pages=128, max_model_len=2000) as town:
+        hub.loses = lambda message: isinstance(message, (Cancel, *pulls))
+        client = town.ask(prompt=70, max_tokens=1800)
+        await town.until(lambda: len(client.tokens) > 3 if phase == "writing" else bool(hub.lost))
+        await town.leave(client)
+        hub.loses = lambda message: isinstance(message, PullPages)
+        assert {Cancel, *pulls} <= {type(message) for message in hub.lost}
+        began = town.clock.now()
+        await town.wait(WANTED_S - 1.0, step=0.02)
+        assert town.held(), "it would be over anyway"
+        await town.assert_idle(within=began + WANTED_S + HEALED_S - town.clock.now())
+
+
+async def test_what_is_still_wanted_is_let_go_on() -> None:
+    async with Town(*SPLIT, pages=128, max_model_len=2000) as town:
+        client = town.ask(prompt=70, max_tokens=400)
+        await town.until(lambda: client.over, turns=2000, seconds=0.02)
+        client.assert_true_answer()
+        assert len(town.router.debug(client.request.id)) == 1
+        await town.assert_idle()
 
 
 @pytest.mark.parametrize("kind", [HandOverFailed, HandOverAlive, PagesReceived, Returned])

@@ -8,9 +8,10 @@ import pytest
 
 from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.engine.core.plan import Arrive, Outcome, Plan
-from penstock.errors import WorkerLost
+from penstock.engine.service.asks import WANTED_S
+from penstock.errors import NoWorkers
 
-from .router_town import WIDE, Town
+from .router_town import WIDE, Town, rows
 from .worker_stage import StageWorker
 
 STILL_S = FailoverConfig().still_s
@@ -62,18 +63,49 @@ async def test_a_worker_that_stops_in_mid_answer_loses_it() -> None:
         assert [suspect.worker for suspect in town.suspects] == [decision.legs[0].worker]
 
 
-async def test_alone_it_is_asked_again_and_given_up_in_the_end() -> None:
-    """With nobody else to go to the request fails by its count of attempts, long before the limit for stalls."""
-    config = GatewayConfig(name="g", failover=FailoverConfig(max_attempts=3))
-    async with Town("both-0", config=config) as town:
+async def test_alone_it_is_probed_and_reported_and_its_requests_fail_in_the_end() -> None:
+    """With nobody else to go to the request waits, until its worker has left one probe more unanswered than its
+    supervisor needs to end it; long before the limit for stalls."""
+    async with Town("both-0") as town:
         stand_still(town.worker("both-0"))
         client = town.ask()
         began = town.clock.now()
         await town.until(lambda: client.over, turns=2000, seconds=0.02)
-        assert isinstance(client.error, WorkerLost)
-        assert "have made no step" in str(client.error)
-        assert town.clock.now() - began < 3 * (STILL_S + 0.5) + 1.0
-        assert len(town.suspects) == 3  # so often that its supervisor, if it has one, forks it anew
+        assert isinstance(client.error, NoWorkers)
+        assert "out of reach" in str(client.error)
+        assert town.clock.now() - began < STILL_S + 4 * (FailoverConfig().probe_s + 0.75) + FailoverConfig().no_path_s
+        assert len(town.suspects) >= 4  # so often that its supervisor, if it has one, forks it anew
+        assert rows(town)["both-0"] == "quarantined"
+
+
+async def test_one_that_computes_again_answers_its_probe_and_is_let_back() -> None:
+    async with Town("both-0") as town:
+        go_on = stand_still(town.worker("both-0"))
+        client = town.ask()
+        await town.until(lambda: rows(town)["both-0"] == "quarantined", turns=600, seconds=0.01)
+        go_on()
+        await town.until(lambda: client.over, turns=600, seconds=0.01)
+        client.assert_true_answer()
+        await town.wait(0.5)
+        assert rows(town)["both-0"] == "ready"
+        metrics = town.router.metrics.exposition().decode()
+        assert 'worker_probes_total{model_name="null",outcome="answered",worker="both-0"} 1.0' in metrics
+        await town.assert_idle()
+
+
+async def test_a_probe_is_wanted_for_as_long_as_it_may_take() -> None:
+    """Its worker asks after a while whether it still is."""
+    config = GatewayConfig(name="g", model_name="null", failover=FailoverConfig(probe_s=20.0))
+    async with Town("both-0", config=config) as town:
+        go_on = stand_still(town.worker("both-0"))
+        client = town.ask()
+        await town.until(lambda: rows(town)["both-0"] == "quarantined", turns=600, seconds=0.01)
+        await town.wait(WANTED_S + 3)
+        go_on()
+        await town.until(lambda: client.over, turns=200, seconds=0.02)
+        client.assert_true_answer()
+        metrics = town.router.metrics.exposition().decode()
+        assert 'worker_probes_total{model_name="null",outcome="sent",worker="both-0"} 1.0' in metrics
 
 
 async def test_a_slow_model_has_longer() -> None:

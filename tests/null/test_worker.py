@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kv.transfer.memory import MemoryCarrier
 from penstock.types import FinishReason, Leg, Role
 from penstock.wire.messages import Cancel, Hello, Tokens
 
@@ -264,3 +265,15 @@ def test_any_mix_of_requests_is_answered_or_cancelled_and_nothing_stays(
     for name, (prompt, tokens) in wanted.items():
         assert merged(stage, name) == expected(len(prompt), tokens=tokens)
     stage.assert_idle()
+
+
+def test_connections_for_pages_that_are_turned_away_are_reported() -> None:
+    class Besieged(MemoryCarrier):
+        turned_away = 3  # type: ignore[assignment]
+
+    stage = Stage(carrier=Besieged)
+    worker = stage.worker("w", Role.BOTH)
+    stage.ask(range(20), to=worker)
+    stage.run()
+    stage.wait(0.5)
+    assert stage.reports[worker.name].counters["page_connections_refused"] == 3

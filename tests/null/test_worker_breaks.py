@@ -72,6 +72,28 @@ def test_a_gateway_that_never_comes_back_is_forgotten():
     assert decode.mailbox._asks._by_peer == {}
 
 
+def test_what_a_dead_gateway_asked_for_is_dropped_before_its_successor_speaks():
+    """The board tells of it; what the dead one had still sent is read afterwards, and changes nothing."""
+    stage, prefill, decode = split()
+    stage.ask_split(list(range(100)), prefill, decode, max_tokens=150)
+    for _ in range(6):
+        stage.turn()
+    for worker in (prefill, decode):
+        worker.link.send(Hello(gateway="g", incarnation=1))
+        worker.mailbox.gateways_now = lambda: {"g": 2, "unknown": 7}
+    stage.ask([1, 2, 3], to=decode, request="s", max_tokens=150)
+    for _ in range(4):
+        stage.turn(0.06)
+    for worker in (prefill, decode):
+        assert len(worker.mailbox._asks) == 0
+        assert worker.scheduler.load().pages_used == 0
+        worker.link.send(Hello(gateway="g", incarnation=2))
+    stage.ask_split([1, 2, 3], prefill, decode, request="t")
+    stage.run()
+    assert stage.answer("t") == expected(3)
+    stage.assert_idle()
+
+
 def test_words_of_a_gateway_process_that_was_replaced_change_nothing():
     stage, _, decode = split()
     old = decode.link

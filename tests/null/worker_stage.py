@@ -7,26 +7,34 @@ earlier one.  So a page that is lost, mixed up, written by the wrong request or 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from tests.store_rig import HandNow
 
 from penstock.clock import VirtualClock
-from penstock.config.schema import HandOverConfig, SchedulerConfig, WorkerConfig
+from penstock.config.schema import HandOverConfig, KvStoreConfig, SchedulerConfig, WorkerConfig
+from penstock.engine.core.cost import StepCost
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null import NullRunner, null_token
 from penstock.engine.service.hand_overs import HandOver
+from penstock.engine.service.held import PagesHere, Ready
 from penstock.engine.service.mailbox import WorkerMailbox
+from penstock.engine.service.stored import StoredPages
 from penstock.hashing import chain_root
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
+from penstock.kv.store.port import Tier
+from penstock.kv.store.store import PageStore
 from penstock.kv.transfer.memory import MemoryCarrier
 from penstock.kv.transfer.port import PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId
+from penstock.wire.duties import Relieve, StillWanted
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Hello, PageSource, Report, Returned, Submit, TokenItem, Tokens
 
@@ -40,11 +48,13 @@ VOCAB = 1000
 
 
 class MarkingRunner(NullRunner):
-    """Draws as the null runner does, and keeps every token's id in its page, as a model keeps keys and values."""
+    """Draws as the null runner does, and keeps in its page every token's id, as a model keeps keys and values, and
+    which role computed it.  Where roles are of two numerics classes, nobody computes what is the other's."""
 
-    def __init__(self, memory: KvMemory) -> None:
+    def __init__(self, memory: KvMemory, role: Role = Role.BOTH) -> None:
         super().__init__(vocab=VOCAB)
         self._memory = memory
+        self._reads = role is Role.PREFILL
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
         for row in plan.rows:
@@ -52,13 +62,19 @@ class MarkingRunner(NullRunner):
                 self._check(row, group, reach.first(row.start))
                 for position in range(row.start, row.start + row.count):
                     token = row.request.tokens(position, position + 1)[0]
-                    self._place(row, group, position)[:8] = struct.pack("<II", token, group)
+                    self._place(row, group, position)[:12] = struct.pack("<III", token, group, self._reads)
         return super().run(plan)
 
     def _check(self, row: Row, group: int, first: int) -> None:
         known = [(token, group) for token in row.request.tokens(first, row.start)]
-        found = [struct.unpack("<II", self._place(row, group, at)[:8]) for at in range(first, row.start)]
+        held = [struct.unpack("<III", self._place(row, group, at)[:12]) for at in range(first, row.start)]
+        found = [mark[:2] for mark in held]
         assert found == known, f"{row.request.id}: pages hold {found}, not {known}"
+        if row.request.apart:
+            border = len(row.request.prompt)
+            readers = [bool(mark[2]) for mark in held]
+            assert readers == [at < border for at in range(first, row.start)], f"{row.request.id}: {readers}"
+            assert self._reads == (row.start < border), f"{row.request.id}: position {row.start} is the other role's"
 
     def _place(self, row: Row, group: int, position: int) -> memoryview:
         block, slot = divmod(position, LAYOUT.page_tokens)
@@ -96,18 +112,29 @@ class StageWorker:
             scheduler=SchedulerConfig(reaches=stage.layout.shape.reaches, **scheduler),
             hand_over=stage.hand_over,
         )
-        carrier = MemoryCarrier(self.memory, stage.memories, PageSeal(identity, stage.layout))
-        self.scheduler = Scheduler(config.scheduler)
+        self.carrier = carrier = stage.carrier(self.memory, stage.memories, PageSeal(identity, stage.layout))
+        self.scheduler = Scheduler(config.scheduler, stage.cost)
         self.sender = HandOverSender(config.hand_over, carrier, config.incarnation)
         self.receiver = HandOverReceiver(config.hand_over, carrier)
-        self.mailbox = WorkerMailbox(
-            config, self.scheduler, HandOver(identity, self.sender, self.receiver), stage.hub, stage.clock
-        )
-        self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory), stage.clock)
+        self.hands: list[HandNow] = []
+        self.stored: StoredPages | None = None
+        if stage.tiers is not None:
+            pool, tiers = self.scheduler.memory.pool, stage.tiers(self)
+            limits = KvStoreConfig()
+            store = PageStore(tiers, self.memory, pool.generation, stage.clock.now, limits, hand=self._hand)
+            self.stored = StoredPages(self.scheduler, store, stage.clock)
+        hand_over = HandOver(identity, self.sender, self.receiver)
+        ready = Ready(pages=self.stored or PagesHere())
+        self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, stage.hub, stage.clock, ready=ready)
+        self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory, role), stage.clock)
         self.loop.on_plan = self.mailbox.planned
         self._hub = stage.hub
         self.link = stage.hub.connect(self.endpoint)
         self.stopped = False
+
+    def _hand(self, name: str, clock: Callable[[], float], pause_s: float) -> HandNow:
+        self.hands.append(HandNow(name, clock, pause_s))
+        return self.hands[-1]
 
     def reconnect(self, *, greet: bool = True) -> None:
         """The gateway's connection is made anew, and what waited on the old one is lost."""
@@ -124,8 +151,20 @@ class StageWorker:
 class Stage:
     """Workers, a hub between them, a clock, and a gateway that writes down what it is told."""
 
-    def __init__(self, *, lease_s: float = 1.0, hub: MemoryHub | None = None, layout: KvLayout = LAYOUT) -> None:
+    def __init__(
+        self,
+        *,
+        lease_s: float = 1.0,
+        hub: MemoryHub | None = None,
+        layout: KvLayout = LAYOUT,
+        tiers: Callable[[StageWorker], list[Tier]] | None = None,
+        cost: StepCost | None = None,
+        carrier: type[MemoryCarrier] = MemoryCarrier,
+    ) -> None:
         self.layout = layout
+        self.carrier = carrier
+        self.tiers = tiers
+        self.cost = cost
         self.clock = VirtualClock(100.0)
         self.hub = hub or MemoryHub()
         self.hand_over = HandOverConfig(lease_s=lease_s)
@@ -133,6 +172,8 @@ class Stage:
         self.workers: list[StageWorker] = []
         self.tokens: list[tuple[WorkerId, TokenItem]] = []
         self.returned: list[tuple[WorkerId, Returned]] = []
+        self.relieve: list[tuple[WorkerId, Relieve]] = []
+        self.questions: list[tuple[WorkerId, RequestId, int]] = []  # what workers asked whether it is still wanted
         self.reports: dict[WorkerId, Report] = {}
 
     def worker(self, name: str, role: Role, **scheduler: int) -> StageWorker:
@@ -157,6 +198,10 @@ class Stage:
                         moved = True
                     case Report() as report:
                         self.reports[worker.name] = report
+                    case Relieve() as relieve:
+                        self.relieve.append((worker.name, relieve))
+                    case StillWanted(requests=requests):
+                        self.questions += [(worker.name, *asked) for asked in requests]
                     case other:
                         raise AssertionError(f"a gateway is never told {other}")
         self.clock.advance(seconds)
@@ -182,7 +227,7 @@ class Stage:
         """Submit one leg."""
         source = more.pop("pages_from", None)
         fields = {"request": RequestId("r"), "epoch": 1, "emitted": (), "arrival": self.clock.now()} | {
-            key: more.pop(key) for key in ("request", "epoch", "emitted", "arrival") if key in more
+            key: more.pop(key) for key in ("request", "epoch", "emitted", "arrival", "joins") if key in more
         }
         submit = Submit(
             leg=leg,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.hashing import block_hashes, chain_root, picture_hash
-from penstock.types import BlockHash, ModelIdentity, Picture, PlacedImage
+from penstock.types import BlockHash, ModelIdentity, Picture, PlacedImage, Sound
 
 ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
 TOKENS = [7] * 64
@@ -46,5 +46,12 @@ def test_a_picture_is_named_by_all_that_a_model_sees_of_it():
         {"mean": (0.0, 0.1, 0.3)},
         {"deviation": (1.0, 2.0, 1.0)},
     )
+    names = {picture_hash(one), *(picture_hash(msgspec.structs.replace(one, **change)) for change in changes)}
+    assert len(names) == 1 + len(changes)
+
+
+def test_a_sound_is_named_by_all_that_a_model_hears_of_it():
+    one = Sound(16, 2, b"abcd" * 8)
+    changes = ({"columns": 32}, {"bands": 4}, {"features": b"abce" * 8})
     names = {picture_hash(one), *(picture_hash(msgspec.structs.replace(one, **change)) for change in changes)}
     assert len(names) == 1 + len(changes)

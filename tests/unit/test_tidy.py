@@ -16,7 +16,8 @@ import pytest
 
 from penstock.cli.main import COMMANDS
 from penstock.config import schema
-from penstock.telemetry import metrics
+from penstock.config.tracing import TraceLimits
+from penstock.telemetry import metrics, spans
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src/penstock"
@@ -131,7 +132,10 @@ STRUCTS = {
     "failover": schema.FailoverConfig,
     "supervise": schema.SuperviseConfig,
     "hand_over": schema.HandOverConfig,
+    "kv_store": schema.KvStoreLimits,
     "routing": schema.RoutingConfig,
+    "scheduling": schema.SchedulingConfig,
+    "trace": TraceLimits,
 }
 
 
@@ -156,6 +160,7 @@ def test_no_limit_is_documented_that_does_not_exist():
 
 FAMILIES = [family for family in vars(metrics).values() if isinstance(family, metrics.Family)]
 FAMILIES += [*metrics.BY_WORKER_COUNTER.values(), *metrics.BY_WORKER_MAXIMUM.values()]
+FAMILIES += metrics.BY_TIER_FIGURE.values()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -170,6 +175,16 @@ def test_every_metric_is_documented(family: metrics.Family):
 def test_no_metric_is_documented_that_does_not_exist():
     page = text(ROOT / "docs/metrics.md")
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {family.name for family in FAMILIES}
+
+
+def test_every_span_is_documented_and_no_other():
+    page = text(ROOT / "docs/tracing.md")
+    told = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert set(told) == {family.name for family in spans.SPANS}
+    for family in spans.SPANS:
+        facts = told[family.name].split("|")[2]
+        declared = [re.sub(rf"\.({'|'.join(metrics.TIERS)})_", ".TIER_", fact) for fact in family.facts]
+        assert re.findall(r"`([\w.]+)`", facts) == [*dict.fromkeys(declared), *family.events]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -208,8 +223,9 @@ PROJECT = tomllib.loads(text(ROOT / "pyproject.toml"))["project"]
 
 
 def requirements(file: str) -> list[str]:
+    """Without the platforms that they are for."""
     lines = text(ROOT / file).splitlines()
-    return [line for line in lines if line and line[0] not in "#-"]
+    return [line.split(";")[0] for line in lines if line and line[0] not in "#-"]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +243,7 @@ def test_every_dependency_is_explained(requirement: str):
 
 def test_every_dependency_is_used():
     """By import, or by those that we start through another (uvicorn parses with httptools)."""
-    imported = {"zmq": "pyzmq"}
+    imported = {"zmq": "pyzmq", "python_multipart": "python-multipart"}
     roots: set[str] = set()
     for path in MODULES:
         for node in ast.walk(tree(path)):

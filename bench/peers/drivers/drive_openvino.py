@@ -10,7 +10,7 @@ import time
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from task import WARM_STEPS, Task, answer, prefill_rates
+from task import WARM_STEPS, Task, prefill_rates, serve
 
 
 class Engine:
@@ -43,7 +43,12 @@ def main():
     engine = Engine(task)
     load_s = time.perf_counter() - began
     engine.write([task.prompt(task.context, "warm")], 2)
-    answer(prefill_rates(task, lambda prompt: engine.write([prompt], 1)), decode(engine, task), load_s)
+    serve(
+        task,
+        load_s,
+        lambda asked: prefill_rates(asked, lambda prompt: engine.write([prompt], 1)),
+        lambda asked: decode(engine, asked),
+    )
 
 
 main()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from task import WARM_STEPS, Task, answer, prefill_rates
+from task import WARM_STEPS, Task, prefill_rates, serve
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
@@ -131,7 +131,12 @@ def main() -> None:
     engine.add(task.prompt(task.context, "warm"), 2)
     engine.run(2)
     engine.leave()
-    answer(prefill_rates(task, lambda prompt: first_token(engine, prompt)), decode(engine, task), load_s)
+    serve(
+        task,
+        load_s,
+        lambda asked: prefill_rates(asked, lambda prompt: first_token(engine, prompt)),
+        lambda asked: decode(engine, asked),
+    )
 
 
 if __name__ == "__main__":

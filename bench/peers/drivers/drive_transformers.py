@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from task import WARM_STEPS, Task, answer, prefill_rates
+from task import WARM_STEPS, Task, prefill_rates, serve
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
@@ -43,7 +43,12 @@ def main():
     engine = Engine(task)
     load_s = time.perf_counter() - began
     engine.read([task.prompt(task.context, "warm")])
-    answer(prefill_rates(task, lambda prompt: engine.read([prompt])), decode(engine, task), load_s)
+    serve(
+        task,
+        load_s,
+        lambda asked: prefill_rates(asked, lambda prompt: engine.read([prompt])),
+        lambda asked: decode(engine, asked),
+    )
 
 
 main()

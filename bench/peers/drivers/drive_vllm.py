@@ -10,7 +10,7 @@ import time
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from task import WARM_STEPS, Task, answer, prefill_rates
+from task import WARM_STEPS, Task, prefill_rates, serve
 from vllm import LLM, SamplingParams
 
 
@@ -68,7 +68,12 @@ def main():
     load_s = time.perf_counter() - began
     engine.add(task.prompt(task.context, "warm"), 2)
     engine.run()
-    answer(prefill_rates(task, lambda prompt: first_token(engine, prompt)), decode(engine, task), load_s)
+    serve(
+        task,
+        load_s,
+        lambda asked: prefill_rates(asked, lambda prompt: first_token(engine, prompt)),
+        lambda asked: decode(engine, asked),
+    )
 
 
 if __name__ == "__main__":

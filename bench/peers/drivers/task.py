@@ -1,8 +1,11 @@
 """What every offline driver is asked and answers.  Standard library only: it runs in each peer's own environment.
 
-A driver gets one JSON object as its argument and prints one as its last line::
+A driver gets one JSON object as its argument and prints one as a line of its own::
 
     {"prefill": {"128": [tokens/s, ...]}, "decode": {"1": [tokens/s]}, "load_s": s}
+
+One that is to ``stay`` then waits: each line that it gets says what of the task is another now, and is answered like
+the first.  The end of its input ends it.
 
 Prefill of N tokens: from handing over one prompt of N tokens to having its first new token.
 Decode of N streams: N prompts of ``context`` tokens have been read and each stream has had ``WARM_STEPS`` tokens; then
@@ -15,7 +18,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 WARM_STEPS = 2
@@ -31,6 +34,7 @@ class Task:
     context: int
     seed: int
     vocab: int = 0  # 0: what the model's config.json says
+    stay: bool = False
 
     @classmethod
     def from_arguments(cls):
@@ -67,5 +71,9 @@ def prefill_rates(task, read):
     return found
 
 
-def answer(prefill, decode, load_s):
-    print(json.dumps({"prefill": prefill, "decode": decode, "load_s": load_s}), flush=True)
+def serve(task, load_s, prefill, decode):
+    """Answer the task and, if it is to stay, what is asked next; ``prefill`` and ``decode`` take a task."""
+    print(json.dumps({"prefill": prefill(task), "decode": decode(task), "load_s": load_s}), flush=True)
+    while task.stay and (line := sys.stdin.readline()):
+        task = replace(task, **json.loads(line))
+        print(json.dumps({"prefill": prefill(task), "decode": decode(task), "load_s": load_s}), flush=True)

@@ -14,12 +14,10 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 from tqdm import tqdm
 
 from penstock.cli.benchmark import load, measures, report, workload
@@ -29,6 +27,7 @@ from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.paint import Paint
 from penstock.config.load import load_client
 from penstock.errors import ConfigError
+from penstock.launch import event_loop
 
 EPILOG = """\
 examples:
@@ -81,7 +80,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_workload_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset-name", choices=["random", "mooncake", "azure"], default="random")
+    group.add_argument("--dataset-name", choices=["random", *workload.TRACES], default="random")
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="trace file (.jsonl, .jsonl.gz or .csv)")
     group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="default: %(default)s")
     group.add_argument("--random-input-len", type=int, default=256, metavar="T", help="tokens; default: %(default)s")
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.percentiles = _percentiles(args.metric_percentiles)
         args.objectives = measures.Objectives.parse(args.goodput) if args.goodput else None
-        result = uvloop.run(_bench(args))
+        result = event_loop.run(_bench(args))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     text = json.dumps(result, indent=1)
@@ -209,10 +208,8 @@ def _wanted(args: argparse.Namespace) -> list[workload.Wanted]:
         return lengths.draw(args.num_prompts, args.seed)
     if args.dataset_path is None:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
-    rows = {"mooncake": workload.mooncake, "azure": workload.azure}[args.dataset_name](args.dataset_path)
-    return [
-        workload.scaled(row, length=args.length_scale, time=args.time_scale) for row in islice(rows, args.num_prompts)
-    ]
+    rows = workload.of_trace(args.dataset_path, args.dataset_name, args.num_prompts)
+    return [workload.scaled(row, length=args.length_scale, time=args.time_scale) for row in rows]
 
 
 def _due_times(args: argparse.Namespace, wanted: Sequence[workload.Wanted]) -> list[float]:

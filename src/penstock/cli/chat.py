@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import secrets
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from penstock.cli.asking import add_service_flags
 from penstock.cli.chunks import Usage, decode_chunk, error_of
 from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.sse import DONE
@@ -44,8 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.set_defaults(run=run)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this and end; none: a conversation")
-    parser.add_argument("--url", metavar="URL", help="default: PENSTOCK_URL or http://127.0.0.1:8000")
-    parser.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
+    add_service_flags(parser)
     parser.add_argument("--model", metavar="NAME", help="default: the first that /v1/models names")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's; 0 is greedy")
@@ -164,8 +165,11 @@ class Chat:
         body = {"model": self.model, "messages": self.messages, "stream": True}
         options = {"stream_options": {"include_usage": True}}
         try:
-            reply = await self.client.post(
-                "/v1/chat/completions", msgspec.json.encode(body | options | self.fields), answer.take
+            reply = await self.client.post_until_told(
+                "/v1/chat/completions",
+                msgspec.json.encode(body | options | self.fields),
+                answer.take,
+                key=secrets.token_hex(16),
             )
             if reply.status != 200:
                 raise WorkerError(error_of(reply.body).message or f"the server answers {reply.status}")
@@ -201,6 +205,8 @@ class _Answer:
             chunk = decode_chunk(data)
         except msgspec.DecodeError as error:
             raise StreamError("bad chunk", str(error)) from error
+        if chunk.error is not None and chunk.error.code == WorkerError.code:
+            raise StreamError("connection lost", chunk.error.message)  # asked for again
         if chunk.error is not None:
             raise WorkerError(chunk.error.message)
         self.figures.usage = chunk.usage or self.figures.usage

@@ -18,9 +18,11 @@ EPILOG = """\
 examples:
   penstock compress ~/models/llama ~/models/llama-compressed --verify
   penstock serve ~/models/llama-compressed       the same tokens, bit for bit, from 30 % less memory
+  penstock compress ~/models/llama ~/models/llama-gpu --for gpu
 
-bf16 matrices become about 70 % of their size, everything else stays as it is; nothing is lost.  An interrupted run
-goes on where it stopped when it is started again.
+bf16 matrices become about 70 % of their size, or 75 % in the layout for GPUs, everything else stays as it is; nothing
+is lost.  Either layout can be served anywhere, is converted when a model is loaded elsewhere, and can be MODEL for the
+other.  An interrupted run goes on where it stopped when it is started again.
 """
 
 
@@ -36,6 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
+    parser.add_argument(
+        "--for", dest="layout", choices=("cpu", "gpu"), default="cpu", help="whose layout to write (default: cpu)"
+    )
     parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
     parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
@@ -53,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     check_folders(source, args.out, force=args.force)
     began = time.perf_counter()
     with byte_bar("compressing", total_bytes(source)) as add:
-        done = compress_folder(source, args.out, threads=threads, report=lambda one: add(one.original_bytes))
+        layout = "" if args.layout == "cpu" else args.layout
+        done = compress_folder(
+            source, args.out, threads=threads, report=lambda one: add(one.original_bytes), layout=layout
+        )
     took = time.perf_counter() - began
     print(report_table(done))
     before, after = sum(one.original_bytes for one in done), sum(one.nbytes for one in done)
@@ -81,9 +89,9 @@ def model_folder(name: str) -> Path:
 
 
 def total_bytes(folder: Path) -> int:
-    """Bytes of all tensors as they are stored."""
+    """Bytes of all tensors, decoded."""
     with Checkpoint(folder) as checkpoint:
-        return sum(checkpoint.info(name).nbytes for name in checkpoint.names)
+        return sum(file.original_bytes(info) for file in checkpoint.files for info in file.tensors.values())
 
 
 def report_table(done: list[Done]) -> str:

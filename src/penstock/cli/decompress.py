@@ -40,6 +40,6 @@ def run(args: argparse.Namespace) -> int:
     source = model_folder(args.model)
     check_folders(source, args.out, force=args.force)
     with byte_bar("decompressing", total_bytes(source)) as add:
-        done = decompress_folder(source, args.out, report=lambda one: add(one.nbytes))
+        done = decompress_folder(source, args.out, report=lambda one: add(one.original_bytes))
     print(f"{args.out}: {len(done)} tensors, {sum(one.original_bytes for one in done) / 1e6:,.1f} MB")
     return 0

@@ -1,14 +1,13 @@
 """``penstock doctor``: what this machine has, what would be used, what is missing, and how to mend it.
 
-Every probe is harmless and takes milliseconds: nothing heavy is imported, nothing is written, no port is opened.
+A probe takes milliseconds: nothing heavy is imported, nothing is written, no port is opened.  But where there is a GPU,
+its driver is asked, once: a process of its own begins CUDA there, which takes a second, and memory while it lasts.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -18,14 +17,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from penstock.bundled import storyteller
+from penstock.config.gpu import GpuReport
 from penstock.config.load import load_serve
-from penstock.config.resolve import show_bytes
+from penstock.config.room import show_bytes
 from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import available_families
+from penstock.launch import event_loop
 from penstock.launch.facts import machine_facts
+from penstock.launch.gpu import gpu_report, package_version
 
 EPILOG = """\
 examples:
@@ -80,7 +81,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """0 when this machine can serve, else 1."""
-    checks = [*examine(), check_plan(args.model)]
+    gpu = gpu_report()
+    checks = [*examine(gpu), check_plan(args.model, gpu)]
     serves = all(check.verdict is not Verdict.MISSING for check in checks)
     if args.json:
         print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -100,8 +102,8 @@ def report(checks: Iterable[Check]) -> str:
     return "\n".join(lines)
 
 
-def examine(root: Path = Path("/")) -> list[Check]:
-    """All checks, machine first."""
+def examine(gpu: GpuReport, root: Path = Path("/")) -> list[Check]:
+    """All checks, machine first.  ``gpu``: what was found when it was looked for."""
     return [
         check_system(),
         check_processor(root),
@@ -110,9 +112,10 @@ def examine(root: Path = Path("/")) -> list[Check]:
         *check_facilities(),
         check_open_files(),
         *check_packages(),
+        check_event_loop(),
         check_kernels(),
         check_bundled_model(),
-        check_gpu(),
+        check_gpu(gpu),
     ]
 
 
@@ -260,6 +263,14 @@ def check_packages(distribution: str = "penstock") -> list[Check]:
     return [Check("packages", Verdict.OK, "all of the pinned versions")]
 
 
+def check_event_loop() -> Check:
+    """What gateways run on: the quicker one is an extra."""
+    loop = event_loop.chosen()
+    if loop == "asyncio":
+        return Check("event loop", Verdict.OK, f"asyncio (quicker gateways: pip install '{event_loop.EXTRA}')")
+    return Check("event loop", Verdict.OK, f"{loop} {package_version(loop)}")
+
+
 def check_bundled_model() -> Check:
     """Is the model there that ``penstock serve`` serves without an argument?"""
     folder = storyteller()
@@ -272,31 +283,18 @@ def check_bundled_model() -> Check:
 # --- accelerators -----------------------------------------------------------------------------------------------------
 
 
-def check_gpu(driver: str = "libcuda.so.1") -> Check:
-    """Devices that the CUDA driver counts, and whether torch is there for them."""
-    torch = _torch_version()
-    try:
-        count = _cuda_devices(driver)
-    except OSError:
-        found = "no CUDA driver" + (f"; torch {torch} is installed" if torch else "")
-        return Check("gpu", Verdict.OK, found + "; the processor is used")
-    if count and torch is None:
-        return Check("gpu", Verdict.NOTE, f"{count} CUDA devices, no torch", "pip install 'penstock[gpu]'")
-    return Check("gpu", Verdict.OK, f"{count} CUDA devices, torch {torch}; serve --device cuda uses one")
-
-
-def _torch_version() -> str | None:
-    """Without importing it: that takes seconds."""
-    return importlib.metadata.version("torch") if importlib.util.find_spec("torch") else None
-
-
-def _cuda_devices(driver: str) -> int:
-    """Raises OSError where there is no driver, or it does not start."""
-    cuda: Any = ctypes.CDLL(driver)
-    count = ctypes.c_int()
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        raise OSError("the CUDA driver does not start")
-    return count.value
+def check_gpu(report: GpuReport) -> Check:
+    """The GPU that ``penstock serve`` finds, what is free on it, and what it lacks."""
+    gpu = report.gpu
+    if gpu is None:
+        found = f"{report.why_not}; the processor is used"
+        return Check("gpu", Verdict.NOTE if report.mend else Verdict.OK, found, report.mend)
+    major, minor = gpu.capability
+    found = (
+        f"{gpu.name} ({gpu.count} of them), compute capability {major}.{minor}, {show_bytes(gpu.free_bytes)} of "
+        f"{show_bytes(gpu.total_bytes)} free; torch {package_version('torch')}, triton {package_version('triton')}"
+    )
+    return Check("gpu", Verdict.OK, found)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -306,7 +304,8 @@ def check_kernels(wanted: str | None = None) -> Check:
     """Families that this build and processor have, best first.  ``wanted``: ``PENSTOCK_KERNELS`` unless given."""
     wanted = os.environ.get("PENSTOCK_KERNELS", "auto") if wanted is None else wanted
     try:
-        families = available_families() if _torch_version() else available_families()[:-1]  # the last one needs torch
+        known = available_families()
+        families = known if package_version("torch") else known[:-1]  # the last one needs torch
     except KernelError as error:
         mend = "pip install . compiles them (needs g++ 12 or newer); in a source tree ./run-tests does"
         return Check("kernels", Verdict.MISSING, str(error), mend)
@@ -321,8 +320,8 @@ def check_kernels(wanted: str | None = None) -> Check:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def check_plan(model: str | None = None) -> Check:
-    """What ``penstock serve`` would decide here and now, flags aside.  Asks no network."""
+def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
+    """What ``penstock serve`` would decide here and now, flags aside; asks no network.  ``gpu``: was found already."""
     name = "penstock serve"
     try:
         from penstock.launch.compose import decide
@@ -331,16 +330,19 @@ def check_plan(model: str | None = None) -> Check:
 
         located = locate(model, download=_refuse_download)
         spec = inspect_model(located.path)
-        plan = decide(load_serve({}), located.name, spec)
+        plan = decide(load_serve({}), located.name, spec, report=gpu)
     except ImportError as error:
         return Check(name, Verdict.MISSING, f"cannot be imported: {error}", "install the packages named above")
     except PenstockError as error:
         return Check(name, Verdict.MISSING, str(error))
-    kv = show_bytes(plan.scheduler.pages * plan.page_bytes)
+    kv = show_bytes(plan.scheduler.pages * plan.page_bytes) + " of KV pages"
+    kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
+    where = "the processor" if plan.device == "cpu" else "a GPU"
     found = (
         f"would serve {located.name} ({spec.parameters / 1e6:,.1f} M parameters, context "
-        f"{plan.scheduler.max_model_len}) with {', '.join(worker.worker for worker in plan.workers)}; "
-        f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv} of KV pages, "
+        f"{plan.scheduler.max_model_len}) on {where} with "
+        f"{', '.join(worker.worker for worker in plan.workers)}; "
+        f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv}, "
         f"handed over by {plan.carrier}"
     )
     return Check(name, Verdict.NOTE if plan.notes else Verdict.OK, found, "; ".join(plan.notes))

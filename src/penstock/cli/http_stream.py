@@ -23,6 +23,7 @@ OnEvent = Callable[[bytes, float], None]
 """Called with an event's data and ``time.perf_counter()`` of its arrival.  What it raises ends the exchange."""
 
 MAX_PLAIN_BODY_BYTES = 64 << 20
+HTTP_UNAVAILABLE = 503
 
 
 class StreamError(PenstockError):
@@ -55,6 +56,21 @@ class Server:
     def authority(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+RESUME_S = 15.0
+"""For so long a stream that broke off is asked for again."""
+
+AGAIN_S = 0.1
+LOST = ("connection lost", "connection refused", "cannot connect")
+"""Kinds of ``StreamError`` after which a server may be there again."""
+
+
+@dataclass(slots=True)
+class _Course:
+    """How far a stream has come."""
+
+    last_id: str = ""
 
 
 @dataclass(slots=True)
@@ -101,8 +117,9 @@ class _Connection(asyncio.Protocol):
 
     # --- one exchange
 
-    def begin(self, request: bytes, on_event: OnEvent | None) -> asyncio.Future[Reply]:
+    def begin(self, request: bytes, on_event: OnEvent | None, course: _Course) -> asyncio.Future[Reply]:
         """Send a request; the future is done with the last byte of its reply.  Raises StreamError."""
+        self._course = course
         self.heard = False
         if self._transport is None or not self.reusable:
             raise StreamError("connection lost")
@@ -144,6 +161,7 @@ class _Connection(asyncio.Protocol):
         if self._streams and self._on_event is not None:
             for event in self._events.feed(body):
                 self._on_event(event, self._arrived)
+            self._course.last_id = self._events.last_id
             return
         if len(self._reply.body) + len(body) > MAX_PLAIN_BODY_BYTES:
             raise StreamError("bad reply", f"a body of more than {MAX_PLAIN_BODY_BYTES} bytes")
@@ -152,6 +170,12 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_result(self._reply)
+
+
+def _post(body: bytes, more: bytes = b"") -> tuple[bytes, bytes]:
+    """Method, and what follows the head that all requests have."""
+    head = b"Content-Type: application/json\r\nContent-Length: %d\r\n%b\r\n" % (len(body), more)
+    return b"POST", head + body
 
 
 class HttpStreamClient:
@@ -181,33 +205,55 @@ class HttpStreamClient:
 
     async def get(self, path: str) -> Reply:
         """A plain reply.  Raises StreamError."""
-        return await self._exchange(b"GET", path, b"", None)
+        return await self._exchange((b"GET", b"\r\n"), path, None, _Course())
 
     async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> Reply:
         """Post JSON.  Events of an event stream go to ``on_event``, any other body into the reply.
 
         Raises StreamError; cancelling it closes the connection, which is how a server learns that nobody listens.
         """
-        return await self._exchange(b"POST", path, body, on_event)
+        return await self._exchange(_post(body), path, on_event, _Course())
 
-    async def _exchange(self, method: bytes, path: str, body: bytes, on_event: OnEvent | None) -> Reply:
-        request = b"%b %b HTTP/1.1\r\n%b" % (method, (self.server.prefix + path).encode("latin-1"), self._head)
-        if method == b"POST":
-            request += b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
-        request += b"\r\n" + body
+    async def post_until_told(self, path: str, body: bytes, on_event: OnEvent, *, key: str) -> Reply:
+        """As ``post`` with the idempotency key ``key``: a stream that breaks off is asked for again from where it did,
+        for ``RESUME_S``.  Raises StreamError."""
+        course = _Course()
+        deadline: float | None = None
+        while True:
+            head = f"Idempotency-Key: {key}\r\n" + (f"Last-Event-ID: {course.last_id}\r\n" if course.last_id else "")
+            before = course.last_id
+            try:
+                reply = await self._exchange(_post(body, head.encode("latin-1")), path, on_event, course)
+                if reply.status != HTTP_UNAVAILABLE or not course.last_id:
+                    return reply
+            except StreamError as error:
+                if error.kind not in LOST or not course.last_id:
+                    raise
+            now = time.monotonic()
+            if deadline is None or course.last_id != before:
+                deadline = now + RESUME_S
+            if now > deadline:
+                raise StreamError("connection lost", f"and not to be had again for {RESUME_S:g} s")
+            await asyncio.sleep(AGAIN_S)
+
+    async def _exchange(
+        self, request: tuple[bytes, bytes], path: str, on_event: OnEvent | None, course: _Course
+    ) -> Reply:
+        method, rest = request
+        sent = b"%b %b HTTP/1.1\r\n%b" % (method, (self.server.prefix + path).encode("latin-1"), self._head) + rest
         while self._idle:
             connection = self._idle.pop()
             try:
-                return await self._on(connection, request, on_event)
+                return await self._on(connection, sent, on_event, course)
             except StreamError:
                 if connection.heard:
                     raise
             # the server had closed this idle connection before it read the request: ask again on another
-        return await self._on(await self._connect(), request, on_event)
+        return await self._on(await self._connect(), sent, on_event, course)
 
-    async def _on(self, connection: _Connection, request: bytes, on_event: OnEvent | None) -> Reply:
+    async def _on(self, connection: _Connection, request: bytes, on_event: OnEvent | None, course: _Course) -> Reply:
         try:
-            reply = await connection.begin(request, on_event)
+            reply = await connection.begin(request, on_event, course)
         except BaseException:
             connection.close()
             raise

@@ -16,7 +16,10 @@ from types import ModuleType
 from penstock import __version__
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
 
-COMMANDS = ("serve", "worker", "status", "chat", "bench", "doctor", "keys", "compress", "decompress", "plan")
+COMMANDS = (
+    *("serve", "worker", "status", "admin", "chat", "bench", "doctor", "keys", "compress", "decompress", "plan"),
+    *("simulate", "calibrate"),
+)
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Set before numpy and tokenizers are imported: a process with threads must not fork workers."""

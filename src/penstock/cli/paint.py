@@ -22,6 +22,7 @@ STYLES: Final = {
     "yellow": "33",
     "blue": "34",
     "magenta": "35",
+    "cyan": "36",
 }
 """Names of the ANSI styles (ECMA-48, SGR) that ``Paint`` knows."""
 
@@ -51,10 +52,24 @@ def table(rows: Sequence[Sequence[str]], *, headers: Sequence[str] = (), right: 
 def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar; call what it gives with the number of bytes that are newly done.  Silent unless standard error is a
     terminal."""
-    bar: tqdm[NoReturn] = tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
+    with _bar(what, total, "B") as add:
+        yield add
 
-    def add(nbytes: int) -> None:
-        bar.update(nbytes)
+
+@contextlib.contextmanager
+def count_bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """The same of things that are counted one by one."""
+    with _bar(what, total, unit) as add:
+        yield add
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    scaled = unit == "B"
+    bar: tqdm[NoReturn] = tqdm(desc=what, total=total, unit=unit, unit_scale=scaled, disable=None, dynamic_ncols=True)
+
+    def add(count: int) -> None:
+        bar.update(count)
 
     with bar:
         yield add

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.cli.paint import Paint, table
+from penstock.config.beside import Beside
+from penstock.config.gpu import TRITON
+from penstock.config.kv_dtype import kv_dtype
+from penstock.config.load import lora_folders, parse_setting
+from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
+from penstock.launch.beside import of_adapters, of_head, of_model
+from penstock.launch.facts import free_memory
+from penstock.launch.gpu import gpu_report
 from penstock.launch.locate import config_folder
 from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices
-from penstock.parallel.plan import ModelSize, Plan, Share, make_plan
-from penstock.weights.census import Coding, Form, coding, model_size
-from penstock.weights.outline import Outline, read_outline
+from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, workers_of
+from penstock.types import FP8_E4M3
+from penstock.weights.adapter import AdapterLimits, read_adapter, targets_of
+from penstock.weights.census import BF16, Coding, Form, coding, model_size
+from penstock.weights.eagle import FOLDER, inspect_head
+from penstock.weights.outline import CONFIG, Outline, read_outline
 
 BAR_CELLS = 64
-PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("kv", "green"))
+PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))
 MOST_TIMES_MORE = 16
 
 EPILOG = f"""\
 examples:
+  penstock plan ~/models/llama                             here, with what is free now
   penstock plan ~/models/kimi-k2.5 --devices 8xH100
   penstock plan config.json --devices 2xH200 --weights lossless
   penstock plan meta-llama/Llama-3.1-8B --devices cpu:32GiB --json
+  penstock plan ~/models/llama --devices 1xH100 --kv-dtype fp8_e4m3
+  penstock plan ~/models/llama --devices cpu:32GiB --speculate head --lora sql=~/adapters/sql
 
 Nothing is loaded: the answer comes from config.json alone.  Devices known by name: {", ".join(KNOWN)};
 others by size: 2x48GiB.  The exit code is 0 if the model fits, 1 if not.
@@ -42,29 +57,53 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or org/name on the Hub")
-    parser.add_argument("--devices", required=True, metavar="NxNAME", help="as 8xH100, 2x48GiB or cpu:64GiB")
+    parser.add_argument(
+        "--devices",
+        metavar="NxNAME",
+        help="as 8xH100, 2x48GiB or cpu:64GiB (default: this host's GPU, or its processors, with what is free now)",
+    )
     parser.add_argument(
         "--weights",
         choices=[form.value for form in Form],
         default=Form.STORED.value,
         help="what matrices are kept in (default: as they are stored)",
     )
+    parser.add_argument(
+        "--kv-dtype", metavar="auto|fp8_e4m3", default="auto", help="what KV pages are in (default: auto, bf16)"
+    )
     parser.add_argument("--max-model-len", type=int, metavar="T", help="tokens wanted (default: the model's positions)")
     parser.add_argument("--json", action="store_true", help="one JSON object, in bytes over all devices")
+    group = parser.add_argument_group("what is loaded beside it, as for `penstock serve`")
+    group.add_argument("--speculate", metavar="off|auto|lookup|head|draft", default="off", help="default: off")
+    group.add_argument("--draft-model", metavar="DIR", help="the head or the small model that guesses")
+    group.add_argument("--lora", metavar="NAME=DIR", action="append", default=[], help="a LoRA adapter (repeatable)")
+    group.add_argument("--allow-lora-updating", action="store_true", help="count all of --lora-memory")
+    group.add_argument("--lora-memory", metavar="SIZE", default="1GiB", help="of adapters in a worker (default: 1GiB)")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 if it fits, 1 if not; raises ConfigError, ModelError."""
     if args.max_model_len is not None and args.max_model_len < 1:
         raise ConfigError(f"--max-model-len must be at least 1, got {args.max_model_len}")
-    devices = parse_devices(args.devices)
-    outline = read_outline(config_folder(args.model))
-    answer = plan_for(outline, devices, Form(args.weights), args.max_model_len)
+    devices = devices_here() if args.devices is None else parse_devices(args.devices)
+    folder = config_folder(args.model)
+    outline = read_outline(folder)
+    kept = planned_kv_dtype(parse_setting(EngineSettings, "kv_dtype", args.kv_dtype, "--kv-dtype"), devices, outline)
+    beside = planned_beside(args, folder, outline)
+    answer = plan_for(outline, devices, Form(args.weights), args.max_model_len, beside, kept=kept)
     if args.json:
         print(msgspec.json.encode(as_json(answer)).decode())
     else:
         show(answer, Paint())
     return 0 if answer.plan.fits else 1
+
+
+def devices_here() -> Devices:
+    """What ``penstock serve`` would find: one GPU with what its driver says is free, or the host's memory."""
+    gpu = gpu_report().gpu
+    if gpu is not None:
+        return Devices(count=1, name=gpu.name, memory_bytes=gpu.free_bytes, is_cpu=False)
+    return Devices(count=1, name="cpu", memory_bytes=free_memory(), is_cpu=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +115,54 @@ class Answer:
     size: ModelSize
     plan: Plan
     wanted: int  # tokens
+    kept: str  # what KV pages are in
     remedies: tuple[str, ...]
 
 
-def plan_for(outline: Outline, devices: Devices, form: Form, wanted: int | None) -> Answer:
-    """The plan, and what would help if the model does not fit or too few tokens do."""
+def planned_kv_dtype(asked: str, devices: Devices, outline: Outline) -> str:
+    """What pages are in, as ``penstock serve`` decides it.  Raises ConfigError."""
+    recurrent = outline.name if outline.spec.kv.states is not None else ""
+    return kv_dtype(asked, BF16.name, "C++" if devices.is_cpu else TRITON, recurrent=recurrent)
+
+
+def plan_for(
+    outline: Outline,
+    devices: Devices,
+    form: Form,
+    wanted: int | None,
+    beside: tuple[Beside, ...] = (),
+    *,
+    kept: str = BF16.name,
+) -> Answer:
+    """The plan, and what would help if the model does not fit or too few tokens do.  ``kept``: what pages are in."""
     how = coding(form, outline.config, outline.layout)
-    size = model_size(outline.spec, outline.layout, how)
+    size = replace(model_size(outline.spec, outline.layout, how, kept), beside=beside)
     plan = make_plan(size, devices, wanted_tokens=wanted)
     tokens = wanted or size.max_positions
-    return Answer(outline, how, size, plan, tokens, remedies(outline, devices, how, plan, tokens))
+    return Answer(outline, how, size, plan, tokens, kept, remedies((outline, how, kept), size, plan, tokens))
 
 
-def remedies(outline: Outline, devices: Devices, how: Coding, plan: Plan, wanted: int) -> tuple[str, ...]:
+def remedies(model: tuple[Outline, Coding, str], size: ModelSize, plan: Plan, wanted: int) -> tuple[str, ...]:
     """Flags that would give room for ``wanted`` tokens, or for more than now; none when there is room."""
     if plan.kv_tokens >= wanted:
         return ()
-    found = []
+    (outline, how, kept), found, devices = model, [], plan.devices
     for form in (Form.LOSSLESS, Form.FP8, Form.INT4):
         other = coding(form, outline.config, outline.layout)
-        if other.bits < how.bits and (tokens := _tokens(outline, devices, other, wanted)) > plan.kv_tokens:
+        if other.bits >= how.bits:
+            continue
+        smaller = replace(model_size(outline.spec, outline.layout, other, kept), beside=size.beside)
+        if (tokens := make_plan(smaller, devices, wanted_tokens=wanted).kv_tokens) > plan.kv_tokens:
             kind = "the same answers" if form is Form.LOSSLESS else "other answers"
             found.append(f"--weights {form} ({tokens:,} tokens, {kind})")
+    if kept == BF16.name and not devices.is_cpu and outline.spec.kv.states is None:
+        smaller = replace(model_size(outline.spec, outline.layout, how, FP8_E4M3), beside=size.beside)
+        if (tokens := make_plan(smaller, devices, wanted_tokens=wanted).kv_tokens) > plan.kv_tokens:
+            found.append(f"--kv-dtype {FP8_E4M3} ({tokens:,} tokens, other answers)")
     times = 2
     while times <= MOST_TIMES_MORE:
         more = Devices(devices.count * times, devices.name, devices.memory_bytes, devices.is_cpu)
-        if not devices.is_cpu and (tokens := _tokens(outline, more, how, wanted)) >= wanted:
+        if not devices.is_cpu and (tokens := make_plan(size, more, wanted_tokens=wanted).kv_tokens) >= wanted:
             found.append(f"--devices {more.count}x{more.name} ({tokens:,} tokens)")
             break
         times *= 2
@@ -110,8 +171,24 @@ def remedies(outline: Outline, devices: Devices, how: Coding, plan: Plan, wanted
     return tuple(found)
 
 
-def _tokens(outline: Outline, devices: Devices, how: Coding, wanted: int) -> int:
-    return make_plan(model_size(outline.spec, outline.layout, how), devices, wanted_tokens=wanted).kv_tokens
+def planned_beside(args: argparse.Namespace, folder: Path, outline: Outline) -> tuple[Beside, ...]:
+    """What the flags load beside the model, from configurations and headers alone.  Raises ConfigError, ModelError."""
+    kind = parse_setting(EngineSettings, "speculate", args.speculate, "--speculate")
+    own, named = folder / FOLDER, args.draft_model
+    found: list[Beside] = []
+    if named is not None and kind not in ("head", "draft"):
+        raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
+    if kind == "draft":
+        if named is None:
+            raise ConfigError("--speculate draft needs --draft-model, a small model with the same tokens")
+        found.append(of_model(read_outline(config_folder(named)).spec))
+    elif kind == "head" or (kind == "auto" and (own / CONFIG).exists()):
+        found.append(of_head(inspect_head(Path(named).expanduser() if named else own, outline.spec)))
+    room = parse_setting(EngineSettings, "lora_memory", args.lora_memory, "--lora-memory")
+    limits = AdapterLimits(max_rank=EngineSettings().max_lora_rank, max_bytes=room)
+    targets = targets_of(outline.layout)
+    adapters = [read_adapter(path, targets, limits).nbytes for path in lora_folders(args.lora).values()]
+    return (*found, *of_adapters(adapters, room if args.allow_lora_updating else None))
 
 
 # --- for programs ----------------------------------------------------------------------------------------------------
@@ -125,11 +202,17 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "architecture": answer.outline.spec.architecture,
         "parameters": answer.outline.layout.parameters,
         "weights": answer.how.name,
+        "kv_dtype": answer.kept,
         "devices": {"count": plan.devices.count, "name": plan.devices.name, "memory_bytes": plan.devices.memory_bytes},
         "fits": plan.fits,
         "weight_bytes": plan.weight_bytes,
         "activation_bytes": plan.activation_bytes,
         "runtime_bytes": plan.runtime_bytes,
+        "beside_bytes": plan.beside_bytes,
+        "beside": [
+            {"name": own.name, "bytes": own.bytes(workers_of(plan.devices)) * plan.devices.count}
+            for own in answer.size.beside
+        ],
         "kv_bytes": plan.kv_bytes,
         "kv_tokens": plan.kv_tokens,
         "missing_bytes": plan.missing_bytes * plan.devices.count,
@@ -156,12 +239,14 @@ def show(answer: Answer, paint: Paint) -> None:
         f"{paint(outline.name, 'bold')} ({outline.spec.architecture}, {outline.layout.parameters / 1e9:,.2f} billion "
         f"parameters) on {devices.count} x {devices.name}, {gib(devices.memory_bytes)} each"
     )
-    print(f"tensor parallel over {plan.tensor}, {_stages(plan)}; weights in {answer.how.name}\n")
+    forms = f"weights in {answer.how.name}, KV pages in {answer.kept}"
+    print(f"tensor parallel over {plan.tensor}, {_stages(plan)}; {forms}\n")
     print(f"{arithmetic(answer, paint)}\n")
     for share in plan.stages:
         print(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device")
         print(picture(share, devices.memory_bytes, paint))
-    print("   ".join(f"{paint('█', colour)} {name}" for name, colour in PARTS) + "\n")
+    shown = [part for part in PARTS if part[0] != "beside" or plan.beside_bytes]
+    print("   ".join(f"{paint('█', colour)} {name}" for name, colour in shown) + "\n")
     print(verdict(answer, paint))
 
 
@@ -180,11 +265,16 @@ def arithmetic(answer: Answer, paint: Paint) -> str:
     if growing != a_token:
         windowed = sum(layer.cache.window is not None for layer in size.layers)
         note += f", {growing / 1e3:,.1f} once the windows of {windowed} layers are full"
+    fixed = sum(layer.cache.fixed_on_device(plan.tensor) for layer in size.layers) * plan.tensor
+    if fixed:
+        recurrent = sum(layer.cache.fixed > 0 for layer in size.layers)
+        note += f", and {gib(fixed)} for the states of {recurrent} layers, however long it is"
     lines = (
         ("memory", gib(plan.devices.total_bytes), f"{count} x {gib(plan.devices.memory_bytes)}"),
         ("- weights", gib(plan.weight_bytes), f"{gib(size.weight_bytes)} once, {gib(copies)} of copies"),
         ("- activations", gib(plan.activation_bytes), "buffers of the largest step"),
         ("- runtime", gib(plan.runtime_bytes), "an allowance: context, kernels, recorded graphs"),
+        *((f"- {own.name}", gib(own.bytes(workers_of(plan.devices)) * count), own.why) for own in size.beside),
         ("= for KV pages", gib(plan.kv_bytes), ""),
         ("one sequence", f"{plan.kv_tokens:,} tokens" if plan.fits else "none", note),
     )
@@ -193,7 +283,7 @@ def arithmetic(answer: Answer, paint: Paint) -> str:
 
 def picture(share: Share, memory: int, paint: Paint) -> str:
     """One line of cells, as long as the memory; what does not fit is red, beyond a mark."""
-    used = share.weights + share.activations + share.runtime
+    used = share.weights + share.activations + share.runtime + share.beside
     whole = max(memory, used)
     line, done, shown = "  ", 0, 0
     end = round(BAR_CELLS * memory / whole)

@@ -17,9 +17,11 @@ examples:
   penstock serve --catalogue models.toml --model-memory 8GiB     several models, loaded on demand
   penstock serve --prefill 2 --decode 2 --kv-memory 2GiB
   penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
+  penstock serve --api-keys keys.json                keys of several tenants, made by `penstock keys add`
 
 Every flag can also be set as PENSTOCK_FLAG (PENSTOCK_KV_MEMORY=2GiB) or in a TOML file given with --config
-(kv_memory = "2GiB", and the tables [limits], [failover], [hand_over], [supervise]); flags win, then the environment.
+(kv_memory = "2GiB", and the tables [limits], [scheduling], [routing], [failover], [hand_over], [supervise]).
+Flags win, then the environment.
 Ready when http://HOST:PORT/ready answers 200.  Ctrl-C or SIGTERM finishes what runs, a second one stops at once.
 """
 
@@ -48,7 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
     group.add_argument("--port", metavar="PORT", help="default: 8000; 0: any free one")
+    group.add_argument("--gateways", metavar="N", help="processes that answer HTTP, on one port (default: 1)")
+    group.add_argument("--event-loop", metavar="auto|uvloop|asyncio", help="theirs (auto: uvloop if it is installed)")
     group.add_argument("--api-key", metavar="KEY", help="clients must send it; PENSTOCK_API_KEY hides it from `ps`")
+    group.add_argument("--api-keys", metavar="FILE", help="keys of several tenants, from `penstock keys add`")
     group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
     group.add_argument(
         "--remote-images",
@@ -59,6 +64,12 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model-memory", metavar="SIZE", help="of all models of the catalogue that are loaded")
     group.add_argument("--lora", metavar="NAME=DIR", action="append", help="a LoRA adapter, as NAME (repeat for more)")
     group.add_argument("--allow-lora-updating", action="store_true", help="clients may load and unload adapters")
+    group.add_argument(
+        "--response-cache", metavar="SIZE", help="answer equal requests (seed given, or temperature 0) from stored ones"
+    )
+    group.add_argument("--trace-endpoint", metavar="URL", help="send spans of requests to this OpenTelemetry collector")
+    group.add_argument("--trace-file", metavar="FILE", help="write them to this file, as JSON lines")
+    group.add_argument("--trace-sample", metavar="RATIO", help="of requests whose callers do not say (default: 1)")
     group.add_argument("--log-json", action="store_true", help="log one JSON object a line")
 
 
@@ -69,6 +80,12 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
         "--encode-workers", metavar="N", help="workers that encode images (default: none, prefill workers do it)"
     )
     group.add_argument("--aggregated", action="store_true", help="one worker for both phases instead")
+    group.add_argument(
+        "--prefill-device",
+        metavar="cpu|cuda",
+        help="prompts are read there, answers written on processors (docs/gpu.md); needs --allow-mixed-numerics",
+    )
+    group.add_argument("--prefill-kernels", metavar="FAMILY", help="kernels that prompts are read by; needs the same")
     group.add_argument("--prefill-cores", metavar="CPUS", help="processors of the prefill workers, as 0-3,8")
     group.add_argument("--decode-cores", metavar="CPUS", help="of the decode workers; on shared ones decode goes first")
     group.add_argument(
@@ -77,7 +94,7 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
         help="an idle worker's cores work for the others (default: yes)",
     )
     group.add_argument(
-        "--transfer", metavar="auto|shm|tcp", help="how KV pages travel (default: auto, shm on one host)"
+        "--transfer", metavar="auto|shm|tcp|curve|nixl", help="how KV pages travel (default: auto, shm on one host)"
     )
 
 
@@ -88,7 +105,8 @@ def _add_join_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allow-mixed-numerics",
         action="store_true",
-        help="an answer may go on on another kind of processor, in other bits, rather than wait or fail",
+        help="prompts may be read on another kind of processor than answers are written on, and an answer may go on on "
+        "another, rather than wait or fail: in other bits",
     )
     group.add_argument("--keys", metavar="DIR", help="the keys that the workers were started with")
 

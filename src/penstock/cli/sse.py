@@ -16,8 +16,10 @@ class SseParser:
     """Feed it bytes in any pieces; it returns the data of the events that these bytes completed."""
 
     def __init__(self) -> None:
+        self.last_id = ""  # of the last event that came whole
         self._rest = b""
         self._data: list[bytes] = []
+        self._id = ""
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Data of each event that is complete now; several data lines are joined with a newline.
@@ -38,7 +40,10 @@ class SseParser:
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif line.startswith(b"id:"):
+                self._id = line[3:].strip().decode("latin-1")
             elif not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []
+                self.last_id = self._id
         return events

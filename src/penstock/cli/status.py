@@ -6,15 +6,14 @@ Asks ``GET /admin/workers``; knows nothing else about the service.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
+from penstock.cli.asking import add_service_flags, ask
 from penstock.config.load import load_client
-from penstock.errors import ConfigError, WorkerError
+from penstock.errors import WorkerError
 
 EPILOG = """\
 examples:
@@ -37,8 +36,8 @@ COLUMNS = (
 )
 MODEL_COLUMNS = ("name", "state", "pinned", "bytes", "requests", "loads", "reason")
 """Of a catalogue's models."""
-
-_MAX_ANSWER_BYTES = 4 << 20
+TIER_COLUMNS = ("worker", "tier", "pages", "pages_read", "pages_written", "pages_corrupt", "errors")
+"""Of the tiers of workers' KV stores."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,8 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--url", default=None, metavar="URL", help="default: PENSTOCK_URL or http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default=None, metavar="KEY", help="default: PENSTOCK_API_KEY")
+    add_service_flags(parser)
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="default: %(default)g s")
     parser.add_argument("--json", action="store_true", help='print {"workers": [...]}')
 
@@ -67,44 +65,19 @@ def run(args: argparse.Namespace) -> int:
     if "models" in found:
         sys.stdout.write(table(found["models"], MODEL_COLUMNS) + "\n")
     sys.stdout.write(table(found["workers"]))
+    tiers = [{"worker": row.get("id"), **tier} for row in found["workers"] for tier in row.get("kv_tiers", ())]
+    if tiers:
+        sys.stdout.write("\n" + table(tiers, TIER_COLUMNS))
     return 0
 
 
 def fetch(url: str, api_key: str | None, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
     """The answer of ``/admin/workers``: rows of ``workers``, and of a catalogue's ``models``."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    try:
-        connection = kind(parts.hostname, parts.port, timeout=timeout_s)
-    except ValueError as error:  # a port that is no number
-        raise ConfigError(f"--url {url}: {error}") from None
-    try:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        connection.request("GET", parts.path.rstrip("/") + "/admin/workers", headers=headers)
-        answer = connection.getresponse()
-        body = answer.read(_MAX_ANSWER_BYTES)
-    except ConnectionRefusedError:
-        raise WorkerError(f"nothing listens at {url}; start it with `penstock serve`") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise WorkerError(f"no answer from {url}: {error}") from None
-    finally:
-        connection.close()
-    return _rows(url, answer.status, body)
-
-
-def _rows(url: str, status: int, body: bytes) -> dict[str, list[dict[str, Any]]]:
-    if status in (401, 403):
-        raise ConfigError(f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY")
-    try:
-        found: dict[str, Any] = json.loads(body) if status == 200 else {}
-        rows: dict[str, Any] = {
-            name: found[name] for name in ("workers", "models") if name in found or name == "workers"
-        }
-    except (ValueError, KeyError, TypeError):
-        rows = {}
-    if not rows or not all(isinstance(own, list) for own in rows.values()):
+    status, found = ask(url, api_key, timeout_s, "/admin/workers")
+    rows: dict[str, Any] = {}
+    if status == 200 and isinstance(found, dict):
+        rows = {name: found[name] for name in ("workers", "models") if name in found}
+    if "workers" not in rows or not all(isinstance(own, list) for own in rows.values()):
         raise WorkerError(f"{url} answered {status}, but not as a Penstock does")
     return rows
 

@@ -20,19 +20,23 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.base import Config
 from penstock.config.load import parse_setting
-from penstock.config.schema import Config, ServeConfig
+from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_MODELS = 256
 DEFAULT_KV_BYTES = 256 << 20
-"""KV memory of each worker of an entry that sets none: a tenth of the free memory would be too much for one of many."""
+"""KV memory of each worker of an entry that sets none: a tenth of the free memory would be too much for one of many.
+
+One on a GPU takes all that is free there, as it would alone."""
 
 OWN = (
     *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
-    *("kv_memory", "max_model_len", "dtype", "kernels", "max_chunk_tokens", "max_running"),
+    *("kv_memory", "max_model_len", "dtype", "kv_dtype", "kernels", "max_chunk_tokens", "max_running"),
     *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
+    *("response_cache", "device", "gpu_lanes"),
 )
 """Settings that an entry may have."""
 
@@ -52,7 +56,7 @@ class Entry(Config, frozen=True, kw_only=True):
     def workers(self) -> int:
         """That it runs with."""
         own = self.settings
-        return 1 if own.aggregated else (own.prefill or 1) + (own.decode or 1)
+        return 1 if own.aggregated or own.device == "cuda" else (own.prefill or 1) + (own.decode or 1)
 
 
 def load_catalogue(config: ServeConfig) -> tuple[Entry, ...]:
@@ -101,7 +105,8 @@ def _settings(values: Mapping[str, Any], where: str, base: ServeConfig) -> Serve
         changes = {"prefill": None, "decode": None} | changes
     elif "prefill" in changes or "decode" in changes:
         changes = {"aggregated": False} | changes
-    if changes.get("kv_memory") is None and base.kv_memory is None:
+    device = changes.get("device", base.device)
+    if changes.get("kv_memory") is None and base.kv_memory is None and device != "cuda":
         changes["kv_memory"] = DEFAULT_KV_BYTES
     return msgspec.structs.replace(base, **changes)
 

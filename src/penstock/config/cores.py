@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.config.schema import Config, Loan
+from penstock.config.base import Config
+from penstock.config.schema import Loan
 from penstock.errors import ConfigError
 from penstock.types import Role, WorkerId
 
@@ -49,6 +50,7 @@ class Share:
     threads: int
     cpus: tuple[int, ...]  # empty: all
     niceness: int = 0
+    yields: int = 0  # the niceness that it has once it is a prefill worker
     lends: int = 0  # cores
     loans: tuple[Loan, ...] = ()
 
@@ -77,6 +79,7 @@ def divide(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes) -
             threads=threads[i],
             cpus=_cpus(owned[i]) if pinned else (),
             niceness=GIVES_WAY if _gives_way(i, places, owned) else 0,
+            yields=GIVES_WAY if len(alone[i]) < len(owned[i]) else 0,
             lends=lends[i],
             loans=tuple(
                 Loan(lender=places[j][0], cores=lends[j], cpus=_cpus(alone[j]) if pinned else ())

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -33,10 +33,21 @@ OTHER_VARIABLES = frozenset(
 
 _Kind = TypeVar("_Kind", bound=EngineSettings)
 
-SIZES = ("kv_memory", "image_cache", "lora_memory", "model_memory")
+SIZES = (
+    "kv_memory",
+    "kv_host",
+    "kv_disk_size",
+    "kv_mooncake_size",
+    "image_cache",
+    "lora_memory",
+    "model_memory",
+    "response_cache",
+)
 """Settings in bytes, which may be said as "512MiB"."""
 
-_TABLES = ("limits", "failover", "hand_over", "supervise", "routing")  # in a file only: too many for flags
+_TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace")
+"""In a file only: too many for flags."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -202,8 +213,9 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{given.source}: {error}") from None
     except msgspec.ValidationError as error:
-        shown = "" if key == "api_key" else f", got {given.value!r:.80}"
-        raise ConfigError(f"{given.source}: {_plain(error)}{shown}") from None
+        shown = "" if key in ("api_key", "kv_redis") else f", got {given.value!r:.80}"
+        known = f"; expected one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        raise ConfigError(f"{given.source}: {_plain(error)}{shown}{known}") from None
 
 
 def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -216,7 +228,7 @@ def _plain(error: msgspec.ValidationError) -> str:
 
 
 _HERE_ONLY = (
-    *("prefill", "decode", "encode_workers", "prefill_cores", "decode_cores"),
+    *("prefill", "decode", "encode_workers", "prefill_cores", "decode_cores", "prefill_device", "prefill_kernels"),
     *("kv_memory", "threads", "max_chunk_tokens"),
 )
 
@@ -226,6 +238,8 @@ def _check_catalogue(config: ServeConfig) -> None:
         if config.model_memory is not None:
             raise ConfigError("--model-memory is for --catalogue; one model alone is limited by --kv-memory")
         return
+    if config.prefill_device == "cuda":
+        raise ConfigError("--catalogue: --prefill-device cuda is for one model, which takes all that is free on a GPU")
     for name in ("model", "served_model_name", "join", "lora"):
         if getattr(config, name):
             flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
@@ -240,12 +254,17 @@ def _check_serve(config: ServeConfig) -> None:
         raise ConfigError("--aggregated is one worker on all cores: leave out --prefill-cores and --decode-cores")
     if config.api_key is not None and not config.api_key.strip():
         raise ConfigError("--api-key: an empty key would let everybody in; leave it out or give one")
-    if not is_loopback(config.host) and config.api_key is None:
+    if not is_loopback(config.host) and config.api_key is None and config.api_keys is None:
         raise ConfigError(
-            f"--host {config.host} can be reached from other machines, so it needs a key: "
-            "add --api-key KEY (or set PENSTOCK_API_KEY), or stay on --host 127.0.0.1"
+            f"--host {config.host} can be reached from other machines, so it needs a key: add --api-key KEY "
+            "(or set PENSTOCK_API_KEY) or --api-keys FILE, or stay on --host 127.0.0.1"
         )
     lora_folders(config.lora)
+    if config.response_cache is not None and config.allow_mixed_numerics:
+        raise ConfigError(
+            "--response-cache tells answers again that are the same bit for bit, which --allow-mixed-numerics does not "
+            "promise: leave one of them out"
+        )
     _check_catalogue(config)
     if config.join and config.keys is None:
         raise ConfigError("--join needs --keys DIR: the folder that the workers were started with")

@@ -6,12 +6,32 @@ Knows no processes, weights or kernels; what it leaves out (a shorter context, a
 
 from __future__ import annotations
 
-from penstock.config.cores import Core, Places, Share, Wishes, divide
+import msgspec
+
+from penstock.config.base import Config
+from penstock.config.beside import Beside, beside_bytes
+from penstock.config.cores import Core, Places, Share, Wishes
+from penstock.config.gpu import RUNTIME_BYTES, TRITON, DeviceChoice, GpuReport, choose, lanes_of
+from penstock.config.hand_over import NIXL
+from penstock.config.kv_dtype import kv_dtype
+from penstock.config.mixed import (
+    REFERENCE,
+    TORCH,
+    Reader,
+    Reading,
+    check_worker,
+    reader_of,
+    reading_of,
+    shares,
+    with_twins,
+)
+from penstock.config.room import KV_CONTEXTS, Room, show_bytes
+from penstock.config.scheduled import scheduler_of
 from penstock.config.schema import (
     MAX_CHUNK_TOKENS,
     MAX_STEP_TOKENS,
-    Config,
     EngineSettings,
+    KvStoreConfig,
     Loan,
     PoolingConfig,
     SchedulerConfig,
@@ -20,16 +40,12 @@ from penstock.config.schema import (
 )
 from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach, most_pages, tokens_held
-from penstock.types import PAGE_TOKENS, Role, WorkerId
+from penstock.types import FP8_E4M3, PAGE_TOKENS, Role, WorkerId
 
-REFERENCE = "reference"
-"""The kernel family that has no threads of ours."""
-
-KV_SHARE = 0.10
-"""Part of the available memory that the KV pages of all workers together take unless told otherwise."""
-
-KV_CONTEXTS = 64
-"""More full contexts than this in one worker are not kept room for unless told otherwise."""
+NO_GUESSES = (
+    "--speculate is off: this model's recurrent layers keep one state, which cannot take back tokens that were guessed "
+    "wrongly"
+)
 
 MIN_CONTEXT = 256
 """A context shorter than this is never chosen on the operator's behalf."""
@@ -43,6 +59,8 @@ class MachineFacts(Config, frozen=True, kw_only=True):
     topology: tuple[Core, ...] = ()  # the physical cores; empty: each processor is one, and all are on one node
     memory_bytes: int  # that can be had now without swapping, within the container's limit
     kernel_families: tuple[str, ...]  # that this build and processor can run, best first
+    encrypts: bool = False  # the library for it is installed, and recent enough
+    gpu: GpuReport = GpuReport()
 
 
 class ModelFacts(Config, frozen=True, kw_only=True):
@@ -51,11 +69,14 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     name: str
     max_positions: int
     parameters: int
-    sees: bool = False  # it reads images
+    sees: bool = False  # it reads images, or sounds
     auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
     page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
+    page_bytes_fp8: int = 0  # the same of codes (fp8_e4m3)
     reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each such group
     pooling: PoolingConfig | None = None  # None: it writes
+    beside: tuple[Beside, ...] = ()  # what is loaded with it
+    activation_bytes: int = 0  # buffers of its largest step on a GPU
 
 
 class PageSize(Config, frozen=True, kw_only=True):
@@ -82,6 +103,7 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     threads: int  # its own
     cpus: tuple[int, ...]  # empty: all
     niceness: int = 0
+    yields: int = 0  # its niceness, were it a prefill worker
     lends: int = 0  # cores, while it has nothing to do
     loans: tuple[Loan, ...] = ()
 
@@ -90,9 +112,15 @@ class ServePlan(Config, frozen=True, kw_only=True):
     """Everything decided."""
 
     workers: tuple[WorkerPlan, ...]
-    carrier: str  # "shm" or "tcp"
+    carrier: str  # "shm", "tcp", "tcp-sealed" or "curve", some with "nixl+" before it
+    pages_port: int = 0  # where pages are fetched over sockets; 0: any free one
+    device: str = "cpu"  # or "cuda"
+    lanes: str = "off"  # or how prompts and answers share the GPU: "auto", "priority" or "green"
     family: str  # kernel family
+    reading: Reading | None = None  # of prefill workers, where they compute otherwise than the others
+    mixed_with: str = ""  # numerics class of the other role's workers, on other hosts; empty: the same as here
     dtype: str  # "bf16" or "fp32"
+    kv_dtype: str  # the same, or "fp8_e4m3"
     page_bytes: int
     scheduler: SchedulerConfig  # the same in every worker
     nodes: tuple[int, ...] = ()  # memory nodes that the weights are spread over; empty: wherever they are loaded
@@ -102,38 +130,83 @@ class ServePlan(Config, frozen=True, kw_only=True):
     def split(self) -> bool:
         return all(w.role is not Role.BOTH for w in self.workers)
 
+    @property
+    def mixes(self) -> bool:
+        """Are prompts read in another numerics class than answers are written in?"""
+        return self.reading is not None or bool(self.mixed_with)
+
+    def reading_of(self, place: WorkerPlan) -> Reading | None:
+        """Where this worker computes, if not where the others do."""
+        return self.reading if place.role is Role.PREFILL else None
+
+    def on_device(self, place: WorkerPlan) -> bool:
+        """Do its pages stand elsewhere than in the host's memory, or otherwise than others' there?"""
+        reading = self.reading_of(place)
+        if reading is not None:
+            return reading.apart
+        return self.device != "cpu" or (self.mixes and place.role is Role.PREFILL and self.family in TORCH)
+
 
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """All decisions.  Raises ConfigError with the numbers and the flag to change."""
-    if config.device != "cpu" and not config.aggregated and model.pooling is None:
-        raise ConfigError(
-            f"--device {config.device}: pages in its memory cannot be handed over; "
-            "add --aggregated to serve from one worker"
-        )
     if config.encode_workers and not model.sees:
         raise ConfigError(
-            f"--encode-workers: {model.name} reads no images, so there is nothing to encode; leave it out"
+            f"--encode-workers: {model.name} reads no images or sounds, so there is nothing to encode; leave it out"
         )
+    if config.prefill_device == "cuda" and config.device == "auto":
+        choice = DeviceChoice(device="cpu")
+    else:
+        choice = choose(config, machine.gpu, _unfit(config, machine, model))
+    reader = reader_of(config, machine, model, _family(config, machine, choice.device))
     wishes = Wishes(
         threads=config.threads,
         prefill=config.prefill_cores,
         decode=config.decode_cores,
-        lend=config.lend_cores and config.device == "cpu" and config.kernels != REFERENCE,
+        lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
     )
-    carrier = "shm" if config.transfer == "auto" else config.transfer
-    places = _places(config) if model.pooling is None else _readers(config, model)
-    return _resolve(config, places, (carrier, wishes), machine, model)
+    carrier = {"auto": "shm", "nixl": f"{NIXL}tcp"}.get(config.transfer, config.transfer)
+    aggregated = config.aggregated or choice.device != "cpu"
+    places = _places(config, aggregated) if model.pooling is None else _readers(config, model)
+    return _resolve(config, places, (carrier, wishes, choice, reader), machine, model)
 
 
 def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """The same for one worker that is joined from other hosts, where memory cannot be shared."""
-    if config.device != "cpu" and config.role is not Role.BOTH:
-        raise ConfigError(f"--device {config.device}: pages in its memory cannot be handed over; use --role both")
+    choice = choose(config, machine.gpu, _unfit(config, machine, model))
     if config.role is Role.ENCODE and not model.sees:
-        raise ConfigError(f"--role encode: {model.name} reads no images, so there is nothing to encode")
+        raise ConfigError(f"--role encode: {model.name} reads no images or sounds, so there is nothing to encode")
     if model.pooling is not None and config.role is not Role.BOTH:
         raise ConfigError(f"--role {config.role.value}: {model.name} only reads, in one phase; use --role both")
-    return _resolve(config, ((worker, config.role),), ("tcp", Wishes(threads=config.threads)), machine, model)
+    check_worker(config, model, _family(config, machine, choice.device))
+    how = (_between_hosts(config, machine), Wishes(threads=config.threads), choice, None)
+    plan = _resolve(config, ((worker, config.role),), how, machine, model)
+    return msgspec.structs.replace(plan, pages_port=config.pages_port, mixed_with=config.mixed_with or "")
+
+
+def _between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
+    """How pages travel to and from a worker that listens there: encrypted, unless it is the loopback or was asked for.
+
+    Raises ConfigError when they cannot be encrypted as asked.
+    """
+    if config.transfer == "nixl":
+        return NIXL + _between_hosts(msgspec.structs.replace(config, transfer="tcp"), machine)
+    host = config.listen.removeprefix("tcp://").rpartition(":")[0]
+    if config.transfer == "tcp-clear" or (config.transfer != "curve" and is_loopback(host)):
+        return "tcp"
+    if config.transfer == "curve" or (config.transfer == "auto" and not machine.encrypts):
+        return "curve"
+    if not machine.encrypts:
+        raise ConfigError(
+            "--transfer tcp encrypts pages between hosts, which needs the package cryptography, and a recent one: "
+            "pip install 'penstock[encryption]' on all of them; or --transfer curve, which is slower, "
+            "or tcp-clear on a network that you trust"
+        )
+    return "tcp-sealed"
+
+
+def is_loopback(host: str) -> bool:
+    """Does nobody but this host reach it?"""
+    return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def context_length(config: EngineSettings, model: ModelFacts) -> int:
@@ -146,43 +219,93 @@ def context_length(config: EngineSettings, model: ModelFacts) -> int:
     return config.max_model_len or model.max_positions
 
 
+def kv_store(config: EngineSettings, device: str, *, writes: bool) -> KvStoreConfig:
+    """Where KV pages stand beside the workers' own memory; ``writes``: the model does.  Raises ConfigError."""
+    asked = [flag for flag in ("kv_host", "kv_disk", "kv_redis", "kv_mooncake") if getattr(config, flag) is not None]
+    if device != "cpu" or not writes:
+        why = f"--device {device}: pages in its memory" if writes else "a model that only reads: its pages"
+        if asked:
+            raise ConfigError(f"--{asked[0].replace('_', '-')} with {why} are not stored; leave it out")
+        return KvStoreConfig(peers=False)
+    if config.kv_key is not None and not set(asked) - {"kv_host"}:
+        raise ConfigError(
+            "--kv-key is for pages on disk or in a remote tier: add --kv-disk DIR, --kv-redis URL or "
+            "--kv-mooncake HOST:PORT"
+        )
+    if config.kv_mooncake_size is not None and config.kv_mooncake is None:
+        raise ConfigError("--kv-mooncake-size is memory for a Mooncake store: add --kv-mooncake HOST:PORT")
+    return KvStoreConfig(
+        **{field: getattr(config.kv_store, field) for field in config.kv_store.__struct_fields__},
+        peers=config.kv_peers,
+        host_bytes=config.kv_host or 0,
+        disk=config.kv_disk,
+        disk_bytes=config.kv_disk_size,
+        redis=config.kv_redis,
+        mooncake=config.kv_mooncake,
+        mooncake_bytes=config.kv_mooncake_size or 0,
+        key_file=config.kv_key,
+    )
+
+
 def _resolve(
-    config: EngineSettings, places: Places, how: tuple[str, Wishes], machine: MachineFacts, model: ModelFacts
+    config: EngineSettings,
+    places: Places,
+    how: tuple[str, Wishes, DeviceChoice, Reader | None],
+    machine: MachineFacts,
+    model: ModelFacts,
 ) -> ServePlan:
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
-    page_bytes = model.page_bytes_bf16 * (2 if dtype == "fp32" else 1)
+    carrier, wishes, choice, reader = how
+    family = _family(config, machine, choice.device)
+    kept, page_bytes = _kept(config, model, (dtype, family), choice)
     chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
     size = PageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
     holders = max(1, sum(role is not Role.ENCODE for _, role in places))  # of KV pages
-    pages, max_model_len, note = _memory(config, machine, model, size, holders)
-    carrier, wishes = how
+    memory = Room(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
+    pages, max_model_len, note = _pages(config, memory, size)
+    if isinstance(config, WorkerServeConfig) and config.mixed_with is not None and choice.gpu is not None:
+        pages = with_twins(machine, size, pages, max_model_len)
+    reading = None if reader is None else reading_of(reader, memory, size, pages, max_model_len)
     cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
-    division = divide(places, cores, machine.cores, wishes)
-    scheduler = SchedulerConfig(
-        pages=pages,
-        reaches=model.reaches,
-        max_model_len=max_model_len,
-        max_running=config.max_running,
-        max_chunk_tokens=chunk,
+    division = shares(places, cores, machine.cores, wishes, reader)
+    wanted = config.speculate != "off" and model.pooling is None
+    silent = wanted and any(reach.cell is not None for reach in model.reaches)
+    lanes, why_none = lanes_of(config, choice, _no_lanes(model))
+    scheduler = msgspec.structs.replace(
+        scheduler_of(config, model, (pages, max_model_len)),
         even_pace=any(share.loans for share in division.shares),
-        max_draft_tokens=config.max_draft_tokens if config.speculate != "off" and model.pooling is None else 0,
-        pooling=model.pooling,
+        max_draft_tokens=config.max_draft_tokens if wanted and not silent else 0,
     )
+    told = (choice.note, "" if reader is None else reader.choice.note)
     return ServePlan(
         workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
         carrier=carrier,
-        family=_family(config, machine),
+        device=choice.device,
+        lanes=lanes,
+        family=family,
+        reading=reading,
         dtype=dtype,
+        kv_dtype=kept,
         page_bytes=page_bytes,
         scheduler=scheduler,
         nodes=division.nodes,
-        notes=(*((note,) if note else ()), *division.notes),
+        notes=(*filter(None, (*told, note, why_none)), *((NO_GUESSES,) if silent else ()), *division.notes),
     )
 
 
-def _places(config: ServeConfig) -> Places:
+def _kept(
+    config: EngineSettings, model: ModelFacts, computed: tuple[str, str], choice: DeviceChoice
+) -> tuple[str, int]:
+    """What pages are in, and their bytes; ``computed``: in which type, by which family.  Raises ConfigError."""
+    recurrent = model.name if any(reach.cell is not None for reach in model.reaches) else ""
+    kept = kv_dtype(config.kv_dtype, *computed, recurrent=recurrent, note=choice.note)
+    plain = model.page_bytes_bf16 * (2 if kept == "fp32" else 1)
+    return kept, model.page_bytes_fp8 if kept == FP8_E4M3 else plain
+
+
+def _places(config: ServeConfig, aggregated: bool) -> Places:
     counts: tuple[tuple[Role, int], ...] = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
-    if config.aggregated:
+    if aggregated:
         counts = ((Role.BOTH, 1),)
     counts += ((Role.ENCODE, config.encode_workers or 0),)
     return tuple((WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count))
@@ -199,7 +322,11 @@ def _readers(config: ServeConfig, model: ModelFacts) -> Places:
     return tuple((WorkerId(f"both-{i}"), Role.BOTH) for i in range(config.prefill or 1))
 
 
-def _family(config: EngineSettings, machine: MachineFacts) -> str:
+def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
+    if device != "cpu":
+        if config.kernels not in ("auto", TRITON, REFERENCE):
+            raise ConfigError(f"--kernels {config.kernels}: a GPU has {TRITON} and, to check them, {REFERENCE}")
+        return TRITON if config.kernels == "auto" else config.kernels
     if config.kernels == "auto":
         if not machine.kernel_families:
             raise ConfigError("no kernel family runs on this machine; `penstock doctor` tells why")
@@ -217,20 +344,18 @@ def _worker(name: WorkerId, role: Role, share: Share) -> WorkerPlan:
         threads=share.threads,
         cpus=share.cpus,
         niceness=share.niceness,
+        yields=share.yields,
         lends=share.lends,
         loans=share.loans,
     )
 
 
-def _memory(
-    config: EngineSettings, machine: MachineFacts, model: ModelFacts, size: PageSize, workers: int
-) -> tuple[int, int, str | None]:
+def _pages(config: EngineSettings, memory: Room, size: PageSize) -> tuple[int, int, str | None]:
     """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
-    asked = config.max_model_len
+    asked, model = config.max_model_len, memory.model
     longest = context_length(config, model)
     needed = size.pages(longest) * size.page_bytes
-    room = _room(machine, model, 4 if size.page_bytes > model.page_bytes_bf16 else 2)
-    budget, source = _budget(config, room, needed, workers)
+    budget, source = memory.budget(config.kv_memory, needed)
     pages = budget // size.page_bytes
     if model.pooling is not None and model.pooling.whole_prompts:
         pages = min(pages, KV_CONTEXTS * size.pages(longest))  # they only count tokens
@@ -247,35 +372,27 @@ def _memory(
     return pages, fits, note
 
 
-def _room(machine: MachineFacts, model: ModelFacts, weight_item_bytes: int) -> int:
-    weights = model.parameters * weight_item_bytes
-    if weights >= machine.memory_bytes:
-        raise ConfigError(
-            f"{model.name} needs {show_bytes(weights)} for its weights, "
-            f"this machine has {show_bytes(machine.memory_bytes)} free: stop something or serve a smaller model"
-        )
-    return machine.memory_bytes - weights
+def _no_lanes(model: ModelFacts) -> str:
+    """Why lanes cannot have it: computed op by op, or not captured, as padding rows change states.  Empty: they can."""
+    if model.pooling is not None:
+        return f"{model.name} only reads"
+    if model.sees:
+        return f"{model.name} reads images or sounds"
+    recurrent = f"{model.name} has recurrent layers, whose steps are not captured"
+    return recurrent if any(reach.cell is not None for reach in model.reaches) else ""
 
 
-def _budget(config: EngineSettings, room: int, needed: int, workers: int) -> tuple[int, str]:
-    """(bytes of KV pages in each worker, where that comes from).  ``needed`` holds one full context."""
-    half = room // (2 * workers)
-    if config.kv_memory is None:
-        share = min(int(room * KV_SHARE) // workers, KV_CONTEXTS * needed)
-        budget = max(share, min(half, needed))
-        return budget, f"the {show_bytes(budget)} that each worker takes by itself"
-    source = f"--kv-memory {show_bytes(config.kv_memory)}"
-    if config.kv_memory * workers > room:
-        raise ConfigError(
-            f"{source} for each of {workers} workers is more than the {show_bytes(room)} that are free "
-            f"beside the weights: use --kv-memory {show_bytes(half)} or less"
-        )
-    return config.kv_memory, source
-
-
-def show_bytes(count: int, *, up: bool = False) -> str:
-    """A size that ``--kv-memory`` takes back: "512MiB".  ``up`` rounds so that nothing is lost."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= 10 * size or (count >= size and count % size == 0):
-            return f"{-(-count // size) if up else count // size}{unit}"
-    return str(count)
+def _unfit(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> str:
+    """Why a GPU is not the place for this model; empty: it is."""
+    gpu = machine.gpu.gpu
+    if gpu is None:
+        return ""
+    if model.pooling is not None:
+        return f"{model.name} only reads, which GPUs do operation by operation here"
+    if model.sees:
+        return f"{model.name} reads images or sounds, which GPUs do operation by operation here"
+    number_bytes = 4 if "fp32" in (config.dtype, model.auto_dtype if config.dtype == "auto" else "") else 2
+    weights = model.parameters * number_bytes + beside_bytes(model.beside, 1, number_bytes)
+    if weights + model.activation_bytes + RUNTIME_BYTES >= gpu.free_bytes:
+        return f"{model.name} needs {show_bytes(weights)} for its weights, {show_bytes(gpu.free_bytes)} are free there"
+    return ""

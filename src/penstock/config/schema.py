@@ -9,6 +9,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from penstock.config.base import Config
+from penstock.config.hand_over import HandOverConfig
+from penstock.config.scheduling import SchedulingConfig
+from penstock.config.tracing import TraceConfig, TraceLimits
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
 
@@ -22,8 +26,8 @@ MAX_CHUNK_TOKENS = 2048
 """Prompt tokens of one request in one step unless told otherwise."""
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all configuration: frozen, keyword-only, strict."""
+MAX_DRAFTING = 16
+"""Requests in a step that a head or a draft model guesses for."""
 
 
 class PoolingConfig(Config, frozen=True, kw_only=True):
@@ -45,11 +49,19 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     max_chunk_tokens: int = MAX_CHUNK_TOKENS  # prompt tokens of one request in one step
     step_budget_ms: float = 100.0  # predicted time of a step that also decodes
     prefill_step_budget_ms: float = 250.0  # predicted time of a step that only reads prompts
+    stoppable: bool = False  # several steps that were granted at once can be stopped after any of them
+    batch_step_budget_ms: float = 250.0  # predicted time of a step that decodes batch work only
+    long_prompt_ms: float = 0.0  # one that takes longer to read is read gently beside answers (core.gentle); 0: none
+    gentle_read_s: float = 60.0  # no prompt takes longer to read for being read gently
+    contended_step_ms: float = 10.0  # a piece of a prompt, while other tenants are there whom it keeps waiting
+    batch_patience_s: float = 5.0  # batch work left out for so long has one request go on as an interactive one
+    output_token_weight: float = 2.0  # what a token of an answer counts among tenants, against one of a prompt
+    tenant_memory_s: float = 10.0  # so long after its last request a tenant counts as being there
     even_pace: bool = False  # answers give time to prompts that are read at cores which this worker lends
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
     max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
     max_step_draft_tokens: int = 64  # the same of all requests together
-    max_drafting: int = 16  # requests in a step that a head or a draft model guesses for; in larger ones it is silent
+    max_drafting: int = MAX_DRAFTING  # requests in a step that are guessed for; in larger ones guides are silent
     pooling: PoolingConfig | None = None  # None: the model writes
 
     @property
@@ -58,13 +70,33 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
         return self.pooling is not None and self.pooling.whole_prompts
 
 
-class HandOverConfig(Config, frozen=True, kw_only=True):
-    """How long the two ends of a hand-over wait for each other, and how much is copied between two steps."""
+class KvStoreLimits(Config, frozen=True, kw_only=True):
+    """How long the tiers of the KV store may take, and how much may wait for them."""
 
-    lease_s: float = 10.0  # without a sign of the other side, either end gives its pages back
-    copy_budget_bytes: int = 32 << 20  # copied and verified between two steps of a decode worker
-    window_bytes: int = 64 << 20  # sent to one receiver and not yet acknowledged
-    peer_idle_s: float = 60.0  # a link to another worker that nobody uses for so long is closed
+    max_wait_s: float = 2.0  # that a request waits at most for pages of tiers; never longer than computing them takes
+    hang_s: float = 1.0  # a tier that is at one page for so long is asked nothing more until it is done
+    always: bool = False  # pages are written and fetched whatever that is worth
+    max_queued_writes: int = 1024  # pages that wait to be written to one tier; others are not written
+    direct_io: bool = True  # disk is read and written past the page cache
+    remote_timeout_s: float = 0.5  # of one word with a remote tier
+    remote_expire_s: float = 86_400.0  # pages in a Redis that nobody asks for are gone then
+    mooncake_metadata: str = "P2PHANDSHAKE"  # where Mooncake's clients find each other
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    mooncake_devices: str = ""  # of RDMA; empty: Mooncake chooses
+    close_s: float = 1.0  # for a worker that ends to write what waits
+
+
+class KvStoreConfig(KvStoreLimits, frozen=True, kw_only=True):
+    """Where a worker's KV pages stand beside its own memory."""
+
+    peers: bool = True  # in other workers' memory on this host
+    host_bytes: int = 0  # of host memory that all workers of the service share; 0: none
+    disk: str | None = None  # folder
+    disk_bytes: int = 8 << 30  # of this model's file there
+    redis: str | None = None  # URL
+    mooncake: str | None = None  # HOST:PORT of the master
+    mooncake_bytes: int = 0  # of memory that each worker gives to Mooncake's store
+    key_file: str | None = None  # with what pages on disk and in remote tiers are encrypted
 
 
 class Loan(Config, frozen=True, kw_only=True):
@@ -82,12 +114,18 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     incarnation: int
     role: Role
     endpoint: str  # where its mailbox listens
-    carrier: str  # "shm" or "tcp": how pages travel
+    carrier: str  # "shm", "tcp", "tcp-sealed" or "curve": how pages travel; after "nixl+" what NIXL does not bring
+    pages_port: int = 0  # where they are fetched from over sockets; 0: any free one
     scheduler: SchedulerConfig
     hand_over: HandOverConfig = HandOverConfig()
+    kv_store: KvStoreConfig = KvStoreConfig()
     threads: int = 1  # own kernel threads
     cpus: tuple[int, ...] = ()  # processors it may run on; empty: all
     niceness: int = 0  # of all its threads: above 0 it gives way to others
+    yields: int = 0  # its niceness once it reads prompts only
+    hands_over: bool = True  # its pages can pass to others, and theirs to it
+    keeps_role: bool = False  # other roles are of another numerics class
+    drain_s: float = 28.0  # to let others go on with its answers before it ends
     loans: tuple[Loan, ...] = ()  # whose cores it may borrow
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
     gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
@@ -125,6 +163,12 @@ class Limits(Config, frozen=True, kw_only=True):
     max_image_tokens: int = 1024  # that one image becomes; a larger one is made smaller
     max_queued_images: int = 64  # that wait to be decoded, of all requests
     remote_image_s: float = 10.0  # to fetch one image, redirects included
+    max_audio_bytes: int = 25 << 20  # of one sound as it is sent
+    max_audio_s: float = 1800.0  # that it may last
+    max_audio_rate: int = 192_000  # samples a second
+    max_audio_prompt_chars: int = 16_384  # of what is said to have been said before
+    max_pending_audio_s: float = 7200.0  # of all sounds that are being heard; their samples take 64 kB a second
+    max_queued_audio: int = 16  # sounds and windows that wait to be read, of all requests
     max_session_chars: int = 256  # of a session's name
     default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
     max_inputs: int = 2048  # texts in one /v1/embeddings, /rerank or /classify request
@@ -133,12 +177,18 @@ class Limits(Config, frozen=True, kw_only=True):
     max_queued_requests: int = 512  # accepted and without a first token
     max_queued_tokens: int = 262_144  # prompt tokens of those
     first_byte_s: float = 120.0  # to the first token, resubmissions included
+    max_stated_wait_s: float = 3600.0  # that a client may say it would wait for the first token
     stall_s: float = 60.0  # between two tokens
     idle_client_s: float = 30.0  # a client that reads nothing for so long is hung up on
     slow_body_s: float = 30.0  # to receive a request's body
     header_s: float = 15.0  # to receive a request's head
     load_s: float = 120.0  # that a request waits for a model of the catalogue to be loaded
     max_queued_loads: int = 256  # requests that wait for models to be loaded
+    max_idempotency_key_chars: int = 256
+    max_idempotency_keys: int = 65_536  # that a gateway remembers, with what they were used for
+    idempotency_s: float = 600.0  # and for how long
+    max_kept_tokens: int = 1 << 20  # of finished answers with a key, told again without being computed
+    resume_grace_s: float = 1.0  # an answer with a key goes on for so long when its client has gone
 
 
 class FailoverConfig(Config, frozen=True, kw_only=True):
@@ -146,8 +196,18 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
 
     max_attempts: int = 8  # submissions without a new token in between
     beat_s: float = 0.25  # between two Hellos to a worker
-    silence_s: float = 2.0  # a worker with work that reports nothing for so long is suspected
+    silence_s: float = 1.0  # a worker with work that says nothing for so long is out of routing,
+    overrun: float = 3.0  # beyond so many times the predicted length of the step that it is in
     still_s: float = 4.0  # workers that report but compute nothing for so long lose what they have
+    quarantine_s: float = 1.0  # a worker that was given up and speaks again is probed after so long; doubles
+    quarantine_max_s: float = 30.0  # and no more than this
+    probe_s: float = 2.0  # to answer a probe
+    no_path_s: float = 2.0  # with every worker that could serve gone for so long, requests fail at once
+    retry_share: float = 1.0  # resubmissions after failures that each new request adds to the budget
+    retry_burst: int = 1024  # the most that the budget holds
+    retry_per_s: float = 10.0  # added to it each second
+    poison_deaths: int = 2  # workers that died by themselves under one request: it is failed
+    poison_tokens: int = 8  # new tokens after which a death before them is not held against a request
 
 
 class RoutingConfig(Config, frozen=True, kw_only=True):
@@ -190,6 +250,10 @@ class Offers(Config, frozen=True, kw_only=True):
     lora: LoraConfig = LoraConfig()
 
 
+EventLoop = Literal["auto", "uvloop", "asyncio"]
+"""Of processes that speak HTTP; "auto": uvloop if it is installed."""
+
+
 class GatewayConfig(Config, frozen=True, kw_only=True):
     """Everything the gateway process needs."""
 
@@ -204,51 +268,31 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     task: Task = Task.GENERATE
     width: int = 0  # of a model that only reads: numbers of its vectors, or its labels
     api_key: str | None = None
+    api_keys: str | None = None  # file of several keys
     limits: Limits = Limits()
+    scheduling: SchedulingConfig = SchedulingConfig()
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
     remote_images: bool = False  # images may be fetched from public addresses
     lora: LoraConfig = LoraConfig()
-
-
-class ModelPlace(Config, frozen=True, kw_only=True):
-    """One model of a catalogue, as its front knows it."""
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
-    nbytes: int = 0  # of memory while it is loaded
-    pinned: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All that mean it."""
-        return (self.name, *self.aliases, *self.adapters)
-
-
-class StoreConfig(Config, frozen=True, kw_only=True):
-    """Everything the front process of a catalogue needs."""
-
-    models: tuple[ModelPlace, ...]
-    model_memory: int | None = None  # bytes of all loaded models together
-    api_key: str | None = None
-    upstream_key: str  # that the models' own gateways want
-    limits: Limits = Limits()
-    created: int = 0  # Unix seconds
+    response_cache: int = 0  # bytes of stored responses; 0: none
+    trace: TraceConfig = TraceConfig()
+    event_loop: EventLoop = "auto"
+    fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
 
 
 class SuperviseConfig(Config, frozen=True, kw_only=True):
     """How dead and stuck processes are dealt with."""
 
     wedge_s: float = 2.0  # no progress beyond the predicted end of a step, nor computing: killed and forked anew
-    busy_s: float = 60.0  # the same for a process that computes all the while: a step may be far longer than predicted
+    busy_s: float = 60.0  # the same for a process that computes, or queues for a processor, all the while
     backoff_first_s: float = 0.05
     backoff_max_s: float = 5.0
     rapid_deaths: int = 10  # so many deaths of one worker that never became ready: give up, loudly
     stable_s: float = 5.0  # a process that was ready for so long has its earlier deaths forgiven
-    start_s: float = 120.0  # from fork to ready; a process that takes longer is wedged
+    start_s: float = 120.0  # from fork, or the last sign of progress, to ready; a process that takes longer is wedged
     drain_s: float = 30.0  # to finish running answers after SIGTERM
     grace_s: float = 2.0  # between SIGTERM and SIGKILL of a child
     look_s: float = 0.1  # between two looks at the heartbeat board
@@ -265,14 +309,21 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     kv_memory: Positive | None = None  # bytes of KV pages in each worker
     image_cache: Positive = 256 << 20  # bytes of encoded images kept in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # what KV pages keep keys and values in; "auto": the compute type
     threads: Positive | None = None  # own kernel threads of each worker
     max_chunk_tokens: Positive | None = None
     max_running: Positive = 256
     speculate: Literal["off", "auto", "lookup", "head", "draft"] = "off"  # how tokens are guessed ahead
     draft_model: str | None = None  # folder of a head or a small model that guesses
     max_draft_tokens: Positive = 8
+    sparse_attention: bool = False  # tokens far into a context read a part of it: faster, and other answers
+    sparse_sinks: Positive = 64  # tokens at the beginning that are always read, in whole blocks of 64
+    sparse_window: Positive = 1024  # the same of those before a token
+    sparse_blocks: Positive = 32  # blocks of 64 tokens that each token chooses between them
+    sparse_from: Annotated[int, msgspec.Meta(ge=0)] = 4096  # positions before it read everything
     kernels: str = "auto"  # a kernel family, or "reference"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # "auto": a GPU if there is one that suits the model
+    gpu_lanes: Literal["off", "auto", "priority", "green"] = "off"  # prompts are read beside the answers on a GPU
     max_loras: Positive = 16  # adapters in memory at once
     lora_memory: Positive = 1 << 30  # bytes of adapters in memory of a worker, and of the files of all that are listed
     max_lora_rank: Positive = 256
@@ -280,8 +331,18 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     keys: str | None = None  # folder of the keys that hosts share
     weights_cache: str = "auto"  # folder of the manifests of weights; "auto": in the user's cache; "off": none
     accept_new_weights: bool = False  # serve weights that are not those of the last load, and remember them
+    kv_peers: bool = True  # workers take KV pages out of each other's caches
+    kv_host: Positive | None = None  # bytes of KV pages in memory that all workers share, beside their own
+    kv_disk: str | None = None  # folder for KV pages
+    kv_disk_size: Positive = 8 << 30  # bytes of a model's pages there
+    kv_redis: str | None = None  # URL of a Redis for KV pages
+    kv_mooncake: str | None = None  # HOST:PORT of the master of a Mooncake store for KV pages
+    kv_mooncake_size: Positive | None = None  # bytes of memory that each worker gives to it
+    kv_key: str | None = None  # file of the key that pages on disk and in remote tiers are encrypted with
     hand_over: HandOverConfig = HandOverConfig()
+    kv_store: KvStoreLimits = KvStoreLimits()
     supervise: SuperviseConfig = SuperviseConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
 
 
 class ServeConfig(EngineSettings, frozen=True, kw_only=True):
@@ -289,26 +350,37 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000  # 0: any free port
+    gateways: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that answer HTTP, on one port
+    event_loop: EventLoop = "auto"
     prefill: Positive | None = None
     decode: Positive | None = None
     encode_workers: Positive | None = None  # that encode images; None: whoever reads a prompt encodes its images
     aggregated: bool = False
+    prefill_device: Literal["cpu", "cuda"] | None = None  # where prefill workers compute, if elsewhere than the others
+    prefill_kernels: str | None = None  # their kernel family, if not that of the decode workers
     prefill_cores: str | None = None  # processors of the prefill workers, as "0-3,8"
     decode_cores: str | None = None
     lend_cores: bool = True  # an idle worker's cores work for the others
-    transfer: Literal["auto", "shm", "tcp"] = "auto"
+    transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
+    api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
     served_model_name: str | None = None
     catalogue: str | None = None  # file that names several models, loaded on demand
     model_memory: Positive | None = None  # bytes of all loaded models of the catalogue; None: no limit
     lora: tuple[str, ...] = ()  # adapters, each NAME=FOLDER
     allow_lora_updating: bool = False  # clients may load and unload adapters
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
-    allow_mixed_numerics: bool = False  # an answer may go on in another numerics class when its own has no worker left
+    allow_mixed_numerics: bool = False  # prompts may be read in another numerics class than answers are written in, and
+    # an answer may go on in another when its own has no worker left
     remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only
+    response_cache: Positive | None = None  # bytes of stored responses, all gateways together; None: none are stored
+    trace_endpoint: str | None = None  # URL of an OpenTelemetry collector that spans of requests are sent to
+    trace_file: str | None = None  # that they are written to
+    trace_sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of requests, where the caller does not say
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
+    trace: TraceLimits = TraceLimits()
 
 
 class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
@@ -316,4 +388,9 @@ class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
 
     role: Role = Role.BOTH
     listen: str = "tcp://127.0.0.1:9000"
+    transfer: Literal["auto", "tcp", "tcp-clear", "curve", "nixl"] = (
+        "auto"  # how pages travel to and from other workers
+    )
+    pages_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0  # where they are fetched; 0: any free one
+    mixed_with: str | None = None  # numerics class of the workers of the other role, where it is not this one's
     name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9.-]{0,63}$")] | None = None

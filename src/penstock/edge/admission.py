@@ -1,7 +1,9 @@
 """How much may wait: requests without a first token, their prompt tokens, and bodies not yet turned into tokens.
 
 Everything is bounded and every refusal says when to come back.  Whoever is let in holds a permit, and leaving its
-scope gives back what it still holds.  Knows nothing about HTTP or what a request asks for.
+scope gives back what it still holds.  A *party* is a tenant's requests of one class.  Where there are several, none may
+take more of the queue than it leaves free (dynamic thresholds: Choudhury, Hahne 1998): there is always room for one
+that comes new.  Knows nothing about HTTP or what a request asks for.
 """
 
 from __future__ import annotations
@@ -9,13 +11,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.clock import Clock
 from penstock.config.schema import Limits
 from penstock.errors import QueueFull
 
-_MAX_RETRY_AFTER_S = 60
+MAX_RETRY_AFTER_S = 3600
 _SMOOTHING = 0.1
+
+
+class Party(NamedTuple):
+    """Whose requests wait."""
+
+    service: int = 0  # the class: lower ones are served first
+    tenant: str = ""
+    weight: float = 1.0
+
+
+NOBODY = Party()
+"""In particular."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What of one party waits."""
+
+    requests: int = 0
+    tokens: int = 0
 
 
 class Admission:
@@ -23,38 +47,51 @@ class Admission:
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._limits = limits
-        self._clock = clock
+        self.clock = clock
         self.requests = 0  # without a first token
         self.tokens = 0  # prompt tokens of those
         self.body_bytes = 0  # of bodies that are being read or parsed
-        self._wait_s = 1.0  # smoothed time from admission to first token
+        self._wait_s: dict[int, float] = {}  # by class: smoothed time from admission to first token
+        self._parties: dict[Party, _Waiting] = {}  # those of whom something waits
 
     def check(self) -> None:
         """Raises QueueFull when there is no room for anything, before anything is read."""
         if self.requests >= self._limits.max_queued_requests:
-            raise self._full(f"{self.requests} requests are waiting, the limit is {self._limits.max_queued_requests}.")
+            raise self.full(f"{self.requests} requests are waiting, the limit is {self._limits.max_queued_requests}.")
 
     @contextmanager
-    def admit(self, costs: Sequence[int]) -> Iterator[Permit]:
-        """Room for one engine request a cost, in prompt tokens.
+    def admit(self, costs: Sequence[int], party: Party = NOBODY, *, bounded: bool = False) -> Iterator[Permit]:
+        """Room for one engine request a cost, in prompt tokens; where there are none, nothing has to wait.
 
         Raises QueueFull, except when nobody waits: then even what is larger than the whole queue may try.
+        ``bounded``: there are other parties, for whom room must be left.
         """
         requests, tokens = len(costs), sum(costs)
+        if not requests:
+            yield Permit(self, costs, party)
+            return
+        own = self._parties.get(party)
+        if bounded and own is not None:
+            self._leave_room(own, requests, tokens)
         if self.requests:
             if self.requests + requests > self._limits.max_queued_requests:
-                raise self._full(
+                raise self.full(
                     f"{self.requests} requests are waiting and this one adds {requests}, "
-                    f"the limit is {self._limits.max_queued_requests}."
+                    f"the limit is {self._limits.max_queued_requests}.",
+                    party.service,
                 )
             if self.tokens + tokens > self._limits.max_queued_tokens:
-                raise self._full(
+                raise self.full(
                     f"{self.tokens} prompt tokens are waiting and this request adds {tokens}, "
-                    f"the limit is {self._limits.max_queued_tokens}."
+                    f"the limit is {self._limits.max_queued_tokens}.",
+                    party.service,
                 )
         self.requests += requests
         self.tokens += tokens
-        permit = Permit(self, costs)
+        waiting = self._parties.setdefault(party, _Waiting())
+        waiting.requests += requests
+        waiting.tokens += tokens
+        permit = Permit(self, costs, party)
         try:
             yield permit
         finally:
@@ -72,7 +109,7 @@ class Admission:
     def grow_body(self, size: int) -> None:
         """Raises QueueFull when all bodies together would be too much."""
         if self.body_bytes and self.body_bytes + size > self._limits.max_pending_body_bytes:
-            raise self._full(
+            raise self.full(
                 f"{self.body_bytes} bytes of requests are being read, "
                 f"the limit is {self._limits.max_pending_body_bytes}."
             )
@@ -80,25 +117,70 @@ class Admission:
 
     def now(self) -> float:
         """Monotonic seconds."""
-        return self._clock.now()
+        return self.clock.now()
 
-    def leave(self, tokens: int, waited_s: float | None) -> None:
+    def leave(self, tokens: int, waited_s: float | None, party: Party = NOBODY) -> None:
         """One engine request waits no longer; ``waited_s`` is None when it never got a token."""
         self.requests -= 1
         self.tokens -= tokens
+        waiting = self._parties[party]
+        waiting.requests -= 1
+        waiting.tokens -= tokens
+        if not waiting.requests:
+            del self._parties[party]
         if waited_s is not None:
-            self._wait_s += _SMOOTHING * (waited_s - self._wait_s)
+            smoothed = self.usual_wait_s(party.service)
+            self._wait_s[party.service] = smoothed + _SMOOTHING * (waited_s - smoothed)
 
-    def _full(self, why: str) -> QueueFull:
-        retry_after = min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._wait_s)))
+    def usual_wait_s(self, service: int) -> float:
+        """How long requests of this class have waited for their first token of late."""
+        return self._wait_s.get(service, 1.0)
+
+    def share_before(self, party: Party, tokens: int) -> float:
+        """Of the prompt tokens that wait here and could go before ``tokens`` more of this party: which part will.
+
+        By the fluid form of fair queueing (Parekh, Gallager 1993): until what the party has and these ``tokens`` are
+        served, every other party of its class gets its weight's share, or all that it has.  1 when nothing waits here.
+        """
+        own = self._parties.get(party)
+        mine = own.tokens if own is not None else 0
+        until = (mine + tokens) / party.weight
+        ahead, total = float(mine), mine
+        for other, waiting in self._parties.items():
+            if other == party or other.service > party.service:
+                continue
+            total += waiting.tokens
+            before = other.service < party.service
+            ahead += waiting.tokens if before else min(waiting.tokens, other.weight * until)
+        return ahead / total if total else 1.0
+
+    def _leave_room(self, own: _Waiting, requests: int, tokens: int) -> None:
+        limits = self._limits
+        free = limits.max_queued_requests - self.requests
+        if own.requests + requests > free:
+            raise self.full(
+                f"{own.requests} requests of yours are waiting and this one adds {requests}; of the {free} places that "
+                f"are free (max_queued_requests is {limits.max_queued_requests}), room is left for others."
+            )
+        free = limits.max_queued_tokens - self.tokens
+        if own.tokens + tokens > free:
+            raise self.full(
+                f"{own.tokens} prompt tokens of yours are waiting and this request adds {tokens}; of the {free} that "
+                f"may still come (max_queued_tokens is {limits.max_queued_tokens}), room is left for others."
+            )
+
+    def full(self, why: str, service: int = 0) -> QueueFull:
+        """The refusal; when to come back follows how long others wait."""
+        retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(self.usual_wait_s(service))))
         return QueueFull(f"The server is at its limit: {why} Retry in {retry_after} s.", retry_after=retry_after)
 
 
 class Permit:
     """The places of one HTTP request in the queue."""
 
-    def __init__(self, admission: Admission, costs: Sequence[int]) -> None:
+    def __init__(self, admission: Admission, costs: Sequence[int], party: Party) -> None:
         self._admission = admission
+        self._party = party
         self._waiting = dict(enumerate(costs))
         self._since = admission.now()
 
@@ -106,13 +188,19 @@ class Permit:
         """This choice has its first token.  Harmless when said twice."""
         tokens = self._waiting.pop(choice, None)
         if tokens is not None:
-            self._admission.leave(tokens, self._admission.now() - self._since)
+            self._admission.leave(tokens, self._admission.now() - self._since, self._party)
+
+    def ended(self, choice: int) -> None:
+        """This choice is over; it may never have had to wait."""
+        tokens = self._waiting.pop(choice, None)
+        if tokens is not None:
+            self._admission.leave(tokens, None, self._party)
 
     def give_back(self) -> None:
         """Nothing of this request waits any longer."""
         while self._waiting:
             _, tokens = self._waiting.popitem()
-            self._admission.leave(tokens, None)
+            self._admission.leave(tokens, None, self._party)
 
 
 class BodyHold:

@@ -9,30 +9,50 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock.edge import sse
-from penstock.edge.admission import Permit
-from penstock.edge.errors import Header, noted
+from penstock.edge.counted import Counted
+from penstock.edge.errors import Header
+from penstock.edge.event_ids import After, EventIds, Place
+from penstock.edge.event_stream import tell
 from penstock.edge.exchange import Exchange
-from penstock.edge.openai_shapes import Choice, Head, Shape, Usage
-from penstock.errors import WorkerLost
-from penstock.wire.ports import AnswerPiece, CallPiece, Prepared, TokenStreams
+from penstock.edge.gate import Visit
+from penstock.edge.kept import Answers
+from penstock.edge.openai_shapes import Charge, Choice, Head, Shape, Usage
+from penstock.errors import RequestError, WorkerLost
+from penstock.types import FinishReason, TokenBatch
+from penstock.wire.ports import AnswerPiece, CallPiece, Prepared
 
 _AHEAD = 4
 """Pieces of all choices that may wait for a client that reads slowly; the rest waits in the token streams."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How an answer is told: what the client has of it already, its mark in event ids, whom it is charged to."""
+
+    after: After = field(default_factory=After)
+    mark: str = ""
+    charge: Charge | None = None
+    computed: bool = True  # for this HTTP request; what another began or has left behind is not
+    rated: Counted = field(default_factory=Counted)  # among its tenant's rates, of all that was computed
+    metered: Counted = field(default_factory=Counted)  # for its tenant, however often it was computed
+
+
 class Answering:
     """One answer: its choices, and what they have used."""
 
-    def __init__(self, streams: TokenStreams, prepared: Prepared, permit: Permit) -> None:
+    def __init__(self, streams: Answers, prepared: Prepared, visit: Visit, course: Course | None = None) -> None:
         self._streams = streams
         self._prepared = prepared
-        self._permit = permit
+        self._visit = visit
+        self.course = course or Course()
         self._cached = [0] * len(prepared.requests)
         self._tokens = [0] * len(prepared.requests)
+        self._stored = [0] * len(prepared.requests)
 
     def used(self) -> Usage:
         """So far; the choices of one prompt share what was cached of it."""
@@ -40,26 +60,39 @@ class Answering:
             prompt=self._prepared.prompt_tokens,
             completion=sum(self._tokens),
             cached=sum(self._cached[:: self._prepared.reply.n]),
+            stored=sum(self._stored),
+            charge=self.course.charge,
         )
 
+    def settle(self) -> Usage:
+        """It is over, however it ended: count what nobody has counted of it.  Nothing, when not a token came."""
+        used = self.used()
+        if self._visit.begun:
+            told = list(zip(self._tokens, self._stored, strict=True))
+            self._visit.used(used, rated=self.course.rated.take(told), metered=self.course.metered.take(told))
+        return used
+
     async def choice(self, index: int) -> AsyncGenerator[AnswerPiece, None]:
-        """The pieces of one choice; the last has ``finish``."""
+        """The pieces of one choice; the last has ``finish``.  One ends where the client's part of it does."""
         request, text = self._prepared.requests[index], self._prepared.answers[index]
+        known = self.course.after.places.get(index)
         stream = self._streams.stream(request)
         try:
-            first = True
-            async for batch in stream:
-                if first:
-                    self._permit.started(index)
-                    self._cached[index] = batch.cached_tokens
-                    first = False
-                piece = text.push(batch)
-                self._tokens[index] = piece.tokens
-                if piece.finish is not None and batch.finish is None:
-                    self._streams.stopped(request.id)
-                yield piece
-                if piece.finish is not None:
-                    return
+            async for came in stream:
+                self._visit.started(index, computed=self.course.computed and not came.stored)
+                self._cached[index] += came.cached_tokens
+                for batch in _parted(came, known.tokens - self._tokens[index] if known else 0):
+                    piece = text.push(batch)
+                    self._tokens[index] = piece.tokens
+                    if batch.stored:
+                        self._stored[index] = piece.tokens
+                    if piece.finish is not None and came.finish is None:
+                        self._streams.stopped(request.id)
+                    if piece.finish is not None:
+                        self._visit.ended(index, piece.tokens)
+                    yield piece
+                    if piece.finish is not None:
+                        return
         finally:
             await stream.aclose()
         raise WorkerLost("The answer ended before its end.")
@@ -101,6 +134,23 @@ class Answering:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _parted(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
+    """In two, the first of ``at`` tokens, where it has more than that or ends with them."""
+    if not 0 < at <= len(batch.tokens) or (at == len(batch.tokens) and batch.finish is None):
+        return (batch,)
+    logprobs = batch.logprobs
+    before = msgspec.structs.replace(
+        batch, tokens=batch.tokens[:at], logprobs=None if logprobs is None else logprobs[:at], finish=None
+    )
+    behind = TokenBatch(
+        tokens=batch.tokens[at:],
+        logprobs=None if logprobs is None else logprobs[at:],
+        finish=batch.finish,
+        stored=batch.stored,
+    )
+    return before, behind
+
+
 async def gather(answering: Answering, choices: int) -> list[Choice]:
     """All choices, whole."""
     gathered: list[list[AnswerPiece]] = [[] for _ in range(choices)]
@@ -137,39 +187,37 @@ def _whole_calls(parts: Iterable[CallPiece]) -> list[CallPiece]:
 async def stream(
     exchange: Exchange, answering: Answering, shape: Shape, head: Head, headers: Callable[[], Sequence[Header]]
 ) -> None:
-    """Send the answer as events.  ``headers`` are asked for when they are sent.
+    """Send the answer as events.  ``headers`` are asked for when they are sent."""
+    events = _Events(shape, head, answering.course)
 
-    The status line waits for the first piece, so that an error before it has a status of its own; one after it is an
-    event, and the end of the stream.
-    """
-    events = _Events(shape, head)
-    out = _Out(exchange, headers)
-    try:
+    async def told() -> AsyncGenerator[bytes, None]:
         async with aclosing(answering.pieces()) as pieces:
             async for index, piece in pieces:
-                data = events.of(index, piece)
-                if data:
-                    await out.send(data)
-    except Exception as error:
-        if not out.started:
-            raise
-        await out.finish(sse.event("error", noted(error).body))
-        return
-    last = sse.event("usage", shape.usage(head, answering.used())) if head.include_usage else b""
-    await out.finish(last + sse.DONE)
+                yield events.of(index, piece)
+
+    def last() -> bytes:
+        usage = sse.event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""
+        return usage + sse.DONE
+
+    await tell(exchange, told(), last, headers)
 
 
 class _Events:
-    """Turns pieces into events, in OpenAI's order."""
+    """Turns pieces into events, in OpenAI's order, leaving out what the client has."""
 
-    def __init__(self, shape: Shape, head: Head) -> None:
+    def __init__(self, shape: Shape, head: Head, course: Course) -> None:
+        self.ids = EventIds(course.mark, course.after)
         self._shape = shape
         self._head = head
-        self._begun: set[int] = set()
-        self._first = True
+        self._places = dict(course.after.places)
+        self._begun = set(self._places)
+        self._first = not self._places
 
     def of(self, index: int, piece: AnswerPiece) -> bytes:
         """The events of one piece; none when it shows nothing yet."""
+        place = self._places.get(index)
+        if place is not None and _is_told(place, piece):
+            return b"" if place.ended or piece.finish is None else self._end(index, piece.finish)
         data = b""
         if index not in self._begun:
             self._begun.add(index)
@@ -177,10 +225,9 @@ class _Events:
         if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
             more = self._shape.delta(self._head, index, piece, first=self._first)
             self._first = False
-            data += sse.event(f"{index}:{piece.tokens}", more)
+            data += sse.event(self.ids.told(index, piece.tokens, last=piece.finish is not None), more)
         if piece.finish is not None:
-            data += sse.event(f"{index}:end", self._shape.end(self._head, index, piece.finish, first=self._first))
-            self._first = False
+            data += self._end(index, piece.finish)
         return data
 
     def _begin(self, index: int) -> bytes:
@@ -188,31 +235,21 @@ class _Events:
         if begun is None:
             return b""
         self._first = False
-        return sse.event(f"{index}:0", begun)
+        return sse.event(self.ids.begun(index), begun)
+
+    def _end(self, index: int, finish: FinishReason) -> bytes:
+        end = self._shape.end(self._head, index, finish, first=self._first)
+        self._first = False
+        return sse.event(self.ids.ended(index), end)
 
 
-class _Out:
-    """Where events go: straight out, or, for a client that knows no chunks, out at the end in one piece."""
-
-    def __init__(self, exchange: Exchange, headers: Callable[[], Sequence[Header]]) -> None:
-        self._exchange = exchange
-        self._headers = headers
-        self._kept: list[bytes] | None = None if exchange.chunked else []
-        self.started = False
-
-    async def send(self, data: bytes) -> None:
-        self.started = True
-        if self._kept is not None:
-            self._kept.append(data)
-            return
-        if not self._exchange.started:
-            await self._exchange.start(200, *sse.HEADERS, *self._headers())
-        await self._exchange.send(data)
-
-    async def finish(self, data: bytes) -> None:
-        if self._kept is not None:
-            await self._exchange.reply(200, b"".join((*self._kept, data)), *sse.HEADERS, *self._headers())
-            return
-        if not self._exchange.started:
-            await self._exchange.start(200, *sse.HEADERS, *self._headers())
-        await self._exchange.finish(data)
+def _is_told(place: Place, piece: AnswerPiece) -> bool:
+    """Has the client all of this piece but the word that it ends?  Raises RequestError for a place beyond the end."""
+    if piece.finish is not None and piece.tokens < place.tokens:
+        raise RequestError(
+            f"The header Last-Event-ID names {place.tokens} tokens of an answer that has {piece.tokens}.",
+            code="invalid_last_event_id",
+        )
+    if piece.finish is not None:
+        return place.closed
+    return place.closed or piece.tokens <= place.tokens

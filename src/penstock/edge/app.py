@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,21 +22,41 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.clock import Clock
+from penstock.config.scheduling import SchedulingConfig
 from penstock.config.schema import Limits
-from penstock.edge import status
-from penstock.edge.answering import Answering, gather, stream
-from penstock.edge.auth import Authenticated, KeyRing
-from penstock.edge.door import Asked, Door
+from penstock.edge import admin, sse, status
+from penstock.edge.answering import Answering, Course, gather, stream
+from penstock.edge.auth import Authenticated, KeyRing, Ring
+from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header
 from penstock.edge.exchange import Exchange
+from penstock.edge.forms import FORM_BYTES
+from penstock.edge.gate import Gate, Rules
+from penstock.edge.kept import Answers, KeptAnswers, Met
+from penstock.edge.keyed import Keyed, keyed_of
 from penstock.edge.openai_chat import ChatShape
 from penstock.edge.openai_completions import CompletionShape
-from penstock.edge.openai_shapes import Head, Shape
+from penstock.edge.openai_shapes import Charge, Head, Shape, Usage
 from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
 from penstock.edge.reading import read_all, written
-from penstock.errors import MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
+from penstock.edge.stored import CACHE_CONTROL, HIT, ResponseStore, StoredAnswers, repeats
+from penstock.edge.traced import Traced, header_of, parts_of, told
+from penstock.edge.transcribing import Transcribing
+from penstock.errors import KeyReused, MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
+from penstock.telemetry.service_levels import ServiceLevels
+from penstock.telemetry.spans import NoTracer, Span, Tracer
 from penstock.types import ModelIdentity, RequestId
-from penstock.wire.ports import Envelope, Intake, JsonObject, Pools, PoolWork, Prepared, TokenStreams
+from penstock.wire.ports import (
+    Envelope,
+    Hears,
+    Intake,
+    JsonObject,
+    Pools,
+    PoolWork,
+    Posts,
+    Prepared,
+    TokenStreams,
+)
 
 SESSION = b"x-session-affinity"
 """Names the session that a request belongs to."""
@@ -48,6 +69,7 @@ ROUTE = b"x-penstock-route"
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 WRITING_PATHS = "/v1/chat/completions or /v1/completions"
+AUDIO_PATHS = "/v1/audio/transcriptions"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,8 +84,25 @@ class Behind:
     clock: Clock
     metrics: Callable[[], bytes]  # Prometheus' text
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
-    keys: KeyRing = field(default_factory=KeyRing)
+    keys: Ring = field(default_factory=KeyRing)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    levels: ServiceLevels = field(default_factory=ServiceLevels)
     pools: Pools | None = None  # None: the model writes
+    posts: Posts | None = None  # None: workers cannot be told anything here
+    hears: Hears | None = None  # None: it hears nothing
+    met: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
+    stored: ResponseStore | None = None  # None: no response is stored
+    tracer: Tracer = field(default_factory=NoTracer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A request for text that was checked."""
+
+    prepared: Prepared
+    keyed: Keyed | None  # it may be sent again
+    seeded: bool  # its client has chosen the seed
+    span: Span
 
 
 def make_app(behind: Behind) -> ASGIApp:
@@ -78,10 +117,13 @@ def make_app(behind: Behind) -> ASGIApp:
             _post("/v1/embeddings", service.reading(embeddings, EmbeddingShape())),
             *(_post(path, service.reading(rerank, RerankShape())) for path in RERANK_PATHS),
             _post("/classify", service.reading(classify, ClassifyShape())),
+            _post("/v1/audio/transcriptions", service.listening(translates=False)),
+            _post("/v1/audio/translations", service.listening(translates=True)),
             _post("/tokenize", service.question(_tokenize(prepare))),
             _post("/detokenize", service.question(_detokenize(prepare))),
             _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
             _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
+            *(admin.routes(behind.posts, service.door) if behind.posts else ()),
             *status.routes(behind.streams, prepare.cards, behind.metrics, behind.metrics_type),
         ],
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
@@ -95,17 +137,36 @@ class _Service:
 
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
-        self._door = Door(behind.limits, behind.clock)
+        self.door = Door(behind.limits, behind.clock)
+        self._kept = KeptAnswers(behind.limits, behind.clock)
+        self._traced = Traced(behind.tracer, behind.clock)
+        rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys)
+        self._gate = Gate(rules, self.door.admission, behind.streams, behind.levels)
 
     def generation(self, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape) -> ASGIApp:
         """An endpoint that answers with generated text."""
 
         async def work(exchange: Exchange, asked: Asked) -> None:
-            prepared, head = await self._prepare(exchange, asked.body, prepare, shape)
-            asked.hold.release()
-            await self._answer(exchange, prepared, shape, head)
+            with self._traced.request(exchange, shape.operation, asked.body.get("model")) as span:
+                await generate(exchange, asked, span)
 
-        return self._door.endpoint(work, self._door.admission.check)
+        async def generate(exchange: Exchange, asked: Asked, span: Span) -> None:
+            envelope = self._envelope(exchange, shape.prefix)
+            body = asked.body
+            seeded = body.get("seed") is not None
+            keyed = self._keyed(exchange, body, envelope)
+            if keyed is not None:
+                if keyed.after.complete:
+                    self._behind.met(Met.RESUMED)
+                    await exchange.reply(200, sse.DONE, *sse.HEADERS)
+                    return
+                envelope = msgspec.structs.replace(envelope, told=shape.prefix + keyed.name)
+                body = keyed.body(body)
+            prepared = self._traced.prepared(span, await prepare(body, envelope), envelope.arrival)
+            asked.hold.release()
+            await self._answer(exchange, _Accepted(prepared, keyed, seeded, span), shape, envelope)
+
+        return self.door.endpoint(work, self.door.admission.check)
 
     def reading(
         self, prepare: Callable[[JsonObject, Envelope], Awaitable[PoolWork]] | None, shape: PoolShape
@@ -115,18 +176,49 @@ class _Service:
         async def work(exchange: Exchange, door: Asked) -> None:
             if prepare is None:
                 name = self._behind.intake.cards()[0].name
-                raise WrongTask(name, "writes text and is read with for nothing else", WRITING_PATHS)
-            envelope = self._envelope(exchange, shape.prefix)
-            asked = await prepare(door.body, envelope)
-            door.hold.release()
-            with self._door.admission.admit([asked.tokens]) as permit:
-                pooled = await read_all(self._behind.streams, asked, self._behind.limits.max_inputs_at_once)
-                permit.started(0)
-            head = PoolHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
-            answer = await written(shape, head, asked, pooled)
-            await exchange.reply(200, answer, (b"x-request-id", head.id.encode()))
+                paths = WRITING_PATHS if self._behind.hears is None else AUDIO_PATHS
+                raise WrongTask(name, "writes text and is read with for nothing else", paths)
+            with self._traced.request(exchange, shape.operation, door.body.get("model")) as span:
+                await read(exchange, (door, prepare), span)
 
-        return self._door.endpoint(work, self._door.admission.check)
+        async def read(
+            exchange: Exchange, door: tuple[Asked, Callable[[JsonObject, Envelope], Awaitable[PoolWork]]], span: Span
+        ) -> None:
+            sent, prepare = door
+            envelope = self._envelope(exchange, shape.prefix)
+            asked = await prepare(sent.body, envelope)
+            sent.hold.release()
+            used = Usage.of(prompt=asked.tokens, completion=0, cached=0)
+            with self._gate.enter(exchange, asked.requests[0].claim, [asked.tokens]) as visit:
+                streams = parts_of(span, self._behind.streams)
+                pooled = await read_all(streams, asked, self._behind.limits.max_inputs_at_once)
+                visit.started(0)
+                visit.used(used)
+            head = PoolHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
+            told(span, head.id, used, "")
+            answer = await written(shape, head, asked, pooled)
+            await exchange.reply(200, answer, (b"x-request-id", head.id.encode()), *header_of(span))
+
+        return self.door.endpoint(work, self.door.admission.check)
+
+    def listening(self, *, translates: bool) -> ASGIApp:
+        """An endpoint that answers with what it hears."""
+        behind = self._behind
+
+        async def work(exchange: Exchange, sent: Sent) -> None:
+            if behind.hears is None:
+                paths = WRITING_PATHS if behind.pools is None else "what it is for"
+                raise WrongTask(behind.intake.cards()[0].name, "hears nothing", paths)
+            envelope = self._envelope(exchange, "transcript-")
+            listening = await behind.hears.listen(sent.take(), envelope, translates=translates)
+            sent.hold.release()
+            traced = self._traced.request(exchange, listening.task, listening.model)
+            with closing(listening), traced as span:
+                headers = [(b"x-request-id", envelope.id.encode()), *header_of(span)]
+                transcribing = Transcribing(parts_of(span, behind.streams), self._gate)
+                await transcribing.answer(exchange, listening, envelope.caller.claim(), headers)
+
+        return self.door.upload(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
     def question(self, ask: Callable[[JsonObject], Awaitable[Any]]) -> ASGIApp:
         """An endpoint that answers with a small JSON object."""
@@ -134,18 +226,14 @@ class _Service:
         async def work(exchange: Exchange, asked: Asked) -> None:
             await exchange.reply(200, _encode(await ask(asked.body)))
 
-        return self._door.endpoint(work)
+        return self.door.endpoint(work)
 
-    async def _prepare(
-        self,
-        exchange: Exchange,
-        body: JsonObject,
-        prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]],
-        shape: Shape,
-    ) -> tuple[Prepared, Head]:
-        envelope = self._envelope(exchange, shape.prefix)
-        prepared = await prepare(body, envelope)
-        return prepared, _head(envelope.id, prepared, envelope.identity)
+    def _keyed(self, exchange: Exchange, body: JsonObject, envelope: Envelope) -> Keyed | None:
+        try:
+            return keyed_of(exchange, body, envelope, self._behind.limits)
+        except KeyReused:
+            self._behind.met(Met.REFUSED)
+            raise
 
     def _envelope(self, exchange: Exchange, prefix: str) -> Envelope:
         identity = self._behind.streams.identity()
@@ -156,23 +244,74 @@ class _Service:
             arrival=self._behind.clock.now(),
             identity=identity,
             session=_session(exchange, self._behind.limits.max_session_chars),
+            caller=self._gate.caller(exchange),
         )
 
-    async def _answer(self, exchange: Exchange, prepared: Prepared, shape: Shape, head: Head) -> None:
-        reply = prepared.reply
-        costs = [0 if i % reply.n else len(request.prompt) for i, request in enumerate(prepared.requests)]
-        with self._door.admission.admit(costs) as permit:
-            answering = Answering(self._behind.streams, prepared, permit)
-            headers = partial(self._headers, head.id, explained=exchange.header(EXPLAIN) is not None)
-            if reply.stream:
-                await stream(exchange, answering, shape, head, headers)
-            else:
-                choices = await gather(answering, len(prepared.requests))
-                await exchange.reply(200, shape.whole(head, choices, answering.used()), *headers())
+    async def _answer(self, exchange: Exchange, asked: _Accepted, shape: Shape, envelope: Envelope) -> None:
+        prepared = asked.prepared
+        reply, head = prepared.reply, _head(envelope.name, prepared, envelope.identity)
+        stored = self._stored(exchange, asked, envelope.identity)
+        claim = prepared.requests[0].claim
+        with (
+            self._met(asked.keyed, stored, head.id) as (streams, course),
+            self._gate.enter(exchange, claim, _costs(prepared, stored, course)) as visit,
+        ):
+            answering = Answering(streams, prepared, visit, course)
+            more = [*header_of(asked.span), *([] if stored is None else stored.headers())]
+            headers = partial(self._headers, envelope.id, more, explained=exchange.header(EXPLAIN) is not None)
+            try:
+                if reply.stream:
+                    await stream(exchange, answering, shape, head, headers)
+                else:
+                    choices = await gather(answering, len(prepared.requests))
+                    await exchange.reply(200, shape.whole(head, choices, answering.used()), *headers())
+            finally:
+                told(asked.span, head.id, answering.settle(), "" if stored is None else stored.word)
 
-    def _headers(self, name: str, *, explained: bool) -> list[Header]:
+    def _stored(self, exchange: Exchange, asked: _Accepted, identity: ModelIdentity) -> StoredAnswers | None:
+        """Stored responses, for a request that they may serve."""
+        store, requests = self._behind.stored, asked.prepared.requests
+        if store is None or not repeats(requests, seeded=asked.seeded, control=exchange.headers(CACHE_CONTROL)):
+            return None
+        return StoredAnswers(store, self._behind.streams, requests, identity)
+
+    @contextmanager
+    def _met(self, keyed: Keyed | None, stored: StoredAnswers | None, name: str) -> Iterator[tuple[Answers, Course]]:
+        """Where the tokens come from, and how they are told."""
+        streams = self._behind.streams if stored is None else stored
+        if keyed is None:
+            if stored is not None:
+                stored.look()
+            yield streams, Course()
+            return
+        try:
+            answer, met = self._kept.meet(keyed, streams)
+        except KeyReused:
+            self._behind.met(Met.REFUSED)
+            raise
+        self._behind.met(met)
+        computed = met not in (Met.JOINED, Met.REPLAYED)
+        if stored is not None and computed:
+            stored.look()
+        charge = Charge(charge_id=name, repeated=met is not Met.NEW)
+        try:
+            yield (
+                answer,
+                Course(
+                    after=keyed.after,
+                    mark=keyed.mark,
+                    charge=charge,
+                    computed=computed,
+                    rated=answer.rated,
+                    metered=answer.metered,
+                ),
+            )
+        finally:
+            self._kept.left(keyed, answer)
+
+    def _headers(self, name: str, more: Sequence[Header], *, explained: bool) -> list[Header]:
         """Of an answer.  To be asked for when its first choice has a worker."""
-        headers = [(b"x-request-id", name.encode())]
+        headers = [(b"x-request-id", name.encode()), *more]
         line = self._behind.streams.explain_in_a_line(RequestId(f"{name}/0")) if explained else None
         if line is not None:
             headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
@@ -204,6 +343,14 @@ def _head(name: str, prepared: Prepared, identity: ModelIdentity) -> Head:
         prompts=tuple(request.prompt for request in prepared.requests[:: reply.n]) if reply.token_ids else (),
         include_usage=reply.include_usage,
     )
+
+
+def _costs(prepared: Prepared, stored: StoredAnswers | None, course: Course) -> list[int]:
+    """Prompt tokens of each engine request that is made for it; the choices of one prompt share it."""
+    if not course.computed or (stored is not None and stored.word == HIT):
+        return []
+    n = prepared.reply.n
+    return [0 if i % n else len(request.prompt) for i, request in enumerate(prepared.requests)]
 
 
 def _post(path: str, endpoint: ASGIApp) -> Route:

@@ -1,54 +1,192 @@
-"""Bearer keys.  Only hashes are kept, and they are compared in constant time.
+"""Bearer keys, and whose they are.  Only hashes are kept, and they are compared in constant time.
 
-Knows nothing about who a key belongs to, yet.
+A ring may come from a file (``penstock keys``), which is read again when it changes: keys come and go without a
+restart.  A file that cannot be read leaves the ring as it was.  Knows nothing about what tenants may ask for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.edge.exchange import Exchange
-from penstock.errors import Unauthorized
+from penstock.clock import Clock
+from penstock.config.api_keys import load_keys
+from penstock.edge.exchange import TENANT, Exchange
+from penstock.errors import ConfigError, Forbidden, Unauthorized
+from penstock.telemetry.log import event
+from penstock.types import ServiceClass
+
+log = logging.getLogger("penstock.edge")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 """What load balancers and Prometheus ask for; it tells nothing about anybody's requests."""
 
+OPERATORS = ("/admin/", "/debug/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""What tells of everybody's requests, or changes what everybody has."""
+
+FOR = b"x-penstock-for"
+"""Says for whom a catalogue's front asks (``fronted``); from anybody else it means nothing."""
+
 MAX_KEY_BYTES = 4096
 
+LOOK_S = 1.0
+"""Between two looks whether the file of keys has changed."""
 
-class KeyRing:
-    """The keys that open this server.  An empty ring is an open door."""
 
-    def __init__(self, hashes: Iterable[bytes] = ()) -> None:
-        self._hashes = tuple(hashes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Who has a key."""
 
-    @classmethod
-    def of(cls, keys: Iterable[str]) -> KeyRing:
-        """A ring of these keys; they are not kept."""
-        return cls(hashlib.sha256(key.encode()).digest() for key in keys)
+    id: str = ""  # a short name, not the one that people know
+    weight: float = 1.0
+    salt: str = ""  # tenants with different ones share no cached pages
+    classes: tuple[ServiceClass, ...] = tuple(ServiceClass)  # that this key may ask for; the first unless it says
+    tokens_per_minute: int | None = None
+    requests_per_minute: int | None = None
+    operator: bool = False  # may it change workers, and see everybody's requests?
+
+
+EVERYBODY = Tenant(operator=True)
+"""Whoever comes where keys are of nobody in particular."""
+
+
+class Ring(Protocol):
+    """Keys that open a server."""
 
     @property
     def open(self) -> bool:
         """Is no key needed?"""
-        return not self._hashes
+        ...
+
+    @property
+    def tenants(self) -> int:
+        """How many there are."""
+        ...
+
+    def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
+        """Whose key this is; None: nobody's.
+
+        ``said``: the header ``FOR``.  Raises Unauthorized where it says what cannot be.
+        """
+        ...
+
+
+class KeyRing:
+    """Keys that stay as they are.  An empty ring is an open door."""
+
+    def __init__(self, owners: Mapping[bytes, Tenant] | None = None) -> None:
+        """``owners`` by the SHA-256 of their keys."""
+        self._owners = dict(owners or {})
+        self._by_start: dict[bytes, list[bytes]] = {}
+        for known in self._owners:
+            self._by_start.setdefault(known[:4], []).append(known)
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> KeyRing:
+        """A ring of these keys, which are nobody's in particular; they are not kept."""
+        return cls({hashlib.sha256(key.encode()).digest(): EVERYBODY for key in keys})
+
+    @property
+    def open(self) -> bool:
+        """See ``Ring``."""
+        return not self._owners
+
+    @property
+    def tenants(self) -> int:
+        """See ``Ring``."""
+        return len({tenant.id for tenant in self._owners.values()})
+
+    def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
+        """See ``Ring``.  Found by the start of the key's hash, of which the rest is compared in constant time."""
+        given = hashlib.sha256(key[:MAX_KEY_BYTES]).digest()
+        found = None
+        for known in self._by_start.get(given[:4], ()):
+            if hmac.compare_digest(given, known):
+                found = self._owners[known]
+        return found
 
     def opens(self, key: bytes) -> bool:
-        """Is this one of the keys?  Takes the same time whichever it is."""
-        given = hashlib.sha256(key[:MAX_KEY_BYTES]).digest()
-        found = False
-        for known in self._hashes:
-            found |= hmac.compare_digest(given, known)
-        return found
+        """Is this one of the keys?"""
+        return self.find(key) is not None
+
+
+class FileRing:
+    """The keys of a file, as it is now, and ``besides`` a key of everybody's."""
+
+    def __init__(self, path: Path, clock: Clock, *, besides: Iterable[str] = (), max_keys: int = 1024) -> None:
+        """Raises ConfigError when the file cannot be read."""
+        self._path = path
+        self._clock = clock
+        self._max_keys = max_keys
+        self._besides = {hashlib.sha256(key.encode()).digest(): EVERYBODY for key in besides}
+        self._seen: object = None
+        self._looked = clock.now()
+        self._ring = KeyRing()
+        self._read()
+
+    open = False  # also while the file has no keys: then nobody comes in
+
+    @property
+    def tenants(self) -> int:
+        """See ``Ring``."""
+        return self._ring.tenants
+
+    def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
+        """See ``Ring``."""
+        now = self._clock.now()
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            self._look()
+        return self._ring.find(key)
+
+    def _look(self) -> None:
+        if _state(self._path) == self._seen:
+            return
+        try:
+            self._read()
+            event(log, logging.INFO, "API keys read again", tenants=self.tenants)
+        except ConfigError as error:
+            log.error("API keys stay as they were: %s", error)
+
+    def _read(self) -> None:
+        self._seen = _state(self._path)
+        file = load_keys(self._path, self._max_keys)
+        owners = dict(self._besides)
+        for key in file.keys:
+            entry, name = file.tenants[key.tenant], file.tenant_id(key.tenant)
+            owners[bytes.fromhex(key.sha256)] = Tenant(
+                id=name,
+                weight=entry.weight,
+                salt="" if file.share_prefixes else name,
+                classes=tuple(ServiceClass[each.upper()] for each in key.classes),
+                tokens_per_minute=entry.tokens_per_minute,
+                requests_per_minute=entry.requests_per_minute,
+                operator=key.operator,
+            )
+        self._ring = KeyRing(owners)
+
+
+def _state(path: Path) -> object:
+    """What changes with the file."""
+    try:
+        facts = os.stat(path)
+    except OSError as error:
+        return error.errno
+    return facts.st_mtime_ns, facts.st_ino, facts.st_size
 
 
 class Authenticated:
     """An ASGI application behind a key ring.  ``OPTIONS`` and every path but ``OPEN_PATHS`` need a key."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, ring: Ring) -> None:
         self._app = app
         self._ring = ring
 
@@ -56,13 +194,17 @@ class Authenticated:
         if scope["type"] != "http" or self._ring.open or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        error = self._check(scope)
-        if error is None:
-            await self._app(scope, receive, send)
+        found = self._check(scope)
+        if isinstance(found, Tenant) and not found.operator and scope["path"].startswith(OPERATORS):
+            await Exchange(scope, receive, send).refuse(
+                Forbidden("This needs the key of an operator: `penstock keys add --operator`.", code="not_an_operator")
+            )
+        elif isinstance(found, Tenant):
+            await self._app({**scope, TENANT: found}, receive, send)
         else:
-            await Exchange(scope, receive, send).refuse(error)
+            await Exchange(scope, receive, send).refuse(found)
 
-    def _check(self, scope: Scope) -> Unauthorized | None:
+    def _check(self, scope: Scope) -> Tenant | Unauthorized:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given:
             return Unauthorized(
@@ -70,6 +212,9 @@ class Authenticated:
                 code="missing_api_key",
             )
         kind, _, key = given[0].partition(b" ")
-        if len(given) > 1 or kind.lower() != b"bearer" or not self._ring.opens(key.strip()):
-            return Unauthorized("Incorrect API key provided.", code="invalid_api_key")
-        return None
+        said = next((value for name, value in scope["headers"] if name == FOR), None)
+        try:
+            tenant = self._ring.find(key.strip(), said) if kind.lower() == b"bearer" and len(given) == 1 else None
+        except Unauthorized as error:
+            return error
+        return tenant or Unauthorized("Incorrect API key provided.", code="invalid_api_key")

@@ -25,18 +25,34 @@ from penstock import __version__
 from penstock.clock import Clock
 from penstock.config.schema import Limits
 from penstock.edge import sse, upstream
-from penstock.edge.app import http_error, unforeseen
-from penstock.edge.auth import Authenticated, KeyRing
-from penstock.edge.door import Asked, Door
+from penstock.edge.app import EXPLAIN, ROUTE, SESSION, http_error, unforeseen
+from penstock.edge.auth import EVERYBODY, FOR, Authenticated, Ring
+from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header, noted, refusal
 from penstock.edge.exchange import Exchange
+from penstock.edge.forms import FORM_BYTES, written
+from penstock.edge.fronted import saying
+from penstock.edge.gate import CLASS, MAX_WAIT
+from penstock.edge.keyed import IDEMPOTENCY_KEY, LAST_EVENT_ID
+from penstock.edge.stored import CACHE_CONTROL, RESPONSE_CACHE
+from penstock.edge.traced import TRACE_RESPONSE, trace_headers
 from penstock.edge.upstream import Upstream
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
+from penstock.wire.ports import Form
 
 PASSED = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 """Paths that name a model in their bodies."""
 
-_KEPT = frozenset({b"content-type", b"cache-control", b"x-accel-buffering", b"x-request-id", b"retry-after", b"allow"})
+PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""The same, of forms."""
+
+_PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS, MAX_WAIT, SESSION, EXPLAIN)
+_KEPT = frozenset(
+    {
+        *(b"content-type", b"cache-control", b"x-accel-buffering", b"x-request-id", b"retry-after", b"allow"),
+        *(ROUTE, RESPONSE_CACHE, TRACE_RESPONSE),
+    }
+)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -79,14 +95,17 @@ class Store:
     models: Models
     limits: Limits
     clock: Clock
-    keys: KeyRing
+    keys: Ring
     created: int  # Unix seconds
 
 
 def make_catalogue_app(store: Store) -> ASGIApp:
     """The ASGI application."""
     service = _Service(store)
-    posts = [Route(path, service.passing(path), methods=["POST"]) for path in PASSED]
+    posts = [
+        *(Route(path, service.passing(path), methods=["POST"]) for path in PASSED),
+        *(Route(path, service.passing_form(path), methods=["POST"]) for path in PASSED_FORMS),
+    ]
     admin = [
         Route("/admin/load_model", service.asking(store.models.load), methods=["POST"]),
         Route("/admin/unload_model", service.asking(store.models.unload), methods=["POST"]),
@@ -104,6 +123,7 @@ class _Service:
 
     def __init__(self, store: Store) -> None:
         self._models = store.models
+        self._limits = store.limits
         self._door = Door(store.limits, store.clock)
 
     def passing(self, path: str) -> ASGIApp:
@@ -111,10 +131,30 @@ class _Service:
 
         async def work(exchange: Exchange, asked: Asked) -> None:
             entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
-            async with self._models.use(entry) as to, upstream.request(to, "POST", path, raw) as answer:
+            passed = _passed(exchange)
+            async with self._models.use(entry) as to, upstream.request(to, "POST", path, raw, more=passed) as answer:
                 await _relay(exchange, answer)
 
         return self._door.endpoint(work)
+
+    def passing_form(self, path: str) -> ASGIApp:
+        """The same for a form with a sound."""
+
+        async def work(exchange: Exchange, sent: Sent) -> None:
+            form = sent.take()
+            names = form.fields.get("model", [""])
+            entry = self._entry(names[0]) if len(names) == 1 and names[0] else None
+            if entry is None:
+                raise _missing()
+            raw, kind = written(Form(fields={**form.fields, "model": [entry]}, files=form.files))
+            passed = _passed(exchange)
+            async with (
+                self._models.use(entry) as to,
+                upstream.request(to, "POST", path, raw, kind, more=passed) as answer,
+            ):
+                await _relay(exchange, answer)
+
+        return self._door.upload(work, self._limits.max_audio_bytes + FORM_BYTES)
 
     def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
         """Does something with a model, and tells how it is then."""
@@ -134,14 +174,31 @@ class _Service:
         if name is None:
             if not required and len(self._models.names()) == 1:
                 return self._models.names()[0], raw
-            raise RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+            raise _missing()
         if not isinstance(name, str):
             raise BadField("model", got=name, want="a string", code="invalid_type")
+        entry = self._entry(name)
+        aliased = any(name in row["aliases"] for row in self._models.rows() if row["name"] == entry)
+        return entry, _encode({**body, "model": entry}) if aliased else raw
+
+    def _entry(self, name: str) -> str:
         entry = self._models.find(name)
         if entry is None:
             raise UnknownModel(name[:128], ", ".join(self._models.names()))
-        aliased = any(name in row["aliases"] for row in self._models.rows() if row["name"] == entry)
-        return entry, _encode({**body, "model": entry}) if aliased else raw
+        return entry
+
+
+def _passed(exchange: Exchange) -> list[Header]:
+    """Headers that mean something to the model's own gateway, and for whom it is asked."""
+    passed = [(name, value) for name in _PASSED if (value := exchange.header(name)) is not None]
+    control = exchange.headers(CACHE_CONTROL)
+    if control is not None:
+        passed.append((CACHE_CONTROL, control))
+    return [*passed, *trace_headers(exchange), (FOR, saying(exchange.tenant or EVERYBODY))]
+
+
+def _missing() -> RequestError:
+    return RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
 
 
 async def _relay(exchange: Exchange, answer: upstream.Response) -> None:

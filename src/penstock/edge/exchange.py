@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -16,6 +16,9 @@ from penstock.config.schema import Limits
 from penstock.edge.admission import BodyHold
 from penstock.edge.errors import JSON_TYPE, ClientGone, Header, noted
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
+
+TENANT = "penstock.tenant"
+"""In a scope: who has the key that the request came with (``auth.Tenant``)."""
 
 _LINGER_S = 1.0
 _LINGER_BYTES = 32 << 20
@@ -33,11 +36,25 @@ class Exchange:
         self.started = False  # the status line is out
         self.finished = False  # so is everything else
 
+    @property
+    def tenant(self) -> Any:
+        """What stands in the scope under ``TENANT``; None where no key is needed."""
+        return self._scope.get(TENANT)
+
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header, None without it."""
         return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    def headers(self, name: bytes) -> bytes | None:
+        """The values of all headers of this name, as one list; None without any."""
+        values = [value for key, value in self._scope["headers"] if key == name]
+        return b", ".join(values) if values else None
+
+    def path_parameter(self, name: str) -> str:
+        """A part of the path that its route names.  Raises KeyError for one that it does not."""
+        return str(self._scope["path_params"][name])
 
     async def read_json_body(self, limits: Limits, hold: BodyHold) -> bytes:
         """The raw body of a request that says it is JSON.
@@ -45,18 +62,24 @@ class Exchange:
         Raises WrongMediaType, BodyTooLarge, SlowBody, QueueFull (all before more is read than must be), ClientGone.
         """
         self._check_type()
+        return await self.read_body(limits, hold, limits.max_body_bytes)
+
+    async def read_body(self, limits: Limits, hold: BodyHold, most: int) -> bytes:
+        """The raw body, of at most so many bytes.  Raises as ``read_json_body``, but for its type."""
+        if self.header(b"content-encoding") not in (None, b"identity"):
+            raise WrongMediaType("Compressed bodies are not read here.", code="unsupported_media_type")
         declared = self._declared_length()
-        if declared is not None and declared > limits.max_body_bytes:
-            raise _too_large(limits)
+        if declared is not None and declared > most:
+            raise _too_large(most)
         try:
             async with asyncio.timeout(limits.slow_body_s):
-                return await self._read(limits, hold)
+                return await self._read(hold, most)
         except TimeoutError as error:
             raise SlowBody(
                 f"The body did not arrive within the limit of {limits.slow_body_s:g} s.", code="slow_body"
             ) from error
 
-    async def _read(self, limits: Limits, hold: BodyHold) -> bytes:
+    async def _read(self, hold: BodyHold, most: int) -> bytes:
         chunks: list[bytes] = []
         while not self._body_read:
             message = await self._receive()
@@ -64,15 +87,13 @@ class Exchange:
                 raise ClientGone
             chunk: bytes = message.get("body", b"")
             self._body_read = not message.get("more_body", False)
-            if hold.held + len(chunk) > limits.max_body_bytes:
-                raise _too_large(limits)
+            if hold.held + len(chunk) > most:
+                raise _too_large(most)
             hold.grow(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
 
     def _check_type(self) -> None:
-        if self.header(b"content-encoding") not in (None, b"identity"):
-            raise WrongMediaType("Compressed bodies are not read here.", code="unsupported_media_type")
         kind, *parameters = (self.header(b"content-type") or b"").lower().split(b";")
         wrong = [item for item in map(bytes.strip, parameters) if item.startswith(b"charset=")]
         if kind.strip() != b"application/json" or any(item.strip(b'charset="') != b"utf-8" for item in wrong):
@@ -173,5 +194,5 @@ class Attention:
             self._task.cancel()
 
 
-def _too_large(limits: Limits) -> BodyTooLarge:
-    return BodyTooLarge(f"The body is larger than the limit of {limits.max_body_bytes} bytes.", code="body_too_large")
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than the limit of {most} bytes.", code="body_too_large")

@@ -117,6 +117,7 @@ class ChatShape:
     """``edge.openai_shapes.Shape`` of chats."""
 
     prefix = "chatcmpl-"
+    operation = "chat"
 
     def begin(self, head: Head, choice: int, *, first: bool) -> bytes:
         """The role, before any text."""

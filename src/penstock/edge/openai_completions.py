@@ -47,6 +47,7 @@ class CompletionShape:
     """``edge.openai_shapes.Shape`` of completions."""
 
     prefix = "cmpl-"
+    operation = "text_completion"
 
     def begin(self, head: Head, choice: int, *, first: bool) -> bytes | None:
         """Nothing, unless the prompt's token ids are to be told."""

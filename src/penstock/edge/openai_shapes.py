@@ -23,6 +23,31 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class Charge(msgspec.Struct, frozen=True):
+    """Usages with one ``charge_id`` are of one request with an idempotency key, and count once."""
+
+    charge_id: str
+    repeated: bool  # this gateway knows that it was told before, in part at least
+
+
+class Marks(msgspec.Struct, frozen=True, kw_only=True):
+    """Our own field."""
+
+    charge_id: str | UnsetType = UNSET  # see ``Charge``
+    repeated: bool | UnsetType = UNSET
+    stored_tokens: int | UnsetType = UNSET  # of the completion, those that come from a stored response
+
+    @classmethod
+    def of(cls, charge: Charge | None, stored: int) -> Marks | UnsetType:
+        """Nothing where there is nothing to tell."""
+        if charge is None and not stored:
+            return UNSET
+        tokens = stored or UNSET
+        if charge is None:
+            return cls(stored_tokens=tokens)
+        return cls(charge_id=charge.charge_id, repeated=charge.repeated, stored_tokens=tokens)
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's ``usage``."""
 
@@ -30,15 +55,22 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    penstock: Marks | UnsetType = UNSET
+
+    @property
+    def stored_tokens(self) -> int:
+        """Of the completion, those that come from a stored response."""
+        return 0 if self.penstock is UNSET or self.penstock.stored_tokens is UNSET else self.penstock.stored_tokens
 
     @classmethod
-    def of(cls, *, prompt: int, completion: int, cached: int) -> Usage:
+    def of(cls, *, prompt: int, completion: int, cached: int, stored: int = 0, charge: Charge | None = None) -> Usage:
         """Of all choices together, each prompt once."""
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=CachedTokens(min(cached, prompt)),
+            penstock=Marks.of(charge, stored),
         )
 
 
@@ -83,6 +115,9 @@ class Shape(Protocol):
 
     prefix: str
     """Of ids, as ``chatcmpl-``."""
+
+    operation: str
+    """As OpenTelemetry calls it (``gen_ai.operation.name``)."""
 
     def begin(self, head: Head, choice: int, *, first: bool) -> bytes | None:
         """The object before a choice's first text, if this API has one."""

@@ -29,6 +29,9 @@ class PoolShape(Protocol):
     prefix: str
     """Of ids, as ``embd-``."""
 
+    operation: str
+    """As OpenTelemetry calls it, or as the route is called."""
+
     def items(self, work: PoolWork, pooled: Sequence[bytes]) -> Iterator[Any]:
         """One object a text that is told."""
         ...
@@ -77,6 +80,7 @@ class EmbeddingShape:
     """``PoolShape`` of OpenAI's embeddings."""
 
     prefix = "embd-"
+    operation = "embeddings"
 
     def items(self, work: PoolWork, pooled: Sequence[bytes]) -> Iterator[Any]:
         """Numbers, or base64 of them as they are."""
@@ -112,6 +116,7 @@ class RerankShape:
     """``PoolShape`` of Jina's and Cohere's reranking."""
 
     prefix = "rerank-"
+    operation = "rerank"
 
     def items(self, work: PoolWork, pooled: Sequence[bytes]) -> Iterator[Any]:
         """The best first; of equals the earlier."""
@@ -149,6 +154,7 @@ class ClassifyShape:
     """``PoolShape`` of vLLM's ``/classify``."""
 
     prefix = "classify-"
+    operation = "classify"
 
     def items(self, work: PoolWork, pooled: Sequence[bytes]) -> Iterator[Any]:
         """The likeliest label, the earlier of equals, and what all of them have."""

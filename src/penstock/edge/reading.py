@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.edge.kept import Answers
 from penstock.edge.pool_shapes import PoolHead, PoolShape
 from penstock.errors import WorkerLost
-from penstock.wire.ports import PoolWork, TokenStreams
+from penstock.wire.ports import PoolWork
 
 _PIECES_A_TURN = 8
 """Vectors written before others get a turn: a fraction of a millisecond."""
@@ -21,7 +22,7 @@ _PIECES_A_TURN = 8
 _encode = msgspec.json.Encoder().encode
 
 
-async def read_all(streams: TokenStreams, work: PoolWork, at_once: int) -> list[bytes]:
+async def read_all(streams: Answers, work: PoolWork, at_once: int) -> list[bytes]:
     """What every text became, in order; at most ``at_once`` are with the workers at any time.
 
     Raises what the first that failed did.
@@ -43,7 +44,7 @@ async def read_all(streams: TokenStreams, work: PoolWork, at_once: int) -> list[
     return found
 
 
-async def _read(streams: TokenStreams, work: PoolWork, index: int) -> bytes:
+async def _read(streams: Answers, work: PoolWork, index: int) -> bytes:
     stream = streams.stream(work.requests[index])
     try:
         async for batch in stream:

@@ -6,7 +6,7 @@ Knows nothing about models or bodies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -97,15 +97,26 @@ class Response:
 
 
 @asynccontextmanager
-async def request(to: Upstream, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
-    """One request; leaving the scope early hangs up.  Raises NoWorkers."""
+async def request(
+    to: Upstream,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    kind: bytes = b"application/json",
+    *,
+    more: Sequence[Header] = (),
+) -> AsyncIterator[Response]:
+    """One request, with a body of this type and ``more`` headers; leaving the scope early hangs up.
+
+    Raises NoWorkers.
+    """
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(to.host, to.port)
     except (OSError, TimeoutError) as error:
         raise NoWorkers(f"The model's own gateway cannot be reached: {error or type(error).__name__}.") from None
     try:
-        writer.write(_head(to, method, path, body) + (body or b""))
+        writer.write(_head(to, f"{method} {path}", body, kind, more) + (body or b""))
         response = Response(reader)
         try:
             await writer.drain()
@@ -117,13 +128,14 @@ async def request(to: Upstream, method: str, path: str, body: bytes | None = Non
         writer.close()
 
 
-def _head(to: Upstream, method: str, path: str, body: bytes | None) -> bytes:
+def _head(to: Upstream, what: str, body: bytes | None, kind: bytes, more: Sequence[Header]) -> bytes:
     lines = [
-        f"{method} {path} HTTP/1.1",
+        f"{what} HTTP/1.1",
         f"host: {to.host}:{to.port}",
         f"authorization: Bearer {to.key}",
         "connection: close",
     ]
     if body is not None:
-        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+        lines += [f"content-type: {kind.decode('latin-1')}", f"content-length: {len(body)}"]
+    lines += [f"{name.decode('latin-1')}: {value.decode('latin-1')}" for name, value in more]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

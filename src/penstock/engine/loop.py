@@ -31,8 +31,8 @@ class Mailbox(Protocol):
         ...
 
 
-def _unseen(plan: Plan) -> None:
-    pass
+def unseen(plan: Plan) -> None:
+    """For loops whose plans nobody watches."""
 
 
 class EngineLoop:
@@ -46,9 +46,7 @@ class EngineLoop:
         self.runner = runner
         self.clock = clock
         self.max_steps = max_steps  # how many steps may be granted at once when only answers are written
-        self.on_plan: Callable[[Plan], None] = (
-            _unseen  # sees each plan before it runs: credits need not wait for a step
-        )
+        self.on_plan: Callable[[Plan], None] = unseen  # sees each plan before it runs: credits need not wait for a step
 
     def step(self) -> bool:
         """One turn.  True when something happened: an event came, tokens were computed, or a request was moved."""

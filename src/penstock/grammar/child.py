@@ -10,13 +10,11 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import msgspec
 
-import penstock
+from penstock import children
 from penstock.grammar.frames import Limits, Verdict, framed, read_frame
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.types import Grammar
@@ -38,14 +36,12 @@ class Checker:
     def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
         """Starts it; it gets ready while the first question is on its way."""
         self._limits = limits
-        root = str(Path(penstock.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.grammar.checker"],
+            children.command("penstock.grammar.checker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=children.environment(),
             bufsize=0,
         )
         assert self._process.stdin is not None

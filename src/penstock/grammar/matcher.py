@@ -49,13 +49,16 @@ def mask_words(vocabulary: int) -> int:
 class Matcher:
     """One answer's state: the tokens taken so far, and what may follow them."""
 
-    __slots__ = ("_bytes", "_matcher", "end_tokens", "vocabulary")
+    __slots__ = ("_beginning", "_bytes", "_matcher", "_taken", "end_tokens", "vocabulary")
 
-    def __init__(self, trie: LLTokenizer, matcher: LLMatcher) -> None:
+    def __init__(self, trie: LLTokenizer, matcher: LLMatcher, beginning: bytes | None = None) -> None:
+        """``beginning``: the mask at the beginning of every answer, if it is known."""
         self.vocabulary: int = trie.vocab_size
         self.end_tokens: tuple[int, ...] = tuple(trie.eos_tokens)
         self._bytes = mask_words(self.vocabulary) * 4
         self._matcher = matcher
+        self._beginning = beginning
+        self._taken = 0
 
     @property
     def failure(self) -> str | None:
@@ -65,10 +68,12 @@ class Matcher:
 
     def take(self, tokens: Sequence[int]) -> bool:
         """These tokens were drawn.  False when there is no going on (see ``failure``)."""
+        self._taken += len(tokens)
         return self._matcher.consume_tokens(list(tokens))
 
     def give_back(self, count: int) -> None:
         """The last ``count`` tokens were not drawn after all."""
+        self._taken -= count
         self._matcher.rollback(count)
 
     def write_mask(self, words: NDArray[np.uint32]) -> bool:
@@ -78,6 +83,9 @@ class Matcher:
         """
         if words.nbytes != self._bytes or not words.flags.c_contiguous:
             raise ValueError(f"the mask must be {self._bytes // 4} words")
+        if self._taken == 0 and self._beginning is not None:
+            words.view("u1")[:] = memoryview(self._beginning)[: self._bytes]  # it may have a word more
+            return True
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._bytes)
         return not self._matcher.is_error()
 
@@ -87,7 +95,11 @@ class Matcher:
 
 
 class CompiledGrammar:
-    """A grammar over one model's tokens.  Costs some 0.4 ms for a schema, a second for a huge one."""
+    """A grammar over one model's tokens.  Costs some 0.4 ms for a schema, a second for a huge one.
+
+    What every answer begins with is worked out at once: the mask itself, and with it the lexer's first states, which
+    all answers share.  So the first of them finds it done.
+    """
 
     def __init__(self, grammar: Grammar, trie: LLTokenizer) -> None:
         """Never raises for what is wrong with a grammar: ``failure`` tells."""
@@ -96,17 +108,30 @@ class CompiledGrammar:
             source = source_of(grammar)
         except ValueError as error:
             self._first = None
+            self._beginning: bytes | None = None
             self.failure: str | None = shortened(str(error), grammar.kind)
             return
         self._first = LLMatcher(trie, source, log_level=0, limits=_limits())
         reason = self._first.get_error()
         self.failure = shortened(reason, grammar.kind) if reason else None
+        self._beginning = None if reason else self._first_mask()
 
     def matcher(self) -> Matcher:
         """At the beginning of an answer; some 5 us.  Raises GrammarRefused for a grammar with a ``failure``."""
         if self._first is None or self.failure is not None:
             raise GrammarRefused(self.failure or "it cannot be compiled")
-        return Matcher(self._trie, self._first.deep_copy())
+        return Matcher(self._trie, self._first.deep_copy(), self._beginning)
+
+    def _first_mask(self) -> bytes | None:
+        """At the beginning of an answer; None where that is too expensive, which is then for the answer to find out."""
+        if self._first is None:
+            return None
+        one = self._first.deep_copy()
+        try:
+            mask = one.compute_bitmask()
+        except ValueError:
+            return None
+        return None if one.is_error() else mask
 
 
 _LONGEST_REASON = 300

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import msgspec
 
 from penstock.config.schema import Limits
-from penstock.errors import BadField, InputTooLong, ModelError, RequestError, WrongTask
+from penstock.errors import BadField, InputTooLong, ModelError, RequestError
 from penstock.intake.framing import Framing
 from penstock.intake.pool_fields import Input, parse_classify, parse_embeddings, parse_rerank
 from penstock.intake.sampling_fields import ModelFacts
+from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
-from penstock.intake.validate import parse_detokenize, parse_tokenize
 from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest
 from penstock.weights.fields import Fields
 from penstock.weights.pooling import SENTENCES
 from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, read_object, small_files
-from penstock.wire.ports import Envelope, JsonObject, ModelCard, PoolWork, Prepared, Tokenized
+from penstock.wire.ports import Envelope, JsonObject, ModelCard, PoolWork
 
 PROMPTS = "config_sentence_transformers.json"
 READ_ONLY = SamplingParams(seed=0, max_tokens=1)
@@ -38,24 +38,24 @@ class ReaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     width: int  # numbers of a vector, or labels
 
 
-class ReadingIntake:
+class ReadingIntake(SingleTaskIntake):
     """``wire.ports.Intake`` and ``wire.ports.Pools`` for one model folder."""
 
     def __init__(self, folder: Path, served: ReaderFacts, limits: Limits) -> None:
         """Reads tokenizer, prompts and labels.  Raises ModelError."""
-        self._limits = limits
         self._served = served
         files = small_files(folder)
         values = read_object(files, CONFIG)
         if values is None:
             raise ModelError(f"{files.path_of(CONFIG)}: is missing")
         config = Fields(values, files.path_of(CONFIG))
-        self._tokenizer = TextTokenizer(folder, config=read_object(files, TOKENIZER_CONFIG) or {})
-        self._framing = Framing.of(self._tokenizer.probe)
+        tokenizer = TextTokenizer(folder, config=read_object(files, TOKENIZER_CONFIG) or {})
+        self._framing = Framing.of(tokenizer.probe)
         card = served.card
-        self._facts = ModelFacts(
+        facts = ModelFacts(
             name=card.name, max_model_len=card.max_model_len, vocabulary=config.size("vocab_size"), end_tokens=()
         )
+        super().__init__(card, Purpose(text="writes no text", paths=_paths(served)), tokenizer, facts, limits)
         self._labels = _labels(config, served.width) if served.task is Task.CLASSIFY else ()
         prompts = Fields(read_object(files, PROMPTS) or {}, files.path_of(PROMPTS))
         self._prompts = _prompts(prompts)
@@ -63,37 +63,13 @@ class ReadingIntake:
         sentences = Fields(read_object(files, SENTENCES) or {}, files.path_of(SENTENCES))
         self._lower = sentences.get("do_lower_case", bool, False)
 
-    def close(self) -> None:
-        """Lets the tokenizer's threads end."""
-        self._tokenizer.close()
-
-    def cards(self) -> Sequence[ModelCard]:
-        """See ``wire.ports.Intake``."""
-        return (self._served.card,)
-
-    async def load_adapter(self, body: JsonObject) -> JsonObject:
-        """Always WrongTask."""
-        self._refuse("has no adapters")
-
-    async def unload_adapter(self, body: JsonObject) -> JsonObject:
-        """Always WrongTask."""
-        self._refuse("has no adapters")
-
-    async def chat(self, body: JsonObject, envelope: Envelope) -> Prepared:
-        """Always WrongTask."""
-        self._refuse("writes no text")
-
-    async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
-        """Always WrongTask."""
-        self._refuse("writes no text")
-
     # --- what it is for -----------------------------------------------------------------------------------------------
 
     async def embeddings(self, body: JsonObject, envelope: Envelope) -> PoolWork:
         """See ``wire.ports.Pools``."""
         if self._served.task is not Task.EMBED:
-            self._refuse("makes no embeddings")
-        call = parse_embeddings(body, self._limits, self._facts, self._served.width)
+            self.refuse("makes no embeddings")
+        call = parse_embeddings(body, self.limits, self.facts, self._served.width)
         texts = self._with_prompt(call.inputs, call.prompt_name)
         tokens = await self._whole("input", texts, call.cut)
         wanted = PoolingParams(dimensions=call.dimensions, normalised=call.normalised)
@@ -102,10 +78,10 @@ class ReadingIntake:
     async def rerank(self, body: JsonObject, envelope: Envelope) -> PoolWork:
         """See ``wire.ports.Pools``."""
         if self._served.task is not Task.CLASSIFY or self._served.width != 1:
-            self._refuse("ranks no documents: a model with one label does")
-        call = parse_rerank(body, self._limits, self._facts)
+            self.refuse("ranks no documents: a model with one label does")
+        call = parse_rerank(body, self.limits, self.facts)
         query, *documents = await self._encode([call.query, *call.documents])
-        room = self._facts.max_model_len - self._framing.room_taken[1] - len(query)
+        room = self.facts.max_model_len - self._framing.room_taken[1] - len(query)
         if room < 1:
             raise InputTooLong("query", tokens=len(query), limit=len(query) + room - 1)
         room = min(room, call.cut or room)
@@ -120,8 +96,8 @@ class ReadingIntake:
     async def classify(self, body: JsonObject, envelope: Envelope) -> PoolWork:
         """See ``wire.ports.Pools``."""
         if self._served.task is not Task.CLASSIFY:
-            self._refuse("has no labels")
-        call = parse_classify(body, self._limits, self._facts)
+            self.refuse("has no labels")
+        call = parse_classify(body, self.limits, self.facts)
         pairs = [item for item in call.inputs if isinstance(item, tuple) and item and isinstance(item[0], str)]
         if pairs:
             read = await self._pairs([(str(a), str(b)) for a, b in pairs], call.cut)
@@ -132,29 +108,12 @@ class ReadingIntake:
             envelope, [(tokens, PoolingParams(second=second)) for tokens, second in read], labels=self._labels
         )
 
-    async def tokenize(self, body: JsonObject) -> Tokenized:
-        """See ``wire.ports.Intake``."""
-        text, special, strings = parse_tokenize(body, self._limits, self._facts)
-        if not isinstance(text, str):
-            self._refuse("has no chat template")
+    async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
+        """See ``SingleTaskIntake``."""
         (tokens,) = await self._encode([text])
-        tokens = self._framing.around(tokens) if special else tokens
-        told = self._tokenizer.token_strings(tokens) if strings else None
-        return Tokenized(
-            count=len(tokens), max_model_len=self._facts.max_model_len, tokens=list(tokens), token_strs=told
-        )
-
-    async def detokenize(self, body: JsonObject) -> str:
-        """See ``wire.ports.Intake``."""
-        tokens = parse_detokenize(body, self._facts)
-        return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
+        return self._framing.around(tokens) if special else tokens
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _refuse(self, why: str) -> Never:
-        paths = "/v1/embeddings" if self._served.task is Task.EMBED else "/classify"
-        paths += " or /rerank" if self._served.task is Task.CLASSIFY and self._served.width == 1 else ""
-        raise WrongTask(self._facts.name, why, paths)
 
     def _with_prompt(self, inputs: Sequence[Input], name: str | None) -> list[Input]:
         """What the model's makers put in front of a text of this kind."""
@@ -170,11 +129,11 @@ class ReadingIntake:
         """Without special tokens; on a thread unless they are short."""
         if self._lower:
             texts = [text.lower() for text in texts]
-        read = await self._tokenizer.run(sum(map(len, texts)), lambda: self._tokenizer.encode_many(texts))
+        read = await self.tokenizer.run(sum(map(len, texts)), lambda: self.tokenizer.encode_many(texts))
         largest = max((max(tokens, default=0) for tokens in read), default=0)
-        if largest >= self._facts.vocabulary:
+        if largest >= self.facts.vocabulary:
             raise RequestError(
-                f"The text has a token that the model does not know: {largest}, of {self._facts.vocabulary}.",
+                f"The text has a token that the model does not know: {largest}, of {self.facts.vocabulary}.",
                 param="input",
                 code="unknown_token",
             )
@@ -182,7 +141,7 @@ class ReadingIntake:
 
     async def _whole(self, name: str, inputs: Sequence[Input], cut: int | None) -> list[Tokens]:
         """Every input as the model reads it.  Token ids are taken as they are."""
-        limit, around = cut or self._facts.max_model_len, self._framing.room_taken[0]
+        limit, around = cut or self.facts.max_model_len, self._framing.room_taken[0]
         if cut is None:
             self._check_sizes(name, inputs)
         texts = iter(await self._encode([item for item in inputs if isinstance(item, str)]))
@@ -199,15 +158,15 @@ class ReadingIntake:
     def _check_sizes(self, name: str, inputs: Sequence[Input]) -> None:
         """Refuses what cannot fit before any of it is read."""
         for index, item in enumerate(inputs):
-            limit = self._facts.max_model_len
-            least = self._tokenizer.at_least(len(item), limit) if isinstance(item, str) else None
+            limit = self.facts.max_model_len
+            least = self.tokenizer.at_least(len(item), limit) if isinstance(item, str) else None
             if least is not None and least > limit:
                 raise InputTooLong(f"{name}[{index}]", tokens=least, limit=limit, at_least=True)
 
     async def _pairs(self, pairs: Sequence[tuple[str, str]], cut: int | None) -> list[tuple[Tokens, int | None]]:
         """Two texts each; the second is what is cut."""
         read = iter(await self._encode([text for pair in pairs for text in pair]))
-        limit = cut or self._facts.max_model_len
+        limit = cut or self.facts.max_model_len
         framed = []
         for index, (first, second) in enumerate(zip(read, read, strict=True)):
             room = limit - self._framing.room_taken[1] - len(first)
@@ -225,6 +184,7 @@ class ReadingIntake:
                 block_hashes=(),
                 sampling=READ_ONLY,
                 arrival=envelope.arrival,
+                claim=envelope.caller.claim(),
                 pooling=wanted,
             )
             for index, (tokens, wanted) in enumerate(texts)
@@ -232,14 +192,21 @@ class ReadingIntake:
         if not all(request.prompt for request in requests):
             raise RequestError("A text of this request is empty: it has no tokens.", param="input", code="empty_prompt")
         total = sum(len(request.prompt) for request in requests)
-        if total > self._limits.max_input_tokens:
+        if total > self.limits.max_input_tokens:
             raise RequestError(
                 f"The inputs of this request have {total} tokens together, the limit is "
-                f"{self._limits.max_input_tokens} ('max_input_tokens'). Send them in several requests.",
+                f"{self.limits.max_input_tokens} ('max_input_tokens'). Send them in several requests.",
                 param="input",
                 code="max_tokens_per_request",
             )
-        return PoolWork(requests=requests, model=self._facts.name, **reply)
+        return PoolWork(requests=requests, model=self.facts.name, **reply)
+
+
+def _paths(served: ReaderFacts) -> str:
+    """What it answers."""
+    if served.task is Task.EMBED:
+        return "/v1/embeddings"
+    return "/classify or /rerank" if served.width == 1 else "/classify"
 
 
 def _labels(config: Fields, count: int) -> tuple[str, ...]:

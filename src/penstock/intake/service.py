@@ -302,7 +302,8 @@ class ModelIntake:
     ) -> Prepared:
         grammar = await self._checked_grammar(call)
         content = "" if adapter is None else adapter.fingerprint
-        root = chain_root(envelope.identity, adapter=content, tenant_salt=call.cache_salt)
+        salt = envelope.caller.salt + call.cache_salt
+        root = chain_root(envelope.identity, adapter=content, tenant_salt=salt)
         requests: list[ValidRequest] = []
         answers: list[ChoiceText] = []
         for prompt, wanted in prompts:
@@ -321,10 +322,11 @@ class ModelIntake:
                         pictures=prompt.pictures,
                         session=envelope.session or call.session,
                         adapter=adapter,
-                        cache_salt=call.cache_salt,
+                        cache_salt=salt,
+                        claim=envelope.caller.claim(call.service),
                     )
                 )
-                answers.append(ChoiceText(self._tokenizer.table, wanted, identity=requests[-1].id))
+                answers.append(ChoiceText(self._tokenizer.table, wanted, identity=f"{envelope.name}/{choice}"))
         reply = Reply(
             model=self._facts.name,
             seed=call.sampling.seed,

@@ -27,13 +27,16 @@ from penstock.intake.message_fields import (
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
 from penstock.intake.sampling_fields import NAMES as SAMPLING
 from penstock.intake.sampling_fields import ModelFacts, Sampling, parse_sampling
+from penstock.intake.service_fields import NAMES as SERVICE
+from penstock.intake.service_fields import parse_service
 from penstock.intake.template import RESERVED
 from penstock.intake.tool_fields import NAMES as TOOLS
 from penstock.intake.tool_fields import Tooling, parse_tooling
+from penstock.types import ServiceClass
 
 IGNORED = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "reasoning_effort"),
+        *("user", "metadata", "store", "safety_identifier", "verbosity", "reasoning_effort"),
         *("prompt_cache_retention", "prompt_cache_options", "prediction"),
     }
 )
@@ -42,7 +45,7 @@ IGNORED = frozenset(
 _OWN = frozenset(
     {"model", "stream", "stream_options", "logprobs", "cache_salt", "prompt_cache_key", "return_token_ids"}
 )
-_COMMON = SAMPLING | GRAMMAR | IGNORED | _OWN
+_COMMON = SAMPLING | GRAMMAR | IGNORED | _OWN | SERVICE
 _TEMPLATE = TOOLS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
 _CHAT_LATER = frozenset(
     {
@@ -79,6 +82,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     logprobs: int | None  # alternatives to report for each token
     cache_salt: str
+    service: ServiceClass | None  # None: nothing is said
     session: str  # that the client says it belongs to
     token_ids: bool
     grammar: Asked | None  # what the answer must look like
@@ -259,6 +263,7 @@ def _parse_call(fields: Fields, limits: Limits, facts: ModelFacts, *, logprobs: 
         include_usage=parse_stream_options(fields, stream=stream),
         logprobs=logprobs,
         cache_salt=parse_cache_salt(fields),
+        service=parse_service(fields),
         session=fields.string("prompt_cache_key", max_chars=limits.max_session_chars) or "",
         token_ids=fields.boolean("return_token_ids"),
         grammar=grammar,

@@ -51,10 +51,19 @@ class KvMemory:
         places: list[tuple[int, int]],
         /,
     ) -> None: ...
+    def keep_states(self, sizes: tuple[int, int, int, int, int, int, int, int], /) -> None: ...
 
 class AttentionRule:
     def __init__(
-        self, scale: float, window: int, chunk: int, softcap: float, sinks: NDArray[np.float32] | None, /
+        self,
+        scale: float,
+        window: int,
+        chunk: int,
+        softcap: float,
+        sinks: NDArray[np.float32] | None,
+        until: int,
+        sparse: tuple[int, int, int, int] | None,
+        /,
     ) -> None: ...
 
 class Rope:
@@ -69,6 +78,7 @@ class Batch:
         turns: NDArray[np.int32] | None,
         /,
     ) -> None: ...
+    def recur(self, states: NDArray[np.int32], /) -> None: ...
 
 class DrawRow:
     def __init__(
@@ -304,6 +314,44 @@ class AdapterKernels:
         self, x: NDArray[Any], slots: NDArray[np.int32], adapters: Adapters, site: int, out: NDArray[np.float32], /
     ) -> None: ...
 
+class StateKernels:
+    def __init__(self, family: str, compute: str, /) -> None: ...
+    def causal_conv(
+        self,
+        x: NDArray[np.float32],
+        weight: NDArray[np.float32],
+        kv: KvMemory,
+        layer: int,
+        batch: Batch,
+        out: NDArray[np.float32],
+        /,
+    ) -> None: ...
+    def delta_rule(
+        self,
+        qkv: NDArray[np.float32],
+        gates: NDArray[np.float32],
+        columns: tuple[int, int],
+        rates: NDArray[np.float32],
+        shifts: NDArray[np.float32],
+        kv: KvMemory,
+        layer: int,
+        batch: Batch,
+        out: NDArray[np.float32],
+        /,
+    ) -> None: ...
+    def gated_norm(
+        self,
+        x: NDArray[np.float32],
+        gate: NDArray[np.float32],
+        first: int,
+        weight: NDArray[np.float32],
+        eps: float,
+        out: NDArray[Any],
+        /,
+    ) -> None: ...
+    def sigmoid_gated(self, x: NDArray[Any], gate: NDArray[np.float32], out: NDArray[Any], /) -> None: ...
+    def gated_add(self, x: NDArray[np.float32], gate: NDArray[np.float32], hidden: NDArray[np.float32], /) -> None: ...
+
 class StepInputs:
     def __init__(
         self,
@@ -318,6 +366,7 @@ class StepInputs:
     def give(self, rows: NDArray[np.int32], values: NDArray[np.float32], /) -> None: ...
     def bring(self, features: NDArray[np.float32], /) -> None: ...
     def hand_out(self, taps: NDArray[np.float32], /) -> None: ...
+    def recur(self, states: NDArray[np.int32], /) -> None: ...
     def adapt(self, adapters: NDArray[np.int32], /) -> None: ...
     def pick(
         self,
@@ -368,6 +417,20 @@ class RecordedStep:
     def features(self, width: int, /) -> int: ...
     def tap(self, hidden: int, place: int, /) -> None: ...
     def lora_add(self, x: int, adapters: Adapters, site: int, out: int, /) -> None: ...
+    def causal_conv(self, x: int, weight: NDArray[np.float32], layer: int, /) -> int: ...
+    def delta_rule(
+        self,
+        qkv: int,
+        gates: int,
+        columns: tuple[int, int],
+        rates: NDArray[np.float32],
+        shifts: NDArray[np.float32],
+        layer: int,
+        /,
+    ) -> int: ...
+    def gated_norm(self, x: int, gate: int, first: int, weight: NDArray[np.float32], eps: float, /) -> int: ...
+    def sigmoid_gated(self, x: int, gate: int, /) -> int: ...
+    def gated_add(self, x: int, gate: int, hidden: int, /) -> None: ...
     def wanted_rows(self, x: int, /) -> int: ...
     def drawn_rows(self, hidden: int, /) -> int: ...
     def finish(self, logits: int, /) -> None: ...
@@ -379,7 +442,40 @@ class RecordedStep:
 
 PIECE_BYTES: int
 
-def xxh3_128(data: bytes, /) -> bytes: ...
+def xxh3_128(data: memoryview, /) -> bytes: ...
+def xxh3_64(data: memoryview, seed: int, /) -> int:
+    """Of 97 to 128 bytes.  ValueError for another length."""
+
+def seal_page(page: memoryview, suffix: bytes, /) -> bytes:
+    """XXH3-128 of a page and the 1 to 1024 bytes behind it.  ValueError for another number of those."""
+
+def copy_page(page: memoryview, into: memoryview, suffix: bytes, /) -> bytes:
+    """The same of the copy that it makes in the same pass.  ValueError also for pages of different sizes."""
+
+class Arrivals:
+    """Pages that come over a socket one behind the other, into where they are to stand, hashed piece by piece.
+
+    One thread takes them; any may ``stop`` that.
+    """
+
+    def __init__(self, pages: list[memoryview], /) -> None: ...
+    def take(self, descriptor: int, patience_s: float, /) -> int:
+        """Until all are there, or one is that should be told of.  How many bytes; 0: none came for ``patience_s``, or
+        it was stopped; -1: the other end has hung up.  OSError."""
+
+    def stop(self) -> None:
+        """Nothing more is written once this returns."""
+
+    def checksum(self, page: int, suffix: bytes, /) -> bytes:
+        """As ``seal_page``, of a page that is there; once.  ValueError for one that is not."""
+
+    @property
+    def done(self) -> int:
+        """Pages that are there."""
+
+    @property
+    def left(self) -> int:
+        """Bytes that are not."""
 
 class Loading:
     def __init__(self) -> None: ...

@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from penstock.kernels._native import BlockIndex, hash_chain
-from penstock.kernels._native import hash_blocks as native_hash_blocks
 from penstock.types import BlockHash
+
+try:
+    from penstock.kernels._native import BlockIndex, hash_chain
+    from penstock.kernels._native import hash_blocks as native_hash_blocks
+except ImportError:  # not built: enough for a GPU, slowly
+    from penstock.kernels.without_native import BlockIndex, hash_chain  # type: ignore[assignment]
+    from penstock.kernels.without_native import hash_blocks as native_hash_blocks
 
 __all__ = ["KEY_BYTES", "BlockIndex", "hash_blocks", "hash_chain", "keys_of"]
 

@@ -21,6 +21,7 @@ from penstock.kernels.compressed import (
     compressed_bytes,
     panels_of,
 )
+from penstock.kernels.compressed_gpu import AnyCompressed, GpuMatrix, compress_for_gpu
 
 ESCAPE_PADDING = 64
 """Bytes that the kernels may read behind the last escape."""
@@ -56,6 +57,21 @@ def decoded(matrix: CompressedMatrix, family: str | None = None) -> Iterator[NDA
         part = buffer[: min(rows, matrix.n - row)]
         kernels.decode(weights, row // PANEL_ROWS, part)
         yield part
+
+
+def for_cpu(matrix: AnyCompressed) -> CompressedMatrix | None:
+    """The same weights in the CPU's layout; None where that would not be smaller than plain ones."""
+    return compress(matrix.whole()) if isinstance(matrix, GpuMatrix) else matrix
+
+
+def for_gpu(matrix: AnyCompressed) -> GpuMatrix | None:
+    """The same weights in the GPU's layout; None where that would not be smaller than plain ones.
+
+    Raises KernelError if the sections contradict each other.
+    """
+    if isinstance(matrix, GpuMatrix):
+        return matrix
+    return compress_for_gpu(np.concatenate([rows.copy() for rows in decoded(matrix)]))
 
 
 def native_weights(

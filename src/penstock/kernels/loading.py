@@ -6,7 +6,7 @@ Each tensor is read, checked and packed piece by piece, so the peak is the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Backend:
 
     arena: WeightArena
     per_cell: int
-    keeps_compressed: Callable[[list[CompressedMatrix], tuple[int, ...]], bool]
+    keeps_compressed: Callable[[Sequence[CompressedMatrix], tuple[int, ...]], bool]
     vector: Callable[[NDArray[Any]], Any]
 
 

@@ -14,8 +14,29 @@ from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.draws import Sampled, SampleRow
 from penstock.kernels.kinds import Activation, Gate
+from penstock.kernels.memory import StepBuffers
 from penstock.kernels.operands import Array, KvShape, PackedLinear
 from penstock.kernels.routing import PackedExperts, Routing, Score
+from penstock.kernels.sparse import Sparse
+
+
+@dataclass(frozen=True, slots=True)
+class NativeForm:
+    """What all parts of one backend share: the kernel family, the compute type, where results go."""
+
+    family: str
+    compute_dtype: str
+    dtype: np.dtype[Any]  # arrays of the compute type
+    per_cell: int  # numbers of the compute type in 32 bits
+    buffers: StepBuffers
+
+    @classmethod
+    def of(cls, family: str, compute_dtype: str, buffers: StepBuffers) -> NativeForm:
+        """For a compute type "bf16" or "fp32"."""
+        narrow = compute_dtype == "bf16"
+        dtype: np.dtype[Any] = np.dtype(np.uint16 if narrow else np.float32)
+        return cls(family, compute_dtype, dtype, 2 if narrow else 1, buffers)
+
 
 ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})
 """The kernels' numbers (cpp/family.hpp)."""
@@ -66,13 +87,23 @@ class NativeKv:
 
 
 def attention_rule(
-    scale: float, window: int | None, chunk: int | None, softcap: float | None, sinks_H: NDArray[np.float32] | None
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks_H: NDArray[np.float32] | None,
+    *,
+    until: int | None = None,
+    sparse: Sparse | None = None,
 ) -> _native.AttentionRule:
     """The arguments of ``Ops.paged_attention``.  Raises KernelError for one that makes no sense."""
-    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap), ("until", until)):
         if value is not None and not value > 0:
             raise KernelError(f"{name} must be above 0, not {value}")
-    return _native.AttentionRule(scale, window or 0, chunk or 0, softcap or 0.0, sinks_H)
+    if until is not None and (window is not None or chunk is not None):
+        raise KernelError("until goes with neither window nor chunk")
+    words = None if sparse is None else (sparse.sinks, sparse.window, sparse.chosen, sparse.start)
+    return _native.AttentionRule(scale, window or 0, chunk or 0, softcap or 0.0, sinks_H, until or 0, words)
 
 
 def angle_table(

@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.groups import LayerGroup, layer_groups
+from penstock.kernels.kv_types import KV_TYPES
 from penstock.reach import EVERYTHING, Reach
+from penstock.types import PAGE_TOKENS
 
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
@@ -36,12 +38,67 @@ def segment_ends(k: int, unit: int) -> tuple[int, ...]:
     return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
 
 
+STATE_CELL = 512
+"""Positions of a cell of the grid at which states are kept, unless a shape says otherwise: a multiple of a page's."""
+
+STATE_UNIT = 16
+"""Columns of a state, and channels of its convolution, are multiples of this: a kernel's vector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What recurrent layers keep of a sequence, whatever its length: in each layer a matrix [key_dim, value_dim] for
+    every head, and the last ``taps - 1`` inputs of a convolution over the channels, all in fp32.
+
+    It lies in rows of ``value_dim`` numbers: matrices, inputs, layer after layer.
+    """
+
+    layers: int
+    key_heads: int
+    heads: int  # a multiple of key_heads
+    key_dim: int  # even
+    value_dim: int  # a multiple of STATE_UNIT, as are the channels
+    taps: int
+    cell: int = STATE_CELL  # a page holds the state behind the last token computed of so many positions
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of a layer's matrices."""
+        return self.heads * self.key_dim
+
+    @property
+    def layer_rows(self) -> int:
+        """Rows of a layer."""
+        return self.matrix_rows - (-(self.taps - 1) * self.channels // self.value_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return 4 * self.layers * self.layer_rows * self.value_dim
+
+    @property
+    def reach(self) -> Reach:
+        """The state before a token is all that it reads."""
+        return Reach(window=1, cell=self.cell)
+
+    def first_cell(self, position: int) -> int:
+        """The first cell that a step from this position on reads or writes."""
+        return max(0, position - 1) // self.cell
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
     """What one token leaves in the KV memory: in every layer, a key and a value of every key-value head.
 
     ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
     one head a layer).  ``groups``: layers that share pages; none: all layers stand in one page and read everything.
+    ``states``: what recurrent layers keep beside; layers are then those with keys and values, counted by themselves.
+    A state is cut into parts of a page each, and every part is a group behind the others.
     """
 
     layers: int
@@ -50,6 +107,7 @@ class KvShape:
     value_dim: int  # even
     shared: bool = False
     groups: tuple[LayerGroup, ...] = ()
+    states: StateShape | None = None
 
     @classmethod
     def plain(cls, *, layers: int, kv_heads: int, head_dim: int) -> KvShape:
@@ -62,8 +120,33 @@ class KvShape:
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
-        """Of every group, how far back its layers read."""
-        return tuple(group.reach for group in self.groups) or (EVERYTHING,)
+        """Of every group, how far back its layers read; those of states come last."""
+        own = tuple(group.reach for group in self.groups) or (EVERYTHING,)
+        return own if self.states is None else own + (self.states.reach,) * self.state_parts
+
+    @property
+    def layer_groups(self) -> int:
+        """Groups of layers with keys and values."""
+        return len(self.groups) or 1
+
+    @property
+    def kept_states(self) -> StateShape:
+        """The states.  Raises ValueError where there are none."""
+        if self.states is None:
+            raise ValueError("no recurrent layer keeps a state in this KV memory")
+        return self.states
+
+    @property
+    def state_rows_a_page(self) -> int:
+        """Rows of states in a page: as many as fit where numbers of keys and values have 2 bytes, whatever they have,
+        so that models have one number of groups."""
+        return self.numbers * PAGE_TOKENS * 2 // (4 * self.kept_states.value_dim)
+
+    @property
+    def state_parts(self) -> int:
+        """Pages of one state."""
+        own = self.kept_states
+        return -(-own.layers * own.layer_rows // self.state_rows_a_page)
 
     @property
     def page_layers(self) -> int:
@@ -82,6 +165,16 @@ class KvShape:
     def numbers(self) -> int:
         """That one token has room for in a page: in all layers of a group."""
         return self.page_layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
+
+    def head_bytes(self, dtype: str) -> int:
+        """What one token leaves of each key-value head of a layer, kept in a type of ``kv_types.KV_TYPES``."""
+        kind = KV_TYPES[dtype]
+        widths = (self.key_dim,) if self.shared else (self.key_dim, self.value_dim)
+        return sum(width * kind.number_bytes + kind.row_bytes for width in widths)
+
+    def page_bytes(self, dtype: str, page_tokens: int = PAGE_TOKENS) -> int:
+        """Of one page of a group of layers."""
+        return self.page_layers * self.kv_heads * self.head_bytes(dtype) * page_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +212,9 @@ class StepBatch:
     features_TW: NDArray[np.float32] | None = None  # what comes with every token, for steps that read it
     tapped: tuple[int, ...] = ()  # hidden states behind so many layers are handed out, of the rows above
     taps_RW: NDArray[np.float32] | None = None  # where they go, side by side; None: nothing is handed out
+    states_SW: NDArray[np.int32] | None = None
+    """Pages of the states of each sequence, where layers keep them: all parts of its ``StateShape.first_cell``, then of
+    the next cell, up to that of its last position."""
     adapters_S: NDArray[np.int32] | None = None  # slot of each sequence's adapter, below 0: none; None: nobody has one
 
     def features(self, width: int) -> NDArray[np.float32]:

@@ -29,6 +29,7 @@ from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops, Steps
 from penstock.kernels.program import RecordingError
 from penstock.kernels.routing import PackedExperts, Routes, Routing
+from penstock.kernels.sparse import Sparse
 
 
 class Value:
@@ -194,10 +195,13 @@ class RecordingOps:
         chunk: int | None = None,
         softcap: float | None = None,
         sinks_H: Array | None = None,
+        until: int | None = None,
+        sparse: Sparse | None = None,
     ) -> Value:
         """See ``Ops.paged_attention``."""
         self._check(batch, kv)
-        return Value(self.step.attention(q_THC.slot, layer, attention_rule(scale, window, chunk, softcap, sinks_H)))
+        rule = attention_rule(scale, window, chunk, softcap, sinks_H, until=until, sparse=sparse)
+        return Value(self.step.attention(q_THC.slot, layer, rule))
 
     def gated(self, gate_up_T2I: Value, kind: Gate = SILU) -> Value:
         """See ``Ops.gated``."""
@@ -230,6 +234,40 @@ class RecordingOps:
     def softcap(self, x_TN: Value, cap: float) -> None:
         """See ``Ops.softcap``."""
         self.step.form(x_TN.slot, 1.0, cap)
+
+    def gated_norm(self, x_TN: Value, gate_TM: Value, weight_C: Array, eps: float, *, first: int) -> Value:
+        """See ``Ops.gated_norm``."""
+        return Value(self.step.gated_norm(x_TN.slot, gate_TM.slot, first, weight_C, eps))
+
+    def sigmoid_gated(self, x_TN: Value, gate_TN: Value) -> Value:
+        """See ``Ops.sigmoid_gated``."""
+        return Value(self.step.sigmoid_gated(x_TN.slot, gate_TN.slot))
+
+    def gated_add(self, hidden_TD: Value, x_TD: Value, gate_T1: Value) -> None:
+        """See ``Ops.gated_add``."""
+        self.step.gated_add(x_TD.slot, gate_T1.slot, hidden_TD.slot)
+
+    def causal_conv(self, x_TN: Value, weight_KC: Array, kv: NativeKv, layer: int, batch: StepBatch) -> Value:
+        """See ``Ops.causal_conv``."""
+        self._check(batch, kv)
+        return Value(self.step.causal_conv(x_TN.slot, weight_KC, layer))
+
+    def delta_rule(
+        self,
+        qkv_TC: Value,
+        gates_TN: Value,
+        kv: NativeKv,
+        layer: int,
+        batch: StepBatch,
+        *,
+        rates_H: Array,
+        shifts_H: Array,
+        beta: int,
+        decay: int,
+    ) -> Value:
+        """See ``Ops.delta_rule``."""
+        self._check(batch, kv)
+        return Value(self.step.delta_rule(qkv_TC.slot, gates_TN.slot, (beta, decay), rates_H, shifts_H, layer))
 
     def rows(self, x_TD: Value, rows_R: NDArray[np.int32]) -> Value:
         """See ``Ops.rows``."""
@@ -305,6 +343,8 @@ def _inputs_of(batch: StepBatch, picks: Picks) -> _native.StepInputs:
         inputs.bring(batch.features_TW)
     if batch.taps_RW is not None:
         inputs.hand_out(batch.taps_RW)
+    if batch.states_SW is not None:
+        inputs.recur(batch.states_SW)
     if batch.adapters_S is not None:
         inputs.adapt(batch.adapters_S)
     inputs.pick(picks.seeds_F, picks.positions_F, picks.choices_F, picks.temperatures_F, picks.tokens_F)

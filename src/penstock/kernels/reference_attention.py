@@ -13,21 +13,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.operands import KvShape, StepBatch
+from penstock.kernels.reference_kv_codes import decoded, encoded
+from penstock.kernels.reference_sparse import read_keys
+from penstock.kernels.sparse import Sparse
 from penstock.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKv:
-    """A page holds of each of its layers keys, then values, a head's tokens one after another; both are views of it."""
+    """A page holds of each of its layers keys, then values, a head's tokens one after another; all are views of it.
+
+    Of codes (``kv_types``), the exponents of keys, then of values, stand behind them.
+    """
 
     shape: KvShape
-    keys: Tensor  # [P, L, G, 16, C], L layers a page
+    keys: Tensor  # [P, L, G, 16, C], L layers a page; codes are uint8
     values: Tensor  # [P, L, G, 16, value_dim]
+    states: Tensor  # [P, rows, value_dim of states], fp32; empty where none are kept
+    key_exponents: Tensor | None = None  # uint8 [P, L, G, 16], of codes
+    value_exponents: Tensor | None = None
 
     def table(self, layer: int, batch: StepBatch) -> tuple[int, NDArray[np.int32]]:
         """The place of a layer in its pages, and the table of these pages [S, P]."""
         group, place = self.shape.places[layer]
-        return place, batch.table_of(group, len(self.shape.reaches))
+        return place, batch.table_of(group, self.shape.layer_groups)
+
+    def put_keys(self, place: int, tokens: tuple[Tensor, Tensor], k_TGC: Tensor) -> None:
+        """Write fp32 keys of tokens, given page and slot of each, as the memory keeps them."""
+        _put((self.keys, self.key_exponents), place, tokens, k_TGC)
+
+    def put_values(self, place: int, tokens: tuple[Tensor, Tensor], v_TGC: Tensor) -> None:
+        """The same for values."""
+        _put((self.values, self.value_exponents), place, tokens, v_TGC)
+
+    def gathered(self, place: int, pages: Tensor, seen: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, N, C] of whole pages in fp32; zero outside of ``seen``, where there may be anything."""
+        keys = _gathered(self.keys[:, place], self.key_exponents, place, pages, seen)
+        return keys, _gathered(self.values[:, place], self.value_exponents, place, pages, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +71,37 @@ class ReferenceRope:
 
 
 def kv_over(numbers: Tensor, shape: KvShape) -> ReferenceKv:
-    """KV memory over so many numbers."""
+    """KV memory over so many numbers; over bytes, it is one of codes."""
+    coded = numbers.dtype == torch.uint8
     key_dim, value_dim = shape.key_dim, 0 if shape.shared else shape.value_dim
-    layers = numbers.view(-1, shape.page_layers, shape.kv_heads * PAGE_TOKENS * (key_dim + value_dim))
+    widths = [key_dim, value_dim, int(coded), int(coded and not shape.shared)]
+    tokens = shape.kv_heads * PAGE_TOKENS
+    layers = numbers.view(-1, shape.page_layers, tokens * sum(widths))
     places = (*layers.shape[:2], shape.kv_heads, PAGE_TOKENS)
-    of_keys = shape.kv_heads * PAGE_TOKENS * key_dim
-    keys = layers[..., :of_keys].view(*places, key_dim)
-    values = keys[..., : shape.value_dim] if shape.shared else layers[..., of_keys:].view(*places, value_dim)
-    return ReferenceKv(shape, keys, values)
+    parts = layers.split_with_sizes([tokens * width for width in widths], dim=-1)
+    keys, values, of_keys, of_values = (part.view(*places, width) for part, width in zip(parts, widths, strict=True))
+    if shape.shared:
+        values, of_values = keys[..., : shape.value_dim], of_keys
+    states = _states(layers.flatten(1), shape)
+    if not coded:
+        return ReferenceKv(shape, keys, values, states)
+    return ReferenceKv(shape, keys, values, states, of_keys[..., 0], of_values[..., 0])
+
+
+def _put(memory: tuple[Tensor, Tensor | None], place: int, tokens: tuple[Tensor, Tensor], x_TGC: Tensor) -> None:
+    (numbers, exponents), (pages_T, slots_T) = memory, tokens
+    if exponents is None:
+        numbers[pages_T, place, :, slots_T] = x_TGC.to(numbers.dtype)
+    else:
+        numbers[pages_T, place, :, slots_T], exponents[pages_T, place, :, slots_T] = encoded(x_TGC)
+
+
+def _states(pages: Tensor, shape: KvShape) -> Tensor:
+    """The same memory as rows of states."""
+    if shape.states is None:
+        return torch.empty((len(pages), 0, 0), device=pages.device)
+    rows, width = shape.state_rows_a_page, shape.states.value_dim
+    return pages.view(torch.float32)[:, : rows * width].view(len(pages), rows, width)
 
 
 def rotated(x_THC: Tensor, rope: ReferenceRope | None, positions_T: Tensor, turns_T3: Tensor | None = None) -> Tensor:
@@ -75,9 +120,12 @@ def rotated(x_THC: Tensor, rope: ReferenceRope | None, positions_T: Tensor, turn
     return torch.cat([pairs, rest], dim=-1)
 
 
-def gathered(memory_PGSC: Tensor, pages: Tensor, seen: tuple[int, int]) -> Tensor:
-    """Keys or values [G, N, C] of whole pages in fp32; zero outside of ``seen``, where there may be anything."""
-    gathered_GNC = memory_PGSC[pages].float().transpose(0, 1).flatten(1, 2).contiguous()
+def _gathered(
+    memory_PGSC: Tensor, exponents: Tensor | None, place: int, pages: Tensor, seen: tuple[int, int]
+) -> Tensor:
+    own_PGSC = memory_PGSC[pages]
+    wide_PGSC = own_PGSC.float() if exponents is None else decoded(own_PGSC, exponents[pages, place])
+    gathered_GNC = wide_PGSC.transpose(0, 1).flatten(1, 2).contiguous()
     gathered_GNC[:, : seen[0]] = 0
     gathered_GNC[:, seen[1] :] = 0
     return gathered_GNC
@@ -92,19 +140,25 @@ class Rule:
     chunk: int | None
     softcap: float | None
     sinks: Tensor | None  # [H]
+    until: int | None = None
+    sparse: Sparse | None = None
+
+    def seen(self, position: int) -> tuple[int, int]:
+        """Keys [first, end) that a position sees."""
+        return (self.first_key(position), position + 1) if self.until is None else (0, self.until)
 
     def first_key(self, position: int) -> int:
-        """That a position sees."""
+        """That a position sees of those before it."""
         left = 0 if self.window is None else position - self.window + 1
         begun = 0 if self.chunk is None else position // self.chunk * self.chunk
         return max(0, left, begun)
 
-    def weights(self, products_GMN: Tensor, hidden_MN: Tensor) -> Tensor:
+    def weights(self, products_GMN: Tensor, hidden_GMN: Tensor) -> Tensor:
         """Of all keys for all rows of a tile; a group's rows are its heads, one after another."""
         scores_GMN = products_GMN * self.scale
         if self.softcap is not None:
             scores_GMN = torch.tanh(scores_GMN / self.softcap) * self.softcap
-        scores_GMN = scores_GMN.masked_fill(hidden_MN, -torch.inf)
+        scores_GMN = scores_GMN.masked_fill(hidden_GMN, -torch.inf)
         if self.sinks is None:
             return torch.softmax(scores_GMN, dim=-1)
         groups, rows = scores_GMN.shape[:2]
@@ -113,7 +167,7 @@ class Rule:
 
 
 def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, rule: Rule) -> Tensor:
-    """Rows of one aligned tile of 16 positions, each in its own place; keys up to the tile's end."""
+    """Rows of one aligned tile of 16 positions, each in its own place; keys up to the tile's end, or to the rule's."""
     count, heads, head_dim = q_THC.shape
     groups, keys = k_GNC.shape[:2]
     slot = position % PAGE_TOKENS
@@ -123,9 +177,12 @@ def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, rule
     first = keys - PAGE_TOKENS
     seen_SN = torch.zeros((PAGE_TOKENS, keys), dtype=torch.bool, device=q_THC.device)
     for own in range(PAGE_TOKENS):
-        seen_SN[own, rule.first_key(first + own) : first + own + 1] = True
-    hidden_MN = ~seen_SN.repeat(heads // groups, 1)
-    weights_GMN = rule.weights(q_GMC.contiguous() @ k_GNC.transpose(1, 2), hidden_MN)
+        begin, end = rule.seen(first + own)
+        seen_SN[own, begin:end] = True
+    hidden_GMN = ~seen_SN.repeat(heads // groups, 1).expand(groups, -1, -1)
+    if rule.sparse is not None:
+        hidden_GMN = hidden_GMN | ~read_keys(q_GMC, k_GNC, first, rule.sparse, q_THC.dtype)
+    weights_GMN = rule.weights(q_GMC.contiguous() @ k_GNC.transpose(1, 2), hidden_GMN)
     out_GMC = weights_GMN @ v_GNC
     out_THC = out_GMC.view(groups, heads // groups, PAGE_TOKENS, -1).permute(2, 0, 1, 3).flatten(1, 2)
     return out_THC[slot : slot + count]

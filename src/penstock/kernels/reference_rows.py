@@ -52,3 +52,10 @@ def layer_norm(tile: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float
 def softcapped(tile: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap)."""
     return cap * torch.tanh(tile / cap)
+
+
+def gated_norm(tile: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """Values and gates side by side: each group of C values normed, times silu of its gates."""
+    values, gates = tile.chunk(2, dim=1)
+    groups = rms_norm(values.reshape(-1, len(weight_C)), weight_C, eps)
+    return groups.view(values.shape) * activated(gates, Activation.SILU)

@@ -1,10 +1,17 @@
-"""Torch, given one shape only: where it chooses its arithmetic by the number of rows, that number is fixed."""
+"""Torch, given one shape only: where it chooses its arithmetic by the number of rows, that number is fixed.
+
+And what all parts of the oracle share: its device, its compute type, arrays to tensors and back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 TILE_ROWS = 64
@@ -44,3 +51,32 @@ def arithmetic_of(device: torch.device) -> str:
     if device.type == "cuda":
         return "cuda_sm{}{}".format(*torch.cuda.get_device_capability(device))
     return device.type
+
+
+@dataclass(frozen=True, slots=True)
+class TorchForm:
+    """What all parts of one backend share."""
+
+    device: torch.device
+    dtype: torch.dtype  # the compute type
+    tiles: RowTiles
+
+    def tensor(self, values: NDArray[Any]) -> Tensor:
+        """A copy on the device."""
+        return torch.from_numpy(np.array(values, order="C")).to(self.device)
+
+    def indices(self, values: NDArray[np.int32] | Tensor) -> Tensor:
+        """The same, to pick rows with; also of a tensor that is there already."""
+        if isinstance(values, Tensor):
+            return values.to(torch.int64)
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+
+def on_host(values: NDArray[np.int32] | Tensor) -> NDArray[np.int32]:
+    """Numbers to compute places from; those of a device are waited for."""
+    return values.cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def numpy_of(array: Tensor) -> NDArray[np.float32]:
+    """What is in it."""
+    return np.asarray(array.float().cpu().numpy(), np.float32)

@@ -11,6 +11,10 @@ import numpy as np
 from penstock.errors import KernelError
 from penstock.kernels.compressed import CompressedMatrix
 
+PIECE_BYTES = 256 << 10
+"""Checksums are made of pieces of about so many bytes, or of one panel of a matrix if that is longer
+(docs/format.md)."""
+
 Watch = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) every now and then; what it raises ends the load."""
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.kernels.kv_types import KV_TYPES
 from penstock.kernels.operands import KvShape
 from penstock.reach import Pieces
 from penstock.types import PAGE_TOKENS
-
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,10 +28,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def of(cls, shape: KvShape, dtype: str, *, page_tokens: int = PAGE_TOKENS) -> KvLayout:
         """The layout of pages that hold ``page_tokens`` tokens of this shape.
 
-        Raises ConfigError for an unknown dtype ("bf16", "fp16", "fp32") or a size below 1.
+        Raises ConfigError for a dtype that is none of ``KV_TYPES``, or a size below 1.
         """
-        if dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV dtype {dtype!r} is unknown; {', '.join(DTYPE_BYTES)} are known")
+        if dtype not in KV_TYPES:
+            raise ConfigError(f"KV dtype {dtype!r} is unknown; {', '.join(KV_TYPES)} are known")
         sizes = {"layers": shape.layers, "kv_heads": shape.kv_heads, "page_tokens": page_tokens}
         for field, size in (sizes | {"key_dim": shape.key_dim, "value_dim": shape.value_dim}).items():
             if size < 1:
@@ -41,15 +40,16 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         sizes_name = f"h{shape.kv_heads}-t{page_tokens}-k{shape.key_dim}-v{shape.value_dim}-{dtype}"
         return cls(
             name=f"{kind}-l{shape.layers}-{sizes_name}{_groups_name(shape)}",
-            page_bytes=shape.numbers * page_tokens * DTYPE_BYTES[dtype],
+            page_bytes=shape.page_bytes(dtype, page_tokens),
             page_tokens=page_tokens,
             shape=shape,
             dtype=dtype,
         )
 
-    def pieces(self, tokens: int) -> Pieces:
-        """The pages that a sequence needs to go on behind so many tokens, in the order in which they travel."""
-        return Pieces(self.shape.reaches, tokens, self.page_tokens)
+    def pieces(self, tokens: int, *, ahead: int = 0) -> Pieces:
+        """The pages that a sequence needs to go on behind so many tokens, in the order in which they travel; and those
+        of ``ahead`` tokens after them."""
+        return Pieces(self.shape.reaches, tokens, self.page_tokens, ahead=ahead)
 
 
 def _groups_name(shape: KvShape) -> str:

@@ -55,9 +55,18 @@ class KvFile:
             raise ConfigError(f"cannot make {size} bytes of shared KV memory: {error.strerror}") from error
         return cls(descriptor, layout, pages)
 
-    def map_own(self) -> KvMemory:
-        """Read and write: for the one worker that owns these pages."""
-        return KvMemory(_map(self.descriptor, _size(self.layout, self.pages), write=True), self.layout, self.pages)
+    def map_own(self, *, lend: int | None = None) -> KvMemory:
+        """Read and write: for the one worker that owns these pages.
+
+        ``lend``: os.O_RDONLY or os.O_RDWR, with which a descriptor is kept for a process of the worker's to map.
+        """
+        memory = KvMemory(_map(self.descriptor, _size(self.layout, self.pages), write=True), self.layout, self.pages)
+        if lend is not None:
+            try:
+                memory.lent = os.open(f"/proc/self/fd/{self.descriptor}", lend | os.O_CLOEXEC)
+            except OSError as error:
+                raise ConfigError(f"cannot open KV memory again (is /proc there?): {error.strerror}") from error
+        return memory
 
     def map_readonly(self) -> KvMemory:
         """For the other workers: mapped through a descriptor that was opened for reading, so that not even mprotect
@@ -85,6 +94,8 @@ class KvMemory:
     def __init__(self, mapped: mmap.mmap, layout: KvLayout, pages: int, *, private: bool = False) -> None:
         self.layout = layout
         self.pages = pages
+        self.lent = -1  # a descriptor of it
+        self.mapped_bytes = len(mapped)
         self._mapped = mapped
         self._private = private
         self._view = memoryview(mapped)[: pages * layout.page_bytes]
@@ -126,6 +137,9 @@ class KvMemory:
 
     def close(self) -> None:
         """Unmap, unless views of pages are still in use: then the memory goes with the last of them."""
+        if self.lent >= 0:
+            os.close(self.lent)
+            self.lent = -1
         self._view.release()
         with contextlib.suppress(BufferError):
             self._mapped.close()

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.config.cores import show_cpus
-from penstock.config.resolve import ServePlan, WorkerPlan, show_bytes
+from penstock.config.resolve import ServePlan, WorkerPlan
+from penstock.config.room import show_bytes
 from penstock.launch.locate import Located
+from penstock.launch.sparsely import sparse_line
 from penstock.types import Task
 from penstock.weights.spec import ModelSpec
 
@@ -35,6 +37,8 @@ def model_lines(
     )
     if located.bundled:
         yield ONLY_STORIES
+    if spec.sparse is not None:
+        yield sparse_line(spec.sparse)
     yield from notes
 
 
@@ -49,9 +53,11 @@ def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[s
 
 
 def _memory_line(plan: ServePlan) -> str:
+    kept = "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
+    reading = "" if plan.reading is None else f" (prompts: {plan.reading.family} on {plan.reading.device})"
     return (
-        f"kernels {plan.family}, {plan.dtype}; "
-        f"KV pages {plan.scheduler.pages} a worker ({show_bytes(plan.scheduler.pages * plan.page_bytes)}), "
+        f"kernels {plan.family}{reading}, {plan.dtype}; "
+        f"KV pages{kept} {plan.scheduler.pages} a worker ({show_bytes(plan.scheduler.pages * plan.page_bytes)}), "
         + (f"handed over by {plan.carrier}" if plan.split else "not handed over: one worker does both phases")
     )
 
@@ -72,6 +78,9 @@ def talk_lines(url: str, served: tuple[str, Task], *, needs_key: bool, took: str
     yield f"ready after {took}: {url}"
     model, task = served
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
+    if task is Task.TRANSCRIBE:
+        yield f"try it: curl {url}/v1/audio/transcriptions{key} -F model={shlex.quote(model)} -F file=@FILE.wav"
+        return
     if task is not Task.GENERATE:
         path = "/v1/embeddings" if task is Task.EMBED else "/classify"
         body = json.dumps({"model": model, "input": "A fox."})
@@ -122,7 +131,7 @@ class LoadLog:
         self._said = (clock(), 0)
 
     def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes have been read; both 0 while they are only hashed."""
+        """``done`` of ``total`` bytes have been read; both are equal while they are only hashed."""
         self._keep_watch()
         now, (then, before) = self._clock(), self._said
         if now < then + PROGRESS_EVERY_S or done >= total:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import mmap
 import struct
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from penstock.config.schema import Loan
 from penstock.kernels.cores import LINE_BYTES, LentCores, Seats
-from penstock.types import WorkerId, WorkerState
+from penstock.types import Role, WorkerId, WorkerState
 
 SLOT_BYTES = 512
 _WORDS = 8  # one cache line of counters ahead of the last words
@@ -31,6 +32,7 @@ _STATES = (
     WorkerState.WEDGED,
     WorkerState.DEAD,
 )
+_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH, Role.ENCODE)
 
 
 class _Word(IntEnum):
@@ -41,6 +43,7 @@ class _Word(IntEnum):
     STEPS = 2
     STATE = 3
     INCARNATION = 4
+    ROLE = 5  # one more than its number; 0: as it was started.  Outlives the process that wrote it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,24 @@ class Slot:
         self._words[_Word.STEPS] = steps
         self._words[_Word.BEAT_NS] = now_ns
 
+    def getting_on(self) -> None:
+        """I am not ready yet, but further than before."""
+        now_ns = time.monotonic_ns()
+        self.beat(now_ns, now_ns, 0)
+
     def set_state(self, state: WorkerState) -> None:
         """Tell the supervisor how far this worker is."""
         self._words[_Word.STATE] = _STATES.index(state)
+
+    def assign(self, role: Role) -> None:
+        """Another role was given to this worker: its next incarnation has it, too."""
+        self._words[_Word.ROLE] = 1 + _ROLES.index(role)
+
+    @property
+    def assigned(self) -> Role | None:
+        """The role that was given to this worker, or None if none ever was."""
+        number = self._words[_Word.ROLE]
+        return _ROLES[number - 1] if 0 < number <= len(_ROLES) else None
 
     def last_words(self, text: str) -> None:
         """Why this process is about to end, for the supervisor to repeat.  Cut to what fits."""

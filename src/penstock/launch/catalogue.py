@@ -26,10 +26,13 @@ from pathlib import Path
 
 from msgspec import structs
 
+from penstock.config.api_keys import check_keys
 from penstock.config.catalogue import Entry, load_catalogue
-from penstock.config.resolve import show_bytes
-from penstock.config.schema import ModelPlace, ServeConfig, StoreConfig
+from penstock.config.room import show_bytes
+from penstock.config.schema import ServeConfig
+from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.errors import ConfigError, ModelError
+from penstock.launch import event_loop
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.compose import Nested, begin, listening, reachable, say, serve, slots_of, watch
@@ -37,6 +40,7 @@ from penstock.launch.http_process import Rim
 from penstock.launch.locate import locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Job, Supervisor
+from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure
 from penstock.types import WorkerId
 
@@ -45,7 +49,12 @@ WEIGHTS = ("*.safetensors", "*.gguf")
 
 def serve_catalogue(config: ServeConfig) -> int:
     """From start to end; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
+    if config.gateways > 1:
+        raise ConfigError("--gateways: the front of a catalogue is one process; leave it out")
     phases = begin(config)
+    check_keys(config.api_keys, config.scheduling.max_tenants)
+    trace_config(config)
+    event_loop.chosen(config.event_loop)
     entries = load_catalogue(config)
     places = tuple(_place(entry, config.model_memory) for entry in entries)
     with ExitStack() as stack:
@@ -56,9 +65,12 @@ def serve_catalogue(config: ServeConfig) -> int:
             models=places,
             model_memory=config.model_memory,
             api_key=config.api_key,
+            api_keys=config.api_keys,
+            scheduling=config.scheduling,
             upstream_key=secrets.token_urlsafe(24),
             limits=config.limits,
             created=int(time.time()),
+            event_loop=config.event_loop,
         )
         jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, config.log_json)
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
@@ -81,7 +93,7 @@ class CatalogueJobs:
     slots: Mapping[str, Slot]
     log_json: bool
 
-    def gateway(self, incarnation: int, channel: Channel) -> Job:
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
         """The front."""
         rim = Rim(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
         return Job(body=partial(self._front, rim), keep=(self.listener.fileno(), channel.fileno()))
@@ -106,7 +118,12 @@ class CatalogueJobs:
     def _model(self, entry: Entry, listener: socket.socket) -> int:
         """The whole service, in the forked child."""
         settings = structs.replace(
-            entry.settings, host="127.0.0.1", port=listener.getsockname()[1], api_key=self.store.upstream_key
+            entry.settings,
+            host="127.0.0.1",
+            port=listener.getsockname()[1],
+            api_key=self.store.upstream_key,
+            api_keys=None,
+            device="cpu" if entry.settings.device == "auto" else entry.settings.device,  # one would take a whole GPU
         )
         return serve(settings, Nested(name=entry.name, listener=listener, slot=self.slots[entry.name]))
 

@@ -25,6 +25,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
+from penstock.config.api_keys import check_keys
+from penstock.config.beside import Beside
+from penstock.config.gpu import GpuReport, is_ruled_out
 from penstock.config.load import lora_folders, weights_cache_folder
 from penstock.config.resolve import (
     MachineFacts,
@@ -44,18 +49,25 @@ from penstock.config.schema import (
     ServeConfig,
     WorkerServeConfig,
 )
-from penstock.errors import ConfigError
-from penstock.kernels.select import REFERENCE, available_families
+from penstock.errors import ConfigError, KernelError
+from penstock.kernels.select import available_families
+from penstock.launch import event_loop
+from penstock.launch.ahead import import_ahead
 from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
+from penstock.launch.beside import beside_of
 from penstock.launch.board import Board, Slot
 from penstock.launch.facts import machine_facts, process_began, usable_cores
+from penstock.launch.gpu import gpu_report
 from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_before, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
+from penstock.launch.sparsely import read_sparsely
 from penstock.launch.supervise import Stopped, Supervisor
+from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure
-from penstock.types import Task, WorkerId, WorkerState
+from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
 from penstock.weights.adapter import AdapterLimits, model_targets, named_adapter, read_adapter
+from penstock.weights.census import step_bytes
 from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.manifest import Manifests
 from penstock.weights.spec import ModelSpec, Pooler, Pooling
@@ -87,25 +99,24 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
     """
     phases = begin(config, nested.name if nested else "supervisor")
     located = locate(config.model)
-    spec = inspect_model(located.path)
+    spec = read_sparsely(inspect_model(located.path), config)
     name = config.served_model_name or located.name
-    plan = None if config.join else decide(config, name, spec)
     lora = listed_adapters(config, name, spec)
+    plan = None if config.join else decide(config, name, spec, _beside(config, located, spec, lora))
     keys = _shared_keys(config) if config.join else Keys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
     with ExitStack() as stack:
         listener = nested.listener if nested else stack.enter_context(listening(config.host, config.port))
         port = listener.getsockname()[1]
-        slots = slots_of((GATEWAY, *_names(plan)))
+        gateways = _gateways(config)
+        slots = slots_of((*gateways, *_names(plan)))
         length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
+        told = _gateway_config(config, located, spec, (name, length, port), lora)
+        told = structs.replace(told, fronted=nested is not None)
+        told = told if plan is None else structs.replace(told, split=plan.split and told.split)
         front = Front(
-            config=_gateway_config(config, located, spec, (name, length, port), lora),
-            listener=listener,
-            keys=keys,
-            slot=slots[GATEWAY],
-            log_json=config.log_json,
-            created=int(time.time()),
+            config=told, listener=listener, keys=keys, slots=slots, log_json=config.log_json, created=int(time.time())
         )
         workers = None
         if plan is not None:
@@ -116,8 +127,9 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
             )
             stack.callback(workers.close)
         say(model_lines(located, name, spec, length, plan.notes if plan else ()))
+        pulse = nested.pulse if nested else None
         supervisor = stack.enter_context(
-            Supervisor(config.supervise, HostJobs(front, workers), slots, nested.pulse if nested else None)
+            Supervisor(config.supervise, HostJobs(front, workers), slots, pulse, gateways=gateways)
         )
         supervisor.when_stopping(listener.close)
 
@@ -127,7 +139,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
                 nested.slot.set_state(WorkerState.READY)
                 return
             url = f"http://{reachable(config.host)}:{port}"
-            say(talk_lines(url, (name, spec.task), needs_key=config.api_key is not None, took=str(phases)))
+            say(talk_lines(url, (name, spec.task), needs_key=bool(config.api_key or config.api_keys), took=str(phases)))
 
         return watch(supervisor, workers, plan, phases, ready)
 
@@ -136,11 +148,12 @@ def serve_worker(config: WorkerServeConfig) -> int:
     """``penstock worker`` from start to end; returns the exit code.  Raises as ``serve``."""
     phases = begin(config)
     located = locate(config.model)
-    spec = inspect_model(located.path)
+    spec = read_sparsely(inspect_model(located.path), config)
     _check_tcp(config.listen, "--listen")
     keys = _shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
-    plan = resolve_worker(config, worker, _machine(config), _model_facts(located.name, spec))
+    facts = _model_facts(located.name, spec, beside_of(config, located.path, spec))
+    plan = resolve_worker(config, worker, _machine(config), facts)
     _check_free(config.listen)
     with ExitStack() as stack:
         slots = slots_of((worker,))
@@ -165,9 +178,12 @@ def manifests_of(config: EngineSettings, located: Located) -> Manifests | None:
     return Manifests(folder, accept_new=config.accept_new_weights)
 
 
-def decide(config: ServeConfig, name: str, spec: ModelSpec) -> ServePlan:
-    """What would run on this machine.  Raises ConfigError, KernelError."""
-    return resolve(config, _machine(config), _model_facts(name, spec))
+def decide(
+    config: ServeConfig, name: str, spec: ModelSpec, beside: tuple[Beside, ...] = (), report: GpuReport | None = None
+) -> ServePlan:
+    """What would run on this machine, with these loaded beside the model.  ``report``: of a GPU, if one was looked for
+    already.  Raises ConfigError, KernelError."""
+    return resolve(config, _machine(config, report), _model_facts(name, spec, beside))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -193,6 +209,8 @@ def watch(
     def ready() -> None:
         phases.end("processes")
         announce()
+        if supervisor.has_gateways:  # workers were forked with all that they need
+            import_ahead()
 
     try:
         supervisor.start()
@@ -213,6 +231,10 @@ def say(lines: Iterable[str]) -> None:
         log.info("%s", line)
 
 
+def _gateways(config: ServeConfig) -> tuple[str, ...]:
+    return tuple(f"gateway-{number}" for number in range(config.gateways))
+
+
 def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
     return tuple(worker.worker for worker in plan.workers) if plan else ()
 
@@ -225,6 +247,8 @@ def _gateway_config(
     config: ServeConfig, located: Located, spec: ModelSpec, told: tuple[str, int, int], lora: LoraConfig
 ) -> GatewayConfig:
     name, length, port = told
+    check_keys(config.api_keys, config.scheduling.max_tenants)
+    event_loop.chosen(config.event_loop)
     return GatewayConfig(
         name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
         host=config.host,
@@ -232,25 +256,30 @@ def _gateway_config(
         model_path=str(located.path),
         model_name=name,
         max_model_len=length,
-        split=not config.aggregated and spec.task is Task.GENERATE,
+        split=not config.aggregated and spec.task.writes,
         task=spec.task,
         width=0 if spec.pooler is None else spec.pooler.labels or spec.hidden,
         api_key=config.api_key,
+        api_keys=config.api_keys,
         limits=config.limits,
+        scheduling=config.scheduling,
         failover=config.failover,
         routing=config.routing,
         join=config.join,
         allow_mixed_numerics=config.allow_mixed_numerics,
         remote_images=config.remote_images,
         lora=lora,
+        response_cache=(config.response_cache or 0) // config.gateways,
+        trace=trace_config(config),
+        event_loop=config.event_loop,
     )
 
 
 def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraConfig:
     """The adapters of the start, read and checked.  Raises ConfigError, ModelError."""
     folders = lora_folders(config.lora)
-    if folders and spec.task in (Task.EMBED, Task.CLASSIFY):
-        raise ConfigError(f"--lora: {model} only reads; adapters are for models that write")
+    if folders and spec.task is not Task.GENERATE:
+        raise ConfigError(f"--lora: {model} does not chat; adapters are for models that do")
     if model in folders:
         raise ConfigError(f"--lora {model}: this is the model's own name; choose another for the adapter")
     if len(folders) > config.max_loras:
@@ -272,23 +301,39 @@ def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraCon
     )
 
 
+def _beside(config: ServeConfig, located: Located, spec: ModelSpec, lora: LoraConfig) -> tuple[Beside, ...]:
+    return beside_of(config, located.path, spec, lora.adapters, more_loras=config.allow_lora_updating)
+
+
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
-def _machine(config: EngineSettings) -> MachineFacts:
-    return machine_facts(available_families() if config.device == "cpu" else (REFERENCE,))
+def _machine(config: EngineSettings, report: GpuReport | None = None) -> MachineFacts:
+    """Raises KernelError where neither a processor's kernels nor a GPU can be used."""
+    report = GpuReport() if is_ruled_out(config) else report or gpu_report()
+    try:
+        families = available_families()
+    except KernelError:
+        if report.gpu is None:
+            raise
+        log.warning("the C++ extension is not built: blocks are hashed and indexed in Python, slowly (docs/gpu.md)")
+        families = ()
+    return structs.replace(machine_facts(families), gpu=report)
 
 
-def _model_facts(name: str, spec: ModelSpec) -> ModelFacts:
+def _model_facts(name: str, spec: ModelSpec, beside: tuple[Beside, ...] = ()) -> ModelFacts:
     return ModelFacts(
         name=name,
         max_positions=spec.max_positions,
         parameters=spec.parameters,
-        sees=isinstance(spec.details, SeeingDecoder),
+        sees=isinstance(spec.details, SeeingDecoder) or spec.source > 0,
         auto_dtype=compute_dtype_for(spec, "auto"),
         page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
+        page_bytes_fp8=layout_of(spec, FP8_E4M3).page_bytes,
         reaches=spec.kv.reaches,
         pooling=None if spec.pooler is None else _pooling(spec.pooler),
+        beside=beside,
+        activation_bytes=step_bytes(spec),
     )
 
 

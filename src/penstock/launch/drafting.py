@@ -16,7 +16,7 @@ from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError, ModelError
 from penstock.weights.checkpoint import for_length, inspect_model
 from penstock.weights.eagle import ARCHITECTURE, FOLDER, HeadSpec, inspect_head, is_head
-from penstock.weights.family import BUILT_IN
+from penstock.weights.family import DECODERS
 from penstock.weights.small_files import CONFIG, TOKENIZER, small_files
 from penstock.weights.spec import ModelSpec
 from penstock.weights.strict_json import parse_object
@@ -50,9 +50,13 @@ def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
     Raises ConfigError for flags that contradict each other, ModelError for a head or model that cannot guess for it.
     """
     kind, named = config.speculate, config.draft_model
+    if model.kv.states is not None:
+        return None  # nothing is guessed (config.resolve)
     own = path / FOLDER if path.is_dir() and (path / FOLDER / CONFIG).exists() else None
     if named is not None and kind not in ("head", "draft"):
         raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
+    if model.source and kind in ("head", "draft"):
+        raise ConfigError(f"--speculate {kind}: nothing guesses for a model that hears; --speculate lookup may")
     if kind == "draft":
         if named is None:
             raise ConfigError("--speculate draft needs --draft-model DIR, a small model with the same tokens")
@@ -69,7 +73,7 @@ def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
 
 
 def _found_head(folder: Path, model: ModelSpec) -> FoundHead:
-    if model.architecture not in BUILT_IN:
+    if model.architecture not in DECODERS:
         raise ModelError(f"{folder}: an installed package's model hands out no hidden states for a head to read")
     return FoundHead(folder, inspect_head(folder, model))
 
@@ -80,7 +84,8 @@ def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
     if folder.is_dir() and is_head(folder):
         raise ModelError(f"{folder}: is a head ({ARCHITECTURE}); use it with --speculate head")
     spec = inspect_model(folder)
-    if spec.kv.shared or spec.max_positions < DRAFT_POSITIONS:
+    incomplete = spec.kv.shared or spec.kv.states is not None or spec.source
+    if incomplete or spec.max_positions < DRAFT_POSITIONS:
         raise ModelError(f"{folder}: a draft model needs full keys and values and {DRAFT_POSITIONS} positions")
     if _tokens(folder) != _tokens(path):
         raise ModelError(

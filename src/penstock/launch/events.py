@@ -11,6 +11,9 @@ from penstock.wire.messages import SupervisorMessage
 HOPELESS = 78
 """The exit code (EX_CONFIG) of a child that can never start: not tried again."""
 
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
+"""Signals that a process brings upon itself."""
+
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
@@ -21,6 +24,14 @@ class Exit:
     code: int | None = None
     signal: int | None = None
     last_words: str = ""
+    out_of_memory: bool = False  # the system ended it, having no memory left
+
+    @property
+    def by_itself(self) -> bool:
+        """Did it die of what it did?  SIGKILL and SIGTERM come from outside, but for those of a lack of memory."""
+        if self.signal is not None:
+            return self.out_of_memory or self.signal in CRASHES
+        return self.code not in (0, None, HOPELESS)
 
     def __str__(self) -> str:
         if self.signal is not None:
@@ -30,6 +41,8 @@ class Exit:
                 how = f"killed by signal {self.signal}"
         else:
             how = f"exit code {self.code}"
+        if self.out_of_memory:
+            how += ", out of memory"
         return f"{self.last_words} ({how})" if self.last_words else how
 
 
@@ -48,6 +61,7 @@ class Vitals:
 
     stopped: bool = False  # by SIGSTOP
     cpu_s: float = 0.0  # computed since it began, all its threads together
+    queued_s: float = 0.0  # that its first thread could have computed, and others had the processors
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from penstock.config.cores import Core, parse_cpus
 from penstock.config.resolve import MachineFacts
+from penstock.errors import ConfigError
+from penstock.kv.transfer.tcp_frames import aead
 
 _START_TIME = 19
 """proc_pid_stat(5): ticks from the system's start to the process's, counted from the field after its name."""
@@ -26,6 +28,7 @@ def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> M
         topology=topology(cpus, root),
         memory_bytes=free_memory(root),
         kernel_families=kernel_families,
+        encrypts=_encrypts(),
     )
 
 
@@ -70,6 +73,15 @@ def free_memory(root: Path = Path("/")) -> int:
             # Cached files count as used, but are given back when memory is wanted.
             available = min(available, int(limit) - int(used) + _cached(folder))
     return max(0, available)
+
+
+def _encrypts() -> bool:
+    """Could a worker here seal pages that travel to another host?"""
+    try:
+        aead()
+    except ConfigError:
+        return False
+    return True
 
 
 def _siblings(cpu: int, root: Path) -> str:

@@ -10,34 +10,49 @@ from pathlib import Path
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig, Offers
 from penstock.edge.app import Behind, make_app
-from penstock.edge.auth import KeyRing
+from penstock.edge.stored import ResponseStore
+from penstock.intake.listening import ListeningIntake
 from penstock.intake.reading import ReaderFacts, ReadingIntake
 from penstock.intake.service import ModelIntake
 from penstock.launch.http_process import App
+from penstock.launch.rings import ring_of
 from penstock.router.service import RouterService
 from penstock.telemetry.registry import Metrics
+from penstock.telemetry.spans import Tracer
 from penstock.types import Task
-from penstock.wire.ports import Intake, ModelCard, Pools
+from penstock.wire.ports import Hears, Intake, ModelCard, Pools
 
 
-def make_http_app(config: GatewayConfig, router: RouterService, metrics: Metrics, *, created: int) -> App:
+def make_http_app(
+    config: GatewayConfig, router: RouterService, metrics: Metrics, tracer: Tracer, *, created: int
+) -> App:
     """The HTTP application of this configuration.  Raises ModelError."""
-    intake, pools = _intakes(config, created)
+    intake, pools, hears = _intakes(config, created)
+    stored = ResponseStore(config.response_cache) if config.response_cache else None
+    if stored is not None:
+        metrics.responses = stored.figures
     return make_app(
         Behind(
             streams=router,
+            posts=router.orders,
             intake=intake,
             pools=pools,
+            hears=hears,
             limits=config.limits,
             clock=MonotonicClock(),
             metrics=metrics.exposition,
-            keys=KeyRing.of([config.api_key] if config.api_key else []),
+            met=metrics.met,
+            keys=ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted),
+            scheduling=config.scheduling,
+            levels=metrics.levels,
+            stored=stored,
+            tracer=tracer,
         )
     )
 
 
-def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None]:
-    """What checks requests: of a model that writes, or of one that only reads."""
+def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None, Hears | None]:
+    """What checks requests: of a model that writes, of one that only reads, or of one that hears."""
     folder, name, length = Path(config.model_path), config.model_name, config.max_model_len
     if config.task is Task.GENERATE:
         writing = ModelIntake(
@@ -48,7 +63,10 @@ def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None]
             created=created,
             offers=Offers(remote_images=config.remote_images, lora=config.lora),
         )
-        return writing, None
+        return writing, None, None
     card = ModelCard(name=name, created=created, max_model_len=length)
+    if config.task is Task.TRANSCRIBE:
+        listening = ListeningIntake(folder, card, config.limits)
+        return listening, None, listening
     reading = ReadingIntake(folder, ReaderFacts(card=card, task=config.task, width=config.width), config.limits)
-    return reading, reading
+    return reading, reading, None

@@ -6,21 +6,25 @@ nothing new, what runs is finished, then the process ends by itself with exit co
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import uvloop
-
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig
+from penstock.launch import event_loop
 from penstock.launch.http_process import SWITCH_S, App, HttpProcess, Rim
 from penstock.launch.joined import JoinedWorkers
+from penstock.launch.tracing import open_tracer
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.registry import Metrics
+from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.wire.keys import Keys
 from penstock.wire.messages import Hello
 from penstock.wire.zeromq import ZmqTransport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,33 +33,41 @@ class GatewayInheritance:
 
     rim: Rim
     keys: Keys
-    make_app: Callable[[GatewayConfig, RouterService, Metrics], App]
+    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer], App]
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
     sys.setswitchinterval(SWITCH_S)
-    return uvloop.run(_run(config, inherited))
+    log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
+    return event_loop.run(_run(config, inherited), config.event_loop)
 
 
 async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     transport = ZmqTransport(inherited.keys)
-    metrics = Metrics(model_name=config.model_name)
+    metrics = Metrics(model_name=config.model_name, max_tenants=config.scheduling.metric_tenants)
     suspect = inherited.rim.channel.send
-    router = RouterService(
-        config, Outside(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect), metrics
-    )
+    spans = open_tracer(config.trace, model=config.model_name, process=f"{config.name}-{config.incarnation}")
+    if spans is not None:
+        metrics.spans = spans.figures
+    tracer = spans or NoTracer()
+    outside = Outside(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
+    router = RouterService(config, outside, metrics)
     http = HttpProcess(inherited.rim, config.limits, router.on_supervisor)
-    app = inherited.make_app(config, router, metrics)
+    app = inherited.make_app(config, router, metrics, tracer)
     router.start()
     joined = _join(config, transport, router)
+    joined.uses_mixed = config.allow_mixed_numerics
     joined.start()
     try:
-        await http.serve(app)
+        # At a service's start there are no workers, and clients are told so; one that is forked anew hears of them.
+        await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
     finally:
         await joined.close()
         await router.close()
         transport.close()
+        if spans is not None:
+            spans.close()
     return 0
 
 

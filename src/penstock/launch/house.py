@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.clock import Clock
-from penstock.config.schema import ModelPlace, StoreConfig
+from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.edge import upstream
 from penstock.edge.upstream import Upstream
 from penstock.errors import NoWorkers, QueueFull

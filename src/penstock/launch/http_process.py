@@ -32,6 +32,9 @@ BEAT_S = 0.1
 STALL_ALLOWED_S = 8.0
 """A loop that is blocked for longer (and ``wedge_s`` more) is given up, though that breaks every connection."""
 
+KNOWN_S = 2.0
+"""How long a process that was forked anew lets connections wait while it has not heard of any worker."""
+
 KEEP_ALIVE_S = 65.0
 """Idle connections are kept for longer than clients and proxies usually keep theirs: they close first."""
 
@@ -64,14 +67,18 @@ class HttpProcess:
         self._draining = asyncio.Event()
         self._beats = 0
 
-    async def serve(self, app: App) -> None:
-        """Until drained or told to stop."""
+    async def serve(self, app: App, known: Callable[[], bool] = lambda: True) -> None:
+        """Until drained or told to stop.  Connections are taken when all that must be ``known`` is, or in ``KNOWN_S``:
+        until then they wait, or another process takes them."""
         server = _Server(self._uvicorn(app))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
         side = [loop.create_task(work) for work in (self._beat(server), self._drain(server))]
         try:
+            deadline = loop.time() + KNOWN_S
+            while not known() and not server.should_exit and loop.time() < deadline:  # noqa: ASYNC110 - no event for it
+                await asyncio.sleep(BEAT_S / 10)
             await server.serve([self._listener])
             if server.force_exit:  # uvicorn does not end the application then
                 await server.lifespan.shutdown()

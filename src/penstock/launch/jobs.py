@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from penstock.config.resolve import ServePlan, WorkerPlan
+from penstock.config.mixed import Reading, mixed_numerics
+from penstock.config.resolve import ServePlan, WorkerPlan, kv_store
 from penstock.config.schema import (
     EngineSettings,
     GatewayConfig,
+    KvStoreConfig,
     Limits,
     NamedAdapter,
     SchedulerConfig,
     WorkerConfig,
+    WorkerServeConfig,
 )
 from penstock.engine.models.port import Model, Reader
 from penstock.engine.models.registry import build_model, build_reader
@@ -36,12 +40,15 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile
+from penstock.kv.store import setup
 from penstock.launch import drafting
 from penstock.launch.announce import LoadLog
 from penstock.launch.board import CoreBoard, Slot
 from penstock.launch.channel import Channel
+from penstock.launch.mixing import AskedNumerics, checked
 from penstock.launch.nodes import spread_over
 from penstock.launch.restart import GATEWAY
+from penstock.launch.sparsely import numerics_of
 from penstock.launch.supervise import Job
 from penstock.launch.zygote import prefer_for_oom_kill
 from penstock.telemetry.log import configure
@@ -100,11 +107,16 @@ class Workers:
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
-        layout = layout_of(self._spec, plan.dtype)
+        layout = layout_of(self._spec, plan.kv_dtype)
         self._kv = {
-            worker: KvFile.create(layout, _scheduler_of(place, plan.scheduler).pages, label=worker)
+            worker: KvFile.create(layout, scheduler_of(place, plan).pages, label=worker)
             for worker, place in self._places.items()
         }
+        self._store = kv_store(config, plan.device, writes=self._spec.pooler is None)
+        setup.check(self._store)
+        self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
+        holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.on_device(own)]
+        self._share = setup.StoreShare(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
@@ -112,6 +124,7 @@ class Workers:
         """Give the KV memory back."""
         for file in self._kv.values():
             file.close()
+        self._share.close()
 
     def load(self, keep_watch: Callable[[], None], threads: int) -> None:
         """Load the weights that all workers share; ``keep_watch`` is called every now and then, and must not fork.
@@ -121,61 +134,104 @@ class Workers:
         # Only now, and before any worker is forked: the gateway, which needs none of it, is on its way already.
         import penstock.launch.worker  # noqa: F401
 
-        if self._config.device == "cpu":
+        reading, dtype = self._plan.reading, self._plan.dtype
+        if self._plan.device != "cpu":
+            return
+        ops = self._ops(threads=1)
+        with ExitStack() as stack:
+            asked = None
+            if reading is not None:
+                asked = stack.enter_context(closing(AskedNumerics(reading.family, dtype, reading.device)))
             with spread_over(self._plan.nodes):
-                self._loaded = self._load(self._ops(threads=1), LoadLog(keep_watch), threads)
+                self._loaded = self._load(ops, LoadLog(keep_watch), threads)
+            if asked is not None:
+                self._mixed = (asked.answer(keep_watch), ops.numerics)
 
     def job(self, worker: WorkerId, incarnation: int) -> Job:
         """What this worker does."""
         place = self._places[worker]
         incarnation += self._mailboxes.incarnations_before
         self._cores.reset(worker)
+        role = self._slots[worker].assigned or place.role
+        supervise = self._config.supervise
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
-            role=place.role,
+            role=role,
             endpoint=self._mailboxes.endpoint(worker, incarnation),
             carrier=self._plan.carrier,
-            scheduler=_scheduler_of(place, self._plan.scheduler),
+            pages_port=self._plan.pages_port,
+            scheduler=scheduler_of(place, self._plan),
             hand_over=self._config.hand_over,
+            kv_store=KvStoreConfig(peers=False) if self._plan.on_device(place) else self._store,
             threads=place.threads,
             cpus=place.cpus,
-            niceness=place.niceness,
+            niceness=place.niceness if role is place.role else place.yields if role is Role.PREFILL else 0,
+            yields=place.yields,
+            hands_over=self._hands_over(place),
+            keeps_role=self._plan.mixes,
+            drain_s=max(0.0, supervise.drain_s - supervise.grace_s),
             loans=place.loans,
             image_cache_bytes=self._config.image_cache,
         )
         return Job(
             body=partial(self._run, config, place),
-            keep=tuple(file.descriptor for file in self._kv.values()),
+            keep=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
             endpoint=config.endpoint,
         )
+
+    def _hands_over(self, place: WorkerPlan) -> bool:
+        """Pages in a device's memory, and those of texts that are only read, stay where they are; but a mixed fleet's
+        have twins in the host's."""
+        stay = self._plan.on_device(place) and not self._plan.mixes
+        return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
 
     def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
         from penstock.launch.worker import Inheritance, run_worker
 
         configure(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
-        ops = self._ops(place.threads)
-        loaded = self._loaded or self._load(ops, lambda done, total: None, place.threads)
+        begun = time.monotonic()
+        reading = self._plan.reading_of(place)
+        ops = self._ops(place.threads, reading)
+        loaded = self._loaded if reading is None else None
+        if loaded is None:
+            log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
+            loaded = self._load(ops, GettingOn(self._slots[config.worker]), place.threads)
+        if isinstance(self._config, WorkerServeConfig):
+            log.info("numerics class %s", ops.numerics)  # others may have to name it
+        numerics, twins = self._numerics(ops, place)
         inherited = Inheritance(
             model=loaded.model,
             ops=ops,
-            identity=loaded.identity,
+            identity=ModelIdentity(fingerprint=loaded.fingerprint, numerics=numerics_of(self._spec, numerics)),
             parameters=self._spec.parameters,
             vocab=self._spec.vocab,
             drafts=loaded.drafts,
             kv=self._kv[config.worker],
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
+            store=self._share,
             keys=self._mailboxes.keys,
             slot=self._slots[config.worker],
+            gateways={name: slot for name, slot in self._slots.items() if name not in self._places},
             adapters=loaded.adapters,
-            cores=self._share(config, place),
+            cores=self._shared_cores(config, place),
             vocabulary=partial(model_vocabulary, self._path),
-            pages_on_device=self._config.device != "cpu",
+            pages_on_device=self._plan.on_device(place),
+            twins=twins if self._plan.on_device(place) and config.hands_over else None,
+            lanes=self._plan.lanes,
         )
         return run_worker(config, inherited)
 
-    def _share(self, config: WorkerConfig, place: WorkerPlan) -> Cores:
+    def _numerics(self, ops: Ops, place: WorkerPlan) -> tuple[str, str]:
+        """The class of what this worker has a part in, and in which layout its pages are handed over."""
+        own, other = ops.numerics, self._plan.mixed_with
+        reads = place.role is Role.PREFILL
+        classes = self._mixed or ((own, other) if reads else (other, own)) if self._plan.mixes else (own, own)
+        layout = checked(ops, *classes, twins=self._plan.on_device(place)) if reads else ""
+        return mixed_numerics(*classes), layout
+
+    def _shared_cores(self, config: WorkerConfig, place: WorkerPlan) -> Cores:
         if not place.lends and not place.loans:
             return KeptCores()
         return self._cores.share(config.worker, config.loans)
@@ -187,7 +243,7 @@ class Workers:
         model = build(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
         drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded)
-        return _Loaded(model, ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics), drafts, adapters)
+        return _Loaded(model, loaded.fingerprint, drafts, adapters)
 
     def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> guessing.Loaded | None:
         from penstock.launch.guessing import load
@@ -205,48 +261,66 @@ class Workers:
             adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
         return adapters
 
-    def _ops(self, threads: int) -> Ops:
-        device = self._config.device
-        family = self._plan.family if device == "cpu" else None
-        return make_ops(family=family, compute_dtype=self._plan.dtype, device=device, threads=threads)
+    def _ops(self, threads: int, reading: Reading | None = None) -> Ops:
+        plan = self._plan
+        where, kept = reading or plan, None if plan.kv_dtype == plan.dtype else plan.kv_dtype
+        return make_ops(
+            family=where.family, compute_dtype=plan.dtype, device=where.device, threads=threads, kv_dtype=kept
+        )
+
+
+class GettingOn:
+    """Watches a worker that loads for itself: as long as it gets on, it does not hang."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._seen = (0, 0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total``, of whatever is done now."""
+        if (done, total) != self._seen:
+            self._seen = (done, total)
+            self._slot.getting_on()
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     model: Model | Reader
-    identity: ModelIdentity
+    fingerprint: str
     drafts: guessing.Loaded | None
     adapters: Adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """The gateway of this host.  ``config`` is that of its first incarnation."""
+    """The gateways of this host.  ``config`` is that of the first one's first incarnation."""
 
     config: GatewayConfig
-    listener: socket.socket
+    listener: socket.socket  # of all of them: a connection goes to whoever takes it first
     keys: Keys
-    slot: Slot
+    slots: Mapping[str, Slot]
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells
 
-    def job(self, incarnation: int, channel: Channel) -> Job:
-        """What the gateway does."""
-        return Job(body=partial(self._run, incarnation, channel), keep=(self.listener.fileno(), channel.fileno()))
+    def job(self, name: str, incarnation: int, channel: Channel) -> Job:
+        """What a gateway does."""
+        body = partial(self._run, name, incarnation, channel)
+        return Job(body=body, keep=(self.listener.fileno(), channel.fileno()))
 
-    def _run(self, incarnation: int, channel: Channel) -> int:
-        configure(GATEWAY, as_json=self.log_json)
+    def _run(self, name: str, incarnation: int, channel: Channel) -> int:
+        configure(name, as_json=self.log_json)
         # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
         from penstock.launch.front import make_http_app
         from penstock.launch.gateway import GatewayInheritance, run_gateway
         from penstock.launch.http_process import Rim
 
         inherited = GatewayInheritance(
-            rim=Rim(listener=self.listener, channel=channel, slot=self.slot),
+            rim=Rim(listener=self.listener, channel=channel, slot=self.slots[name]),
             keys=self.keys,
             make_app=partial(make_http_app, created=self.created),
         )
-        return run_gateway(structs.replace(self.config, incarnation=incarnation), inherited)
+        own = self.config.name.replace(GATEWAY, name, 1)
+        return run_gateway(structs.replace(self.config, name=own, incarnation=incarnation), inherited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +330,10 @@ class HostJobs:
     front: Front | None
     workers: Workers | None
 
-    def gateway(self, incarnation: int, channel: Channel) -> Job:
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
         if self.front is None:
             raise LookupError("there is no gateway here")
-        return self.front.job(incarnation, channel)
+        return self.front.job(name, incarnation, channel)
 
     def worker(self, worker: WorkerId, incarnation: int) -> Job:
         if self.workers is None:
@@ -276,10 +350,11 @@ def model_vocabulary(path: Path) -> Vocabulary:
         intake.close()
 
 
-def _scheduler_of(place: WorkerPlan, scheduler: SchedulerConfig) -> SchedulerConfig:
-    """Whoever encodes images is given no prompts, and needs no memory for them."""
+def scheduler_of(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
+    """Whoever encodes images is given no prompts, and needs no memory for them; whoever only reads may have less."""
+    scheduler, reading = plan.scheduler, plan.reading_of(place)
     if place.role is not Role.ENCODE:
-        return scheduler
+        return scheduler if reading is None else structs.replace(scheduler, pages=reading.pages)
     return structs.replace(scheduler, pages=1, max_model_len=scheduler.page_tokens)
 
 

@@ -49,6 +49,7 @@ class JoinedWorkers:
     ) -> None:
         """``hello`` must bear another name than the router's: a worker answers a gateway on one line only."""
         self._tell = tell
+        self.uses_mixed = False  # workers of fleets that read and write in two numerics classes
         self._hello = hello
         self._clock = clock
         self._beat_s = beat_s
@@ -83,6 +84,16 @@ class JoinedWorkers:
     def on_report(self, endpoint: str, report: Report) -> None:
         """A worker at ``endpoint`` tells how it is."""
         mailbox = self._mailboxes[endpoint]
+        if report.identity.mixed and not self.uses_mixed:
+            if not mailbox.strange:
+                log.warning(
+                    "%s is not used: its fleet reads prompts and writes answers in two numerics classes, %s; "
+                    "--allow-mixed-numerics would have it used",
+                    endpoint,
+                    report.identity.numerics,
+                )
+            mailbox.strange = True
+            return
         others = [m.worker for e, m in self._mailboxes.items() if e != endpoint and not m.lost]
         if report.worker in others:
             if not mailbox.strange:

@@ -10,7 +10,8 @@
                         ending (SIGKILL sent; forked anew only when it is dead: its memory is used again)
 
 Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
-A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes after ``busy_s``.
+A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes, or would if
+others left it a processor, after ``busy_s``.  What it did in the last ``wedge_s`` of its silence tells which.
 A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
 itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
 A passing child (a model of a catalogue) is forked once, when it is wanted; when it has ended, for whatever reason, the
@@ -20,6 +21,7 @@ Knows no processes, signals' delivery, clocks or sockets.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -50,14 +52,14 @@ from penstock.types import WorkerId, WorkerState
 from penstock.wire.messages import Draining, WorkerDown
 
 GATEWAY = "gateway-0"
-"""The name of the one child that is not a worker."""
+"""The name of the first child that is not a worker."""
 
 INSIST_COUNT = 3
 """The gateway insists when it has suspected one incarnation so often, over ``wedge_s`` at least."""
 
 
 COMPUTES_SHARE = 0.25
-"""A silent process that has had so much of one processor since then is busy, not stuck."""
+"""A silent process that has lately had, or queued for, so much of one processor is busy, not stuck."""
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -94,17 +96,16 @@ class _Child:
     quick_deaths: int = 0  # in a row, without a stable life in between
     unready_deaths: int = 0  # in a row, without ever having been ready
     silence: float = 0.0  # observed seconds without a beat, beyond what was predicted
-    cpu_at_silence: float = 0.0  # what it had computed when it fell silent
+    judged_silence: float = 0.0  # how far its silence had come when it was last noted, each ``wedge_s`` of it
+    judged_busy_s: float = 0.0  # how long it had computed, or queued for a processor, by then
     computes: bool = False  # silent, but not idle
+    stopped: bool = False  # somebody has stopped it
     last_beat: float = 0.0
     suspicions: int = 0
     suspected_since: float = 0.0
     passing: bool = False
     deadline: float | None = None  # of a passing child that was told to end
-
-    @property
-    def is_worker(self) -> bool:
-        return self.name != GATEWAY
+    is_worker: bool = True
 
 
 @dataclass(slots=True)
@@ -121,9 +122,9 @@ class Restarts:
     _passed: int = 0  # the highest incarnation of a passing child so far
 
     @classmethod
-    def of(cls, config: SuperviseConfig, *, gateway: bool = True) -> Restarts:
-        """A machine that has only the gateway, which does not run yet, or nobody."""
-        return cls(config, {GATEWAY: _Child(GATEWAY)} if gateway else {})
+    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,)) -> Restarts:
+        """A machine that has only the gateways, which do not run yet, or nobody."""
+        return cls(config, {name: _Child(name, is_worker=False) for name in gateways})
 
     def admit(self, workers: Iterable[str]) -> None:
         """From now on these workers are to run, too (their weights are loaded)."""
@@ -186,6 +187,7 @@ class Restarts:
                         child,
                         WorkerState.DEAD,
                         event.exit.last_words or str(event.exit) if child.passing else str(event.exit),
+                        fault=event.exit.by_itself,
                     )
                 )
             )
@@ -195,9 +197,11 @@ class Restarts:
         if self._stage is Stage.ENDING:
             return
         if not child.is_worker and self._stage is Stage.DRAINING:
-            self._end(now, effects)
+            child.due = math.inf
+            if not any(one.phase in _RUNS for one in self._children.values() if not one.is_worker):
+                self._end(now, effects)
             return
-        if was_ready and now - child.ready_since >= self.config.stable_s:
+        if was_ready and (now - child.ready_since >= self.config.stable_s or not event.exit.by_itself):
             child.quick_deaths = 0
         child.quick_deaths += 1
         child.unready_deaths = 0 if was_ready else child.unready_deaths + 1
@@ -229,6 +233,7 @@ class Restarts:
                 continue
             self._note_beat(child, heartbeat, now)
             vitals = event.vitals.get(name, Vitals())
+            child.stopped = vitals.stopped
             if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
                 self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
 
@@ -243,13 +248,19 @@ class Restarts:
     def _silent_beyond_limit(
         self, child: _Child, heartbeat: Heartbeat, vitals: Vitals, look: float, now: float
     ) -> bool:
+        busy = vitals.cpu_s + vitals.queued_s
         if not vitals.stopped and now <= heartbeat.predicted_end_s:
             child.silence = 0.0
         if child.silence == 0.0:
-            child.cpu_at_silence = vitals.cpu_s
+            child.judged_silence, child.judged_busy_s, child.computes = 0.0, busy, False
         if vitals.stopped or now > heartbeat.predicted_end_s:
             child.silence += look
-        child.computes = not vitals.stopped and vitals.cpu_s - child.cpu_at_silence > COMPUTES_SHARE * child.silence
+        past = child.silence - child.judged_silence
+        if child.judged_silence == 0.0 or past >= self.config.wedge_s:
+            child.computes = busy - child.judged_busy_s > COMPUTES_SHARE * past
+        if past >= self.config.wedge_s:
+            child.judged_silence, child.judged_busy_s = child.silence, busy
+        child.computes = child.computes and not vitals.stopped
         if child.phase is Phase.STARTING and not vitals.stopped:
             return child.silence > self.config.start_s
         return child.silence > (self.config.busy_s if child.computes else self.config.wedge_s)
@@ -272,7 +283,7 @@ class Restarts:
         child.phase = Phase.ENDING
         effects.append(Note(f"{child.name} is wedged: {reason}; killing it", warning=True))
         if child.is_worker:
-            effects.append(Tell(_down(child, WorkerState.WEDGED, reason)))
+            effects.append(Tell(_down(child, WorkerState.WEDGED, reason, fault=not child.stopped)))
         effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
 
     def _on_dismissal(self, name: str, now: float, effects: list[Effect]) -> None:
@@ -293,20 +304,26 @@ class Restarts:
         if self._stage is Stage.DRAINING:
             effects.append(Note("asked again: stopping now"))
             self._end(now, effects)
+        elif self._stage is Stage.ENDING and all(child.is_worker for child in self._children.values()):
+            effects.append(Note("asked again: stopping now"))
+            self._end(now, effects, again=True)
         elif self._stage is Stage.RUNNING:
-            gateway = self._children.get(GATEWAY)
-            if gateway is None or gateway.phase not in _RUNS:
+            gateways = [child for child in self._children.values() if not child.is_worker]
+            if not gateways:  # workers have gateways elsewhere, and time to hand their answers over
+                self._end(now, effects, self.config.drain_s)
+                return
+            if not any(gateway.phase in _RUNS for gateway in gateways):
                 self._end(now, effects)
                 return
             self._stage = Stage.DRAINING
             self._deadline = now + self.config.drain_s
             effects.append(Tell(Draining()))
 
-    def _end(self, now: float, effects: list[Effect]) -> None:
+    def _end(self, now: float, effects: list[Effect], within: float | None = None, *, again: bool = False) -> None:
         self._stage = Stage.ENDING
-        self._deadline = now + self.config.grace_s
+        self._deadline = now + (self.config.grace_s if within is None else within)
         for child in self._children.values():
-            if child.phase in _RUNS:
+            if child.phase in _RUNS or (again and child.phase is Phase.ENDING):
                 child.phase = Phase.ENDING
                 effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
 
@@ -342,8 +359,10 @@ class Restarts:
         effects.append(Fork(child.name, child.incarnation))
 
 
-def _down(child: _Child, state: WorkerState, reason: str) -> WorkerDown:
-    return WorkerDown(worker=WorkerId(child.name), incarnation=child.incarnation, state=state, reason=reason)
+def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> WorkerDown:
+    return WorkerDown(
+        worker=WorkerId(child.name), incarnation=child.incarnation, state=state, reason=reason, fault=fault
+    )
 
 
 def explain(child: str, deaths: int, last: Exit) -> str:

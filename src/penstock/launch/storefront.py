@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
-import uvloop
-
 from penstock.clock import MonotonicClock
-from penstock.config.schema import StoreConfig
-from penstock.edge.auth import KeyRing
+from penstock.config.storefront import StoreConfig
 from penstock.edge.catalogue import Store, make_catalogue_app
+from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
 from penstock.launch.http_process import SWITCH_S, HttpProcess, Rim
+from penstock.launch.rings import ring_of
+
+log = logging.getLogger(__name__)
 
 
 def run_storefront(config: StoreConfig, rim: Rim) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
     sys.setswitchinterval(SWITCH_S)
-    return uvloop.run(_run(config, rim))
+    log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
+    return event_loop.run(_run(config, rim), config.event_loop)
 
 
 async def _run(config: StoreConfig, rim: Rim) -> int:
     clock = MonotonicClock()
     house = ModelHouse(config, rim.channel.send, clock)
-    keys = KeyRing.of([config.api_key] if config.api_key else [])
+    keys = ring_of(config.api_key, config.api_keys, config.scheduling)
     app = make_catalogue_app(Store(models=house, limits=config.limits, clock=clock, keys=keys, created=config.created))
     house.start()
     try:

@@ -17,7 +17,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, assert_never
@@ -44,7 +44,7 @@ from penstock.launch.events import (
     Wanted,
 )
 from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
-from penstock.launch.zygote import Process, fork, read_vitals
+from penstock.launch.zygote import Process, fork, oom_kills, read_vitals
 from penstock.types import Role, WorkerId
 from penstock.wire.messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
 
@@ -70,8 +70,8 @@ class Job:
 class Jobs(Protocol):
     """Knows what each child does."""
 
-    def gateway(self, incarnation: int, channel: Channel) -> Job:
-        """The gateway; ``channel`` is its end of the line to us."""
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
+        """A gateway; ``channel`` is its end of the line to us."""
         ...
 
     def worker(self, worker: WorkerId, incarnation: int) -> Job:
@@ -87,23 +87,31 @@ class _Running:
 
 
 class Supervisor:
-    """``slots`` name all children; without ``GATEWAY`` among them there are workers only.
+    """``slots`` name all children, ``gateways`` those that are no workers; one that has no slot is not there.
 
-    Use as a context manager: ``start`` the gateway, ``keep_watch`` while loading weights, then ``run``.
+    Use as a context manager: ``start`` the gateways, ``keep_watch`` while loading weights, then ``run``.
     """
 
     def __init__(
-        self, config: SuperviseConfig, jobs: Jobs, slots: Mapping[str, Slot], pulse: Callable[[], None] | None = None
+        self,
+        config: SuperviseConfig,
+        jobs: Jobs,
+        slots: Mapping[str, Slot],
+        pulse: Callable[[], None] | None = None,
+        *,
+        gateways: Sequence[str] = (GATEWAY,),
     ) -> None:
         """``pulse``: called at every look, and while weights are loaded."""
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
         self._slots = slots
-        self._machine = Restarts.of(config, gateway=GATEWAY in slots)
+        self._gateways = tuple(name for name in gateways if name in slots)
+        self._machine = Restarts.of(config, self._gateways)
         self._roles: dict[WorkerId, Role] = {}
         self._running: dict[str, _Running] = {}
-        self._channel: Channel | None = None
+        self._channels: dict[str, Channel] = {}  # to each gateway that listens
+        self._oom_kills = oom_kills()
         self._next_look = 0.0
         self._done: Done | None = None
         self._stoppers: list[Callable[[], None]] = []
@@ -131,8 +139,8 @@ class Supervisor:
             os.waitid(os.P_PIDFD, child.process.pidfd, os.WEXITED)
             os.close(child.process.pidfd)
         self._running.clear()
-        if self._channel is not None:
-            self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
         signal.set_wakeup_fd(-1)
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
@@ -144,7 +152,7 @@ class Supervisor:
         self._stoppers.append(action)
 
     def start(self) -> None:
-        """Fork the gateway, where there is one."""
+        """Fork the gateways, where there are any."""
         self._look()
 
     def keep_watch(self) -> None:
@@ -181,6 +189,11 @@ class Supervisor:
         self._raise_complaint()
         return self._done.code
 
+    @property
+    def has_gateways(self) -> bool:
+        """Or are there only workers here?"""
+        return bool(self._gateways)
+
     def pid(self, child: str) -> int | None:
         """Of the running incarnation."""
         running = self._running.get(child)
@@ -202,13 +215,14 @@ class Supervisor:
         by_fd = {child.process.pidfd: name for name, child in self._running.items()}
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
-        if self._channel is not None:
-            poller.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.wants_write else 0))
+        for channel in self._channels.values():
+            poller.register(channel, select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
         ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
         if self._wake_r in ready:
             self._on_signals()
-        if self._channel is not None and self._channel.fileno() in ready:
-            self._on_channel(self._channel)
+        for name, channel in list(self._channels.items()):
+            if channel.fileno() in ready:
+                self._on_channel(name, channel)
         for fd in ready & by_fd.keys():
             self._on_death(by_fd[fd])
         self._look()
@@ -227,7 +241,7 @@ class Supervisor:
             self._stoppers.clear()
         self._handle(StopAsked())
 
-    def _on_channel(self, channel: Channel) -> None:
+    def _on_channel(self, name: str, channel: Channel) -> None:
         try:
             channel.flush()
             while (message := channel.receive()) is not None:
@@ -239,13 +253,13 @@ class Supervisor:
                     self._handle(Dismissed(message.worker))
         except EOFError:  # the gateway closed it; should it not be dead, it will be found wedged
             channel.close()
-            self._channel = None
+            self._channels.pop(name, None)
         except ProtocolError as error:
-            log.warning("from the gateway: %s", error)
+            log.warning("from %s: %s", name, error)
 
     def _want(self, name: str) -> None:
         """A front can want what has a place on the board, nothing else."""
-        if name in self._slots and name != GATEWAY:
+        if name in self._slots and name not in self._gateways:
             self._handle(Wanted(name))
 
     def _on_death(self, name: str) -> None:
@@ -256,7 +270,8 @@ class Supervisor:
         del self._running[name]
         code, signum = ended
         words = self._slots[name].read_last_words()
-        self._handle(Died(name, child.incarnation, Exit(code, signum, words)))
+        killed = signum == signal.SIGKILL and oom_kills() > self._oom_kills
+        self._handle(Died(name, child.incarnation, Exit(code, signum, words, out_of_memory=killed)))
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -264,6 +279,7 @@ class Supervisor:
             self._next_look = now + self._config.look_s
             if self._pulse is not None:
                 self._pulse()
+            self._oom_kills = oom_kills()
             vitals = {name: read_vitals(child.process.pid) for name, child in self._running.items()}
             self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.wake_at(now):
@@ -284,8 +300,8 @@ class Supervisor:
                 if child is not None and child.incarnation == effect.incarnation:
                     child.process.kill(effect.signal)
             case Tell():
-                if self._channel is not None:
-                    self._channel.send(effect.message)
+                for channel in self._channels.values():
+                    channel.send(effect.message)
             case Note():
                 log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
             case Done():
@@ -297,28 +313,33 @@ class Supervisor:
         slot = self._slots[name]
         slot.reset(incarnation, time.monotonic_ns())
         try:
-            if name == GATEWAY:
-                self._fork_gateway(incarnation, slot)
+            if name in self._gateways:
+                self._fork_gateway(name, incarnation, slot)
             else:
                 self._fork_worker(WorkerId(name), incarnation, slot)
         except OSError as error:  # no process, no descriptor, no memory: as if it had died at once
             self._handle(Died(name, incarnation, Exit(code=1, last_words=f"cannot start it: {error}")))
 
-    def _fork_gateway(self, incarnation: int, slot: Slot) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._channel, theirs = Channel.pair()
+    def _fork_gateway(self, name: str, incarnation: int, slot: Slot) -> None:
+        earlier = self._channels.pop(name, None)
+        if earlier is not None:
+            earlier.close()
+        ours, theirs = Channel.pair()
         try:
-            job = self._jobs.gateway(incarnation, theirs)
-            process = fork(GATEWAY, job.body, keep=(*job.keep, theirs.fileno()), last_words=slot.last_words)
+            job = self._jobs.gateway(name, incarnation, theirs)
+            process = fork(name, job.body, keep=(*job.keep, theirs.fileno()), last_words=slot.last_words)
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
-        self._running[GATEWAY] = _Running(process, incarnation, "")
-        for name in self._running:
-            if name != GATEWAY and self._machine.phase(name) in (Phase.STARTING, Phase.READY):
-                self._tell_up(WorkerId(name))
+        self._channels[name] = ours
+        self._running[name] = _Running(process, incarnation, "")
+        for worker in self._running:
+            if worker not in self._gateways and self._machine.phase(worker) in (Phase.STARTING, Phase.READY):
+                self._tell_up(WorkerId(worker), (ours,))
         if self._machine.stage is Stage.DRAINING:
-            self._channel.send(Draining())
+            ours.send(Draining())
 
     def _fork_worker(self, name: WorkerId, incarnation: int, slot: Slot) -> None:
         job = self._jobs.worker(name, incarnation)
@@ -327,18 +348,18 @@ class Supervisor:
         finally:
             job.handed_over()
         self._running[name] = _Running(process, incarnation, job.endpoint)
-        self._tell_up(name)
+        self._tell_up(name, self._channels.values())
 
-    def _tell_up(self, name: WorkerId) -> None:
+    def _tell_up(self, name: WorkerId, channels: Iterable[Channel]) -> None:
         running = self._running.get(name)
-        if running is None or self._channel is None:
+        if running is None:
             return
-        self._channel.send(
-            WorkerUp(
-                worker=name,
-                incarnation=running.incarnation,
-                role=self._roles.get(name, Role.BOTH),
-                pid=running.process.pid,
-                endpoint=running.endpoint,
-            )
+        message = WorkerUp(
+            worker=name,
+            incarnation=running.incarnation,
+            role=self._slots[name].assigned or self._roles.get(name, Role.BOTH),
+            pid=running.process.pid,
+            endpoint=running.endpoint,
         )
+        for channel in channels:
+            channel.send(message)

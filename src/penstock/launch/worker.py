@@ -6,22 +6,26 @@ Python beside the kernels' own; it sleeps only when it has nothing to compute an
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic_ns
 from typing import cast
 
 from penstock.clock import MonotonicClock
+from penstock.config.hand_over import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
-from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.images.stage import ImageStage
+from penstock.engine.lane_loop import LaneLoop
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model, Reader, encoder_of
 from penstock.engine.runner.adapters import Adapters
+from penstock.engine.runner.device_lanes import DeviceLanes
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.engine.runner.port import Runner
@@ -30,24 +34,39 @@ from penstock.engine.service.hand_overs import HandOver
 from penstock.engine.service.held import Ready
 from penstock.engine.service.mailbox import WorkerMailbox
 from penstock.engine.service.peers import Peers
+from penstock.engine.service.stored import NoStore, StoredPages
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
 from penstock.kernels.cores import Cores
-from penstock.kernels.ops import Ops
+from penstock.kernels.lanes import HasLanes, Lanes
+from penstock.kernels.operands import Array
+from penstock.kernels.ops import CAPTURE_S, Captures, Ops, StepProgram
+from penstock.kernels.page_writing import WritesPages
 from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.seals import PageSeals
+from penstock.kv.store.setup import Place, StoreShare, open_tiers
+from penstock.kv.store.store import PageStore
+from penstock.kv.transfer.curve import CurveCarrier
+from penstock.kv.transfer.nixl.carrier import NixlCarrier, needs_writing
 from penstock.kv.transfer.port import PageCarrier, PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.kv.transfer.shm import ShmCarrier
-from penstock.kv.transfer.tcp import TcpCarrier
+from penstock.kv.transfer.tcp import SEALED, TcpCarrier
 from penstock.launch.board import Slot
 from penstock.launch.guessing import Guessing, Loaded, record
-from penstock.types import ModelIdentity, WorkerId, WorkerState
+from penstock.launch.pulse import Pulse
+from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import ZmqTransport
 
+log = logging.getLogger("penstock.worker")
+
 BEATS_PER_S = 4
 """How often an idle worker turns its loop at least."""
+
+AHEAD = 2
+"""Steps that a device is given at once when only answers are written: the host prepares one while the other runs."""
 
 LAST_WORDS_S = 0.25
 """How long what a worker says in going may take to leave it.  Who stopped listening is not waited for any longer."""
@@ -64,13 +83,17 @@ class Inheritance:
     vocab: int
     kv: KvFile
     peers: Mapping[WorkerId, KvFile]
+    store: StoreShare
     keys: Keys
     slot: Slot
     adapters: Adapters  # those of the start are in memory
     cores: Cores
     vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
+    gateways: Mapping[str, Slot]  # of this host: a process that was replaced is known before it says a word
     drafts: Loaded | None = None  # the head or model that guesses tokens ahead
-    pages_on_device: bool = False  # the backend keeps KV pages where it computes; they cannot be handed over
+    pages_on_device: bool = False  # the backend keeps KV pages where it computes
+    twins: str | None = None  # the layout in which they are written to host memory and handed over; None: they are not
+    lanes: str = "off"  # how prompts are read beside answers (``HasLanes.lanes``)
 
 
 def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
@@ -79,13 +102,8 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     os.nice(config.niceness)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
-    own = inherited.kv.map_own()
-    own.wipe()
-    peers = {worker: file.map_readonly() for worker, file in inherited.peers.items() if worker != config.worker}
-    for file in (inherited.kv, *inherited.peers.values()):
-        file.close()
-    transport = ZmqTransport(inherited.keys)
-    clock = MonotonicClock()
+    own, peers = _memories(config, inherited)
+    transport, clock = ZmqTransport(inherited.keys), MonotonicClock()
     grammars = Grammars(inherited.vocabulary)
     encoders = Encoders(Peers(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
     images = ImageStage(
@@ -95,31 +113,55 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         covered=lambda event: scheduler.memory.covered(event.hashes),
         elsewhere=encoders,
     )
-    runner = _runner(config.scheduler, inherited, own, (grammars, images))
+    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
+    runner = _runner(config.scheduler, inherited, kv, (grammars, images))
     guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
     speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
     scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), speculator)
-    hand_over = _hand_over(config, inherited.identity, own, peers)
+    hand_over = _hand_over(config, inherited, (own, kv), peers)
     inherited.adapters.in_use = scheduler.adapters
-    ready = Ready(grammars, images, inherited.adapters)
+    stored = _stored(config, inherited, own, peers, (scheduler, clock))
+    ready = Ready(grammars, images, inherited.adapters, stored)
     mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=ready)
-    loop = EngineLoop(mailbox, scheduler, runner, clock)
-    pulse = _Pulse(inherited.slot, mailbox)
-    loop.on_plan = pulse.on_plan
+    loop, wakes = _loop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
+    loop.on_plan = Pulse(inherited.slot, inherited.gateways, mailbox).on_plan
     inherited.slot.set_state(WorkerState.READY)
     cores = inherited.cores
     mailbox.reporter.borrowed_s, mailbox.reporter.images = cores.borrowed_s, images.counters
-    while not stop.asked:
+    stored.tell(mailbox.reporter, inherited.store.domain, mailbox.bulletins)
+    mailbox.duties.on_role, mailbox.duties.on_settled = inherited.slot.assign, _Courtesy(config).settle
+    while not _is_over(stop, mailbox, clock):
         moved = loop.step()
         if not images.work() and not moved and not mailbox.busy:
             cores.lend()
-            transport.wait(min(_idle_s(scheduler, clock), mailbox.patience_s), [*mailbox.sources, *encoders.links()])
+            idle_s = min(_idle_s(scheduler, clock), mailbox.patience_s)
+            transport.wait(idle_s, [*mailbox.sources, *encoders.links()], [*mailbox.descriptors, *wakes])
             cores.take()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
     transport.close(linger_s=LAST_WORDS_S)
+    stored.close()
     grammars.close()
     return 0
+
+
+def _loop(
+    mailbox: WorkerMailbox, scheduler: Scheduler, runner: Runner | DeviceLanes, clock: MonotonicClock, *, max_steps: int
+) -> tuple[EngineLoop | LaneLoop, Sequence[int]]:
+    """The hot loop, and descriptors that are readable when a lane of it may be done."""
+    if isinstance(runner, DeviceLanes):
+        return LaneLoop(mailbox, scheduler, runner, clock, max_steps=max_steps), runner.descriptors
+    return EngineLoop(mailbox, scheduler, runner, clock, max_steps=max_steps), ()
+
+
+def _memories(config: WorkerConfig, inherited: Inheritance) -> tuple[KvMemory, dict[WorkerId, KvMemory]]:
+    """This worker's own KV pages, with nothing in them, and the others' to be read."""
+    own = inherited.kv.map_own(lend=_lent(config))
+    own.wipe()
+    peers = {name: file.map_readonly() for name, file in inherited.peers.items() if name != config.worker}
+    for file in (inherited.kv, *inherited.peers.values()):
+        file.close()
+    return own, peers
 
 
 def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
@@ -128,54 +170,137 @@ def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
     return longest if until is None else min(longest, max(0.0, until - clock.now()))
 
 
+def _is_over(stop: _StopFlag, mailbox: WorkerMailbox, clock: MonotonicClock) -> bool:
+    """Looked at between two steps.  The first SIGTERM lets others go on with what is written here."""
+    if stop.asked == 1 and not stop.heard:
+        stop.heard = True
+        mailbox.leave()
+    return stop.asked > 1 or mailbox.duties.over(clock.now())
+
+
 class _StopFlag:
-    """SIGTERM asks the loop to end between two steps."""
+    """SIGTERM asks the loop to end in order, a second one to end now."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
+        self.heard = False
         signal.signal(signal.SIGTERM, self._ask)
 
     def _ask(self, signum: int, frame: object) -> None:
-        self.asked = True
+        self.asked += 1
 
 
-class _Pulse:
-    """Beats on the heartbeat board with every turn, and before a step says when it should be over."""
+class _Courtesy:
+    """Who reads prompts gives way, where cores are shared; not before the answers that it wrote are over."""
 
-    def __init__(self, slot: Slot, mailbox: WorkerMailbox) -> None:
-        self._slot = slot
-        self._mailbox = mailbox
+    def __init__(self, config: WorkerConfig) -> None:
+        self._yields = config.yields
+        self._base = os.getpriority(os.PRIO_PROCESS, 0) - config.niceness
 
-    def on_plan(self, plan: Plan) -> None:
-        """Called once a turn, right before the plan is computed."""
-        self._mailbox.planned(plan)
-        now = monotonic_ns()
-        self._slot.beat(now, now + int(plan.predicted_s * 1e9), self._mailbox.reporter.steps)
+    def settle(self, role: Role) -> None:
+        """This worker has another role, and nothing else is left here."""
+        if self._yields and not set_niceness(self._base + (self._yields if role is Role.PREFILL else 0)):
+            log.warning("this process may not become less nice: it keeps giving way to others until it is restarted")
+
+
+def set_niceness(niceness: int) -> bool:
+    """Of all threads of this process.  False: the system does not let it become less nice."""
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+    except PermissionError:
+        return False
+    return True
 
 
 def _runner(
-    config: SchedulerConfig, inherited: Inheritance, own: KvMemory, beside: tuple[Grammars, ImageStage]
-) -> Runner:
-    kv, ops = _kv_array(inherited.ops, own, inherited.pages_on_device), inherited.ops
+    config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, ImageStage]
+) -> Runner | DeviceLanes:
+    ops = inherited.ops
     if config.pooling is not None:
         return PoolingRunner(cast(Reader, inherited.model), ops, kv)
     model, (grammars, images) = cast(Model, inherited.model), beside
-    program = record(model, ops, kv, inherited.drafts)
+    if inherited.lanes != "off" and isinstance(ops, HasLanes):
+        aids = Aids(matcher_of=grammars.matcher, adapters=inherited.adapters)
+        programs = ops.lanes(model, kv, inherited.lanes, inherited.slot.getting_on)
+        return DeviceLanes(model, ops, kv, _lanes_ready(programs, inherited.slot), aids)
+    program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
     aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters)
     return ModelRunner(model, ops, kv, program, aids)
 
 
+def _lanes_ready(programs: Lanes, slot: Slot) -> Lanes:
+    begun = time.monotonic()
+    count = programs.make_ready(slot.getting_on, CAPTURE_S)
+    log.info("prompts are read beside answers, %s", programs.how)
+    log.info("steps of %d sizes made ready in %.2f s", count, time.monotonic() - begun)
+    return programs
+
+
+def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:
+    """With its most frequent steps captured, where that can be done: a start that gets on is not taken to hang.
+    Those are steps that write answers: whoever only reads prompts has none."""
+    if isinstance(program, Captures):
+        begun = time.monotonic()
+        count = program.capture(inherited.slot.getting_on, CAPTURE_S if inherited.twins is None else 0.0)
+        log.info("steps of %d sizes made ready in %.2f s", count, time.monotonic() - begun)
+    return program
+
+
 def _hand_over(
-    config: WorkerConfig, identity: ModelIdentity, own: KvMemory, peers: Mapping[WorkerId, KvMemory]
+    config: WorkerConfig, inherited: Inheritance, memory: tuple[KvMemory, Array], peers: Mapping[WorkerId, KvMemory]
 ) -> HandOver:
-    carrier = _carrier(config.carrier, own, peers, PageSeal(identity, own.layout))
+    """``memory``: that others can read, and that is computed in."""
+    (own, kv), identity, ops = memory, inherited.identity, inherited.ops
+    carrier = _carrier(config, own, peers, PageSeal(identity, own.layout))
     sender = HandOverSender(config.hand_over, carrier, config.incarnation)
-    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier))
+    writer = None
+    if inherited.twins is not None:
+        writer = cast(WritesPages, ops).page_writer(kv, own.buffer, inherited.twins)
+    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier), writer)
 
 
-def _carrier(name: str, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:
-    return ShmCarrier(own, peers, seal) if name == "shm" else TcpCarrier(own, seal)
+def _stored(
+    config: WorkerConfig,
+    inherited: Inheritance,
+    own: KvMemory,
+    peers: Mapping[WorkerId, KvMemory],
+    beside: tuple[Scheduler, MonotonicClock],
+) -> StoredPages | NoStore:
+    """Tiers beside this worker's memory, in which cached pages are sealed if this process can read them."""
+    scheduler, clock = beside
+    if not inherited.pages_on_device:
+        scheduler.memory.guard = PageSeals(own)
+    place = Place(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
+    tiers = open_tiers(config.kv_store, inherited.store, place)
+    inherited.store.close()
+    if not tiers:
+        return NoStore()
+    store = PageStore(tiers, own, scheduler.memory.pool.generation, clock.now, config.kv_store)
+    return StoredPages(scheduler, store, clock)
 
 
-def _kv_array(ops: Ops, own: KvMemory, on_device: bool) -> object:
+def _carrier(config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:
+    if not config.hands_over:
+        return CurveCarrier(own, seal)  # opens no port and has no threads: nobody will ask for a page
+    match config.carrier:
+        case "shm":
+            return ShmCarrier(own, peers, seal)
+        case "curve":
+            return CurveCarrier(own, seal)
+        case name:
+            at = (config.endpoint, config.pages_port)
+            tcp = TcpCarrier(own, seal, config.hand_over, at, sealed=name.removeprefix(NIXL) == SEALED)
+            return NixlCarrier(tcp, own, seal, config.hand_over) if name.startswith(NIXL) else tcp
+
+
+def _lent(config: WorkerConfig) -> int | None:
+    """How a process for NIXL opens this worker's pages, if there is to be one."""
+    if not (config.hands_over and config.carrier.startswith(NIXL)):
+        return None
+    return os.O_RDWR if needs_writing(config.hand_over.nixl_transports) else os.O_RDONLY
+
+
+def _kv_array(ops: Ops, own: KvMemory, on_device: bool) -> Array:
     return ops.new_kv(own.layout.shape, pages=own.pages, memory=None if on_device else own.buffer)

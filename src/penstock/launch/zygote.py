@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from penstock import children
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
 from penstock.launch.events import HOPELESS, Vitals
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _CRASHED = 70  # EX_SOFTWARE of sysexits.h
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -84,11 +84,30 @@ def read_vitals(pid: int) -> Vitals:
     """What the system knows of a child (proc_pid_stat(5)); one that has gone is neither stopped nor busy."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        queued_s = _queued_s(pid)
     except OSError:
         return Vitals()
     state, *numbers = stat.rpartition(")")[2].split()
     user, system = int(numbers[10]), int(numbers[11])
-    return Vitals(stopped=state == "T", cpu_s=(user + system) / _TICKS)
+    return Vitals(stopped=state == "T", cpu_s=(user + system) / _TICKS, queued_s=queued_s)
+
+
+def _queued_s(pid: int) -> float:
+    """Of its first thread (run_delay in sched-stats.rst of the kernel); 0 where that is not counted."""
+    try:
+        words = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+    except FileNotFoundError:
+        return 0.0
+    return int(words[1]) / 1e9
+
+
+def oom_kills() -> int:
+    """How many processes the system has ended for want of memory since it was started (proc_vmstat(5))."""
+    try:
+        text = Path("/proc/vmstat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 
 def fork(
@@ -158,12 +177,10 @@ def _child(
 
 
 def _settle(name: str, kept: frozenset[int], parent: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    children.end_with_parent()
     if os.getppid() != parent:
         os._exit(0)
-    libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.config.beside import Beside, beside_bytes
+from penstock.config.gpu import RUNTIME_BYTES
 from penstock.parallel.devices import Devices
 
 TENSOR_WAYS = (1, 2, 4, 8)
-RUNTIME_BYTES = 768 << 20
-"""On every GPU beside weights, activations and pages: context, loaded kernels, recorded graphs.  An allowance."""
 CPU_RUNTIME_BYTES = 200 << 20
 """The same for processes on a CPU: interpreter, libraries and the tokenizer, all processes together."""
+CPU_WORKERS = 2
 PAGE_TOKENS = 16
 
 
@@ -31,10 +32,15 @@ class CacheSize:
     bytes_per_token: int  # all heads, on one device
     heads: int  # what tensor parallelism can divide; 1 for a latent that all heads share
     window: int | None = None  # tokens after which it grows no more
+    fixed: int = 0  # bytes beside that any sequence takes: states of recurrent layers
 
     def on_device(self, tensor: int) -> int:
         """Bytes a token on each of ``tensor`` devices: heads that cannot be divided further are kept by several."""
         return self.bytes_per_token // self.heads * -(-self.heads // tensor)
+
+    def fixed_on_device(self, tensor: int) -> int:
+        """The fixed bytes on each of ``tensor`` devices."""
+        return -(-self.fixed // self.heads) * -(-self.heads // tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class ModelSize:
     other: int  # what every stage has, vision towers among it
     activation_bytes: int  # of one step's buffers on one device that computes all of a layer
     max_positions: int
+    beside: tuple[Beside, ...] = ()  # what is loaded with it; every device keeps all of it
 
     @property
     def weight_bytes(self) -> int:
@@ -76,6 +83,7 @@ class Share:
     weights: int
     activations: int
     runtime: int
+    beside: int  # draft heads, draft models, adapters
     kv: int  # what is left; below 0 is what is missing
 
 
@@ -104,6 +112,10 @@ class Plan:
     @property
     def runtime_bytes(self) -> int:
         return self.tensor * sum(share.runtime for share in self.stages)
+
+    @property
+    def beside_bytes(self) -> int:
+        return self.tensor * sum(share.beside for share in self.stages)
 
     @property
     def kv_bytes(self) -> int:
@@ -141,10 +153,16 @@ def lay_out(model: ModelSize, devices: Devices, tensor: int) -> Plan:
         weights = _weights(model, range(begin, end), tensor)
         activations = -(-model.activation_bytes // tensor)
         runtime = CPU_RUNTIME_BYTES if devices.is_cpu else RUNTIME_BYTES
-        left = devices.memory_bytes - weights - activations - runtime
-        shares.append(Share(stage, range(begin, end), weights, activations, runtime, left))
+        beside = beside_bytes(model.beside, workers_of(devices))
+        left = devices.memory_bytes - weights - activations - runtime - beside
+        shares.append(Share(stage, range(begin, end), weights, activations, runtime, beside, left))
     tokens = min(_tokens([model.layers[i].cache for i in share.layers], share.kv, tensor) for share in shares)
     return Plan(devices, tensor, tuple(shares), tokens)
+
+
+def workers_of(devices: Devices) -> int:
+    """Workers in one memory: on a CPU one that reads prompts and one that writes answers."""
+    return CPU_WORKERS if devices.is_cpu else 1
 
 
 def _weights(model: ModelSize, layers: range, tensor: int) -> int:
@@ -197,6 +215,7 @@ def _filled(model: ModelSize, stages: int, tensor: int, limit: int) -> tuple[int
 
 def _tokens(caches: Sequence[CacheSize], room: int, tensor: int) -> int:
     """Tokens of one sequence that ``room`` bytes hold, in whole pages."""
+    room -= sum(cache.fixed_on_device(tensor) for cache in caches)
     if room <= 0:
         return 0
     windows = sorted({cache.window for cache in caches if cache.window is not None})

@@ -54,13 +54,13 @@ class Book:
         due = self._counted[slot].get(request)
         if due is not None:
             if due.tokens:
-                self._columns.gone(slot, Due(tokens=due.tokens, pairs=due.pairs))
-                self._counted[slot][request] = due._replace(tokens=0, pairs=0)
+                self._columns.gone(slot, _read_of(due))
+                self._counted[slot][request] = _unread(due)
             return
         serial, due = self._sent[slot].get(request, (0, None))
         if due is not None and due.tokens:
-            self._columns.counted(slot, Due(tokens=due.tokens, pairs=due.pairs))
-            self._sent[slot][request] = (serial, due._replace(tokens=0, pairs=0))
+            self._columns.counted(slot, _read_of(due))
+            self._sent[slot][request] = (serial, _unread(due))
 
     def ended(self, slot: int, request: RequestId) -> None:
         """It has nothing there any more."""
@@ -71,3 +71,13 @@ class Book:
         sent = self._sent[slot].pop(request, None)
         if sent is not None:
             self._columns.counted(slot, sent[1])
+
+
+def _read_of(due: Due) -> Due:
+    """Of what is due, the reading."""
+    return Due(tokens=due.tokens, pairs=due.pairs, batch_tokens=due.batch_tokens, batch_pairs=due.batch_pairs)
+
+
+def _unread(due: Due) -> Due:
+    """Of what is due, all but the reading."""
+    return due._replace(tokens=0, pairs=0, batch_tokens=0, batch_pairs=0)

@@ -8,18 +8,29 @@ Pure: knows no identities, states or requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.types import LOWER_TIERS, PAGE_TOKENS
 from penstock.wire.messages import Report
 
 Numbers: TypeAlias = NDArray[np.float64]
 Slots: TypeAlias = NDArray[np.intp]
 
+ALIKE = 0.2
+"""Workers whose rates differ by no more than this part are taken to be equally fast: steps of one worker vary by as
+much (``engine.core.cost.NOISE``), and what differs in what was learned only must not outweigh a cached prompt."""
+
+_REPORTS_OF_A_MEDIAN = 64
+
 _FADING = 0.9  # what earlier copies count for against the last report's
+
+_BELIEVING = 0.3  # how much the last report's wait for pages counts against earlier ones
+
+_FORGETTING = 0.998  # of what was waited for pages, with each report that tells of none: a slow link is tried again
 
 
 class Due(NamedTuple):
@@ -30,6 +41,8 @@ class Due(NamedTuple):
     rows: int = 0  # answers to write
     context: int = 0  # tokens of those
     pages: int = 0
+    batch_tokens: int = 0  # of tokens, those of batch work
+    batch_pairs: int = 0
 
 
 NOTHING_DUE = Due()
@@ -43,6 +56,8 @@ class Load(NamedTuple):
     rows: Numbers  # answers that are written, or will be
     context: Numbers  # tokens of those
     pages: Numbers  # free
+    batch_tokens: Numbers  # of tokens, those of batch work
+    batch_pairs: Numbers
 
 
 class Rates(NamedTuple):
@@ -53,12 +68,25 @@ class Rates(NamedTuple):
     pair: Numbers
     draw: Numbers
     page: Numbers  # to copy one from another worker
+    fetch: Numbers  # to take one out of another's cache
+    wait: Numbers  # for one to come, when all that it was handed over with was computed
+    tiers: tuple[Numbers, ...] = ()  # to take one out of its own lower tiers, nearest first
+
+    def of(self, mask: NDArray[np.bool_]) -> Rates:
+        """Those of some of the workers."""
+        step, token, pair, draw, page, fetch, wait, tiers = self
+        below = tuple(tier[mask] for tier in tiers)
+        return Rates(step[mask], token[mask], pair[mask], draw[mask], page[mask], fetch[mask], wait[mask], below)
 
 
-_REPORTED, _SENT, _GONE, _RATES = slice(0, 5), slice(5, 10), slice(10, 15), slice(15, 20)
-_TIMES, _PAGE = slice(15, 19), 19
-_MEASURED, _HEARD, _GATEWAYS, _BYTES, _SECONDS, _TURN = range(20, 26)
-_ROWS = 26
+_REPORTED, _SENT, _GONE, _RATES = slice(0, 7), slice(7, 14), slice(14, 21), slice(21, 26)
+_TIMES, _PAGE = slice(21, 25), 25
+_MEASURED, _HEARD, _GATEWAYS, _BYTES, _SECONDS, _TURN = range(26, 32)
+_DOMAIN, _FETCH = 32, 33
+_OWN = slice(34, 38)  # the times as they were reported
+_WAIT = 38
+_TIERS = slice(39, 39 + LOWER_TIERS)  # inf: it has not so many
+_ROWS = 39 + LOWER_TIERS
 
 
 class Columns:
@@ -69,7 +97,13 @@ class Columns:
         self._size = 0
         self.hashes: NDArray[np.uint64] = np.zeros(8, np.uint64)  # of the workers' ids: for choices among equals
         self._copied: list[tuple[float, float]] = []  # (bytes, seconds) that were reported last
+        self._waited: list[float] = []  # seconds, when bytes came last
+        self._missed: list[tuple[float, float]] = []  # (pages, seconds waited) when that was learned from last
         self._turns = 0  # things sent so far
+        self._domains: dict[str, int] = {}  # numbered from 1; 0 is none
+        self._usual: tuple[float, ...] | None = None  # the median of the workers' rates, some reports ago
+        self._reports = 0
+        self.tiers = 0  # that the one with most has below its cache
 
     def add(self, hashed: int) -> None:
         """One slot more, of the worker whose id has this 64-bit hash."""
@@ -78,12 +112,16 @@ class Columns:
             self.hashes = np.concatenate((self.hashes, np.zeros_like(self.hashes)))
         self.hashes[self._size] = hashed
         self._copied.append((0.0, 0.0))
+        self._waited.append(0.0)
+        self._missed.append((0.0, 0.0))
         self._size += 1
 
     def clear(self, slot: int) -> None:
         """The worker of this slot has ended: nothing is known of the next one."""
         self._table[:, slot] = 0.0
         self._copied[slot] = (0.0, 0.0)
+        self._waited[slot] = 0.0
+        self._missed[slot] = (0.0, 0.0)
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -104,11 +142,31 @@ class Columns:
             report.answers,
             report.context_tokens,
             report.kv_pages_free,
+            report.batch_tokens,
+            report.batch_pairs,
         )
+        self._learn_wait(slot, report)
         page_s = self._page_s(slot, report.counters) * report.page_bytes
-        table[_RATES, slot] = (rates.step, rates.token, rates.pair, rates.draw, page_s)
+        times: tuple[float, ...] = (rates.step, rates.token, rates.pair, rates.draw)
+        table[_OWN, slot] = times
+        table[_RATES, slot] = (*(self._level(times) if report.measured else times), page_s)
         table[_MEASURED, slot] = report.measured
         table[_GATEWAYS, slot] = report.gateways
+        domain = self._domains.setdefault(report.domain, len(self._domains) + 1) if report.domain else 0
+        table[_DOMAIN, slot], table[_FETCH, slot] = domain, report.fetch_s
+        if report.tier_s or self.tiers:
+            self.tiers = max(self.tiers, len(report.tier_s))
+            table[_TIERS, slot] = (*report.tier_s, *[np.inf] * (LOWER_TIERS - len(report.tier_s)))
+
+    def _level(self, times: tuple[float, ...]) -> tuple[float, ...]:
+        """A worker's rates without that by which it differs from the usual one by noise alone."""
+        if self._usual is None or self._reports >= _REPORTS_OF_A_MEDIAN:
+            usual = self._typical(_MEASURED, _OWN)
+            self._usual, self._reports = None if usual is None else tuple(usual.tolist()), 0
+        self._reports += 1
+        if self._usual is None:
+            return times
+        return tuple(map(_levelled, times, self._usual))
 
     def sent(self, slot: int, due: Due) -> None:
         """Something was sent there that no report counts yet."""
@@ -133,7 +191,8 @@ class Columns:
         self._table[_SENT, slot] = self._table[_GONE, slot] = 0.0
 
     def _page_s(self, slot: int, counters: Mapping[str, float]) -> float:
-        """Seconds a byte of what it copies from others, of late; 0 before it has copied anything."""
+        """Seconds of its own processors that a byte from others takes it, of late; 0 before anything came.  That a
+        prompt waits for what is on its way is told by ``_learn_wait``."""
         bytes_now, seconds_now = counters.get("bytes_received", 0.0), counters.get("transfer_seconds", 0.0)
         bytes_before, seconds_before = self._copied[slot]
         if bytes_now > bytes_before:
@@ -144,6 +203,27 @@ class Columns:
         copied = self._table[_BYTES, slot]
         return float(self._table[_SECONDS, slot] / copied) if copied else 0.0
 
+    def _learn_wait(self, slot: int, report: Report) -> None:
+        """How long a page lets a prompt wait that is computed but for it, of late.  Told before ``_page_s``.
+
+        A wait that brought nothing, for it was given up, counts with the next bytes that come.  Until then it says that
+        as many pages as did not come take that long at least.
+        """
+        waited, missed = report.counters.get("transfer_wait_seconds", 0.0), report.counters.get("pages_missed", 0.0)
+        missed_before, waited_before = self._missed[slot]
+        nbytes = report.counters.get("bytes_received", 0.0) - self._copied[slot][0]
+        seconds = max(0.0, waited - self._waited[slot])
+        known = self._table[_WAIT, slot]
+        if nbytes > 0 and report.page_bytes:
+            self._waited[slot], self._missed[slot] = waited, (missed, waited)
+            now = seconds * report.page_bytes / nbytes
+            self._table[_WAIT, slot] = known + (_BELIEVING * (now - known) if known else now)
+        elif missed > missed_before:
+            self._missed[slot] = (missed, waited)
+            self._table[_WAIT, slot] = max(known, (waited - waited_before) / (missed - missed_before))
+        else:
+            self._table[_WAIT, slot] = _FORGETTING * known
+
     # --- what is known ----------------------------------------------------------------------------------------------
 
     def at(self, slots: Slots) -> tuple[Load, Rates]:
@@ -153,7 +233,7 @@ class Columns:
         """
         table = self._table.take(slots, axis=1)
         more = table[_SENT] - table[_GONE]
-        tokens, pairs, rows, context = np.maximum(table[:4] + more[:4], 0.0)
+        tokens, pairs, rows, context, _, batch_tokens, batch_pairs = np.maximum(table[_REPORTED] + more, 0.0)
         rates = table[_RATES]
         if not table[_MEASURED].all():
             _fill(rates[:4], table[_MEASURED] > 0, self._typical(_MEASURED, _TIMES))
@@ -161,7 +241,33 @@ class Columns:
             _fill(rates[4:], rates[4] > 0, self._typical(_PAGE, slice(_PAGE, _PAGE + 1)))
         if not rates[1].any():
             rates[1] = 1.0
-        return Load(tokens, pairs, rows, context, table[4] - more[4]), Rates(*rates)
+        load = Load(tokens, pairs, rows, context, table[4] - more[4], batch_tokens, batch_pairs)
+        step, token, pair, draw, page = rates
+        tiers = tuple(table[_TIERS][: self.tiers])
+        return load, Rates(step, token, pair, draw, page, table[_FETCH], table[_WAIT], tiers)
+
+    def reach(self, hits: NDArray[np.int32], stored: NDArray[np.int32]) -> NDArray[np.int32]:
+        """``hits`` by slot, with those that each can take out of the caches of its domain: ``stored``."""
+        domains = self._table[_DOMAIN, : len(hits)].astype(np.intp)
+        if not domains.any() or not stored.any():
+            return hits
+        best = np.zeros(len(self._domains) + 1, np.int32)
+        np.maximum.at(best, domains, stored)
+        best[0] = 0
+        return np.maximum(hits, best[domains])
+
+    def fetches(self, slot: int) -> bool:
+        """Does it take this worker less to fetch a page than to compute it?"""
+        fetch, token = self._table[_FETCH, slot], self._table[_RATES.start + 1, slot]
+        return bool(fetch < token * PAGE_TOKENS)
+
+    def raised(self, slot: int, hit: int, below: Sequence[NDArray[np.int32]], page_tokens: int = PAGE_TOKENS) -> int:
+        """``hit`` and what this worker takes out of its lower tiers sooner than it computes it."""
+        computing = self._table[_RATES.start + 1, slot] * page_tokens
+        for tier, depths in enumerate(below[: self.tiers]):
+            if self._table[_TIERS.start + tier, slot] < computing:
+                hit = max(hit, int(depths[slot]))
+        return hit
 
     def quiet(self, slots: Slots, since: float) -> NDArray[np.bool_] | None:
         """Which of these have not been heard of since then; None: all have."""
@@ -186,6 +292,12 @@ class Columns:
         """The median of those who know, all slots together."""
         known = self._table[known_by, : self._size] > 0
         return np.median(self._table[rows, : self._size][:, known], axis=1) if known.any() else None
+
+
+def _levelled(own: float, usual: float) -> float:
+    if own > usual * (1 + ALIKE):
+        return own / (1 + ALIKE)
+    return own * (1 + ALIKE) if own * (1 + ALIKE) < usual else usual
 
 
 def _fill(rates: Numbers, known: NDArray[np.bool_], typical: NDArray[Any] | None) -> None:

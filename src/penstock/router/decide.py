@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -21,7 +21,7 @@ from penstock.router.policy.costs import due_of
 from penstock.router.policy.least_cost import LeastCost
 from penstock.router.policy.port import Choice, Policy, View, Weighed
 from penstock.router.prefix_index import PrefixIndex
-from penstock.types import Leg, ModelIdentity, Role, ValidRequest, WorkerId, WorkerState
+from penstock.types import PAGE_TOKENS, Leg, ModelIdentity, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
 from penstock.wire.messages import PageSource
 
 QUIET_S = 0.75
@@ -55,6 +55,7 @@ class How:
     policy: Policy = field(default_factory=LeastCost)
     always_split: bool = False
     mixed_numerics: bool = False
+    page_tokens: int = PAGE_TOKENS  # that a block's hash stands for
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +146,35 @@ def decide(
     """
     how = how or How()
     request = ask.request
-    hits = prefixes.hits(request.block_hashes, len(fleet))
+    stored = prefixes.stored(request.block_hashes, len(fleet))
+    hits = prefixes.promised(request.block_hashes, stored)
     best = int(hits.max(initial=0))
     sharers = prefixes.promises.sharers(request.block_hashes, best) if best else 0
-    seen = _Seen(ask, how, hits, sharers, write)
+    below = prefixes.below(request.block_hashes, len(fleet)) if fleet.columns.tiers else ()
+    seen = _Seen(ask, how, (hits, fleet.columns.reach(hits, stored), *below), sharers, write)
     for identity in _identities(ask, fleet, how.mixed_numerics):
         set_aside: dict[int, str] = {}
         choice = how.policy.choose(seen.view(fleet, identity, now, set_aside))
         if choice.legs:
             return _decision(seen, fleet, (identity, now), choice, set_aside)
     return _decision(seen, fleet, (ask.identity, now), Choice(), _aside(ask, fleet, now))
+
+
+def relieve(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How, *, write: float) -> Decision:
+    """Choose who goes on with an answer that is being written: one decode leg, or none when there is nobody.
+
+    Of the answer's own identity, since its pages are taken over.  ``ask.avoid`` has the worker that writes it.
+    """
+    hits = prefixes.hits(ask.request.block_hashes, len(fleet))
+    seen, set_aside = _Seen(ask, how, (hits, hits), 0, write), dict[int, str]()
+    if ask.identity is None:
+        return _decision(seen, fleet, (None, now), Choice(), set_aside)
+    view = seen.view(fleet, ask.identity, now, set_aside)
+    able = [slot for slot in (*view.decode.tolist(), *view.whole.tolist()) if fleet.hands_over(slot)]
+    choice = Choice()
+    if able:
+        choice = how.policy.writer(replace(view, decode=np.array(able, dtype=np.intp)))
+    return _decision(seen, fleet, (ask.identity, now), choice, set_aside)
 
 
 def can_serve(fleet: Fleet) -> bool:
@@ -165,13 +185,21 @@ def can_serve(fleet: Fleet) -> bool:
     )
 
 
+def could_serve(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -> bool:
+    """Are there processes ``besides`` these, whatever their state, for each part of a request?"""
+    every = zip(fleet.ids, fleet.roles, fleet.states, strict=True)
+    there = {role for name, role, state in every if state is not WorkerState.DEAD and name not in besides}
+    return Role.BOTH in there or (Role.PREFILL in there and Role.DECODE in there)
+
+
 class _Seen:
     """A request as a policy is to see it, whatever the identity."""
 
-    def __init__(self, ask: Ask, how: How, hits: NDArray[np.int32], sharers: int, write: float) -> None:
+    def __init__(self, ask: Ask, how: How, hits: tuple[NDArray[np.int32], ...], sharers: int, write: float) -> None:
         request = ask.request
         left = request.sampling.max_tokens - ask.emitted
-        self.ask, self.how, self.hits, self.sharers = ask, how, hits, sharers
+        self.ask, self.how, self.sharers = ask, how, sharers
+        self.hits, self.reach, *self.below = hits
         self.known = len(request.prompt) + ask.emitted
         self.write = max(1, min(left, math.ceil(write) if write < left else left))
         self.left = left
@@ -186,16 +214,20 @@ class _Seen:
             columns=fleet.columns,
             known=self.known,
             write=self.write,
-            last=self.left == 1,
+            last=self.left == 1 and not (identity.mixed and self.ask.emitted),
             hits=self.hits,
+            reach=self.reach,
+            below=tuple(self.below),
             sharers=self.sharers,
             key=self.key,
             luck=self.luck,
             session=bool(self.ask.request.session),
+            urgent=self.ask.request.claim.service is ServiceClass.INTERACTIVE,
             prefill=slots[Role.PREFILL],
             decode=slots[Role.DECODE],
             whole=slots[Role.BOTH],
-            always_split=self.how.always_split,
+            always_split=self.how.always_split or identity.mixed,
+            page_tokens=self.how.page_tokens,
         )
 
 
@@ -276,7 +308,17 @@ def _decision(
 
 
 def _chosen(seen: _Seen, fleet: Fleet, leg: Leg, slot: int) -> Chosen:
-    due = due_of(seen.known, int(seen.hits[slot]), reads=leg is not Leg.DECODE, writes=leg is not Leg.PREFILL)
+    hit = int((seen.reach if fleet.columns.fetches(slot) else seen.hits)[slot])
+    if seen.below:
+        hit = fleet.columns.raised(slot, hit, seen.below, seen.how.page_tokens)
+    due = due_of(
+        seen.known,
+        hit,
+        reads=leg is not Leg.DECODE,
+        writes=leg is not Leg.PREFILL,
+        batch=seen.ask.request.claim.service is not ServiceClass.INTERACTIVE,
+        page_tokens=seen.how.page_tokens,
+    )
     tokens = due.tokens + (seen.left if leg is not Leg.PREFILL else 0)
     return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], tokens, due)
 

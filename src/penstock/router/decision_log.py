@@ -35,6 +35,16 @@ class DecisionLog:
         """The request's decisions, oldest first; none when they were forgotten or never made."""
         return tuple(self._decisions.get(request, ()))
 
+    def explain(self, request: RequestId) -> list[dict[str, Any]]:
+        """The same as JSON."""
+        decisions = self.of(request)
+        return [as_json(decision, decisions[0].at) for decision in decisions]
+
+    def explain_in_a_line(self, request: RequestId) -> str | None:
+        """The latest of them, as a header tells it."""
+        decisions = self.of(request)
+        return in_a_line(decisions[-1]) if decisions else None
+
 
 def as_json(decision: Decision, arrival: float) -> dict[str, Any]:
     """A decision with all its numbers, as ``GET /debug/requests/{id}`` tells it; times count from ``arrival``."""

@@ -32,6 +32,16 @@ class CancelLeg:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """Tell the worker that writes this answer that whoever was to go on with it has gone."""
+
+    worker: WorkerId
+    incarnation: int
+    request: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class LegEnded:
     """The leg holds nothing any more; nothing need be sent."""
 
@@ -62,5 +72,5 @@ class WaitForWorker:
     not_before: float
 
 
-Effect = Send | CancelLeg | LegEnded | Deliver | Fail | WaitForWorker
+Effect = Send | CancelLeg | Recall | LegEnded | Deliver | Fail | WaitForWorker
 Effects = tuple[Effect, ...]

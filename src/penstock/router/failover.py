@@ -10,6 +10,7 @@ and a new epoch submits prompt + delivered tokens: by law 1 the answer goes on a
        ^                  |
        +---lost, returned-+        epoch + 1, surviving legs cancelled
 
+An answer may change its worker in flight: a leg *joins*, and with its first token the leg that wrote before is over.
 A leg that was sent ends exactly once: by ``CancelLeg`` or by ``LegEnded``.  Knows nothing about fleets, links and
 time; the caller turns effects into deeds and hands in ``now``.
 """
@@ -17,24 +18,18 @@ time; the caller turns effects into deeds and hands in ``now``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import Enum
 
-from penstock.errors import NoWorkers, PenstockError, QueueFull, RequestError, StalledRequest, WorkerLost
-from penstock.router.decide import Ask, Decision
-from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.errors import NoWorkers, PenstockError, QueueFull, WorkerLost
+from penstock.router.decide import Ask, Chosen, Decision
+from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
+from penstock.router.endings import NO_FAILURES, Patience, aged, satisfied, stalled, too_long
 from penstock.router.leg_run import UNHEARD_S, LegRun
-from penstock.router.submission import submissions
-from penstock.types import (
-    BlockHash,
-    FinishReason,
-    Leg,
-    ModelIdentity,
-    TokenBatch,
-    ValidRequest,
-    WorkerId,
-)
-from penstock.wire.messages import UNKNOWN, TokenItem
+from penstock.router.poison import Guilt
+from penstock.router.submission import is_apart, joining, news_of, submissions
+from penstock.types import BlockHash, Leg, TokenBatch, ValidRequest, WorkerId
+from penstock.wire.duties import HANDED_OVER, NO_FAULT
+from penstock.wire.messages import UNKNOWN, PageSource, TokenItem
 
 HOLD_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
@@ -44,7 +39,7 @@ BACKOFF_MAX_S = 1.0
 """Between submissions without a new token; the first resubmission goes at once."""
 
 BUSY_S = 0.25
-"""How long a worker that returned a request because of a full queue is not asked again for it."""
+"""How long a worker that returned a request because of a full queue, or drains, is not asked again for it."""
 
 DOUBT_S = 5.0
 """How long the other end of a failed hand-over is asked again for a request only where there is no other."""
@@ -58,15 +53,6 @@ class Phase(Enum):
     DONE = "done"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """When to give up."""
-
-    max_attempts: int  # submissions without a new token in between
-    first_byte_s: float  # to the first token
-    stall_s: float  # between two tokens
-
-
 class Flight:
     """The state machine of one request.  Methods are its events; each returns the effects, in order.
 
@@ -77,19 +63,19 @@ class Flight:
         "_attempts",
         "_avoid",
         "_base",
-        "_began",
         "_doubt",
         "_early",
         "_first_held",
         "_idle_since",
         "_last_reason",
         "_legs",
-        "_moved",
         "_patience",
         "_started",
         "emitted",
         "epoch",
+        "guilt",
         "identity",
+        "moved",
         "phase",
         "request",
     )
@@ -98,11 +84,10 @@ class Flight:
         self.request = request
         self.phase = Phase.WAITING
         self.epoch = 1
-        self.emitted: list[int] = []  # delivered to the client, in order
-        self.identity: ModelIdentity | None = None  # of all workers of this answer, once one of them spoke
+        self.emitted = list(request.begun.tokens)  # what the client has, in order; it was not all delivered here
+        self.identity = request.begun.identity  # of all workers of this answer, once one of them spoke
         self._patience = patience
-        self._began = now
-        self._moved = now  # when the last token was delivered
+        self.moved = now  # when the last token was delivered, or it began
         self._started = False  # has anything been delivered?
         self._attempts = 0  # submissions since the last new token
         self._legs: list[LegRun] = []
@@ -113,6 +98,7 @@ class Flight:
         self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason = ""
         self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
+        self.guilt = Guilt(patience.poison_tokens)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -142,25 +128,39 @@ class Flight:
         self._attempts += 1
         self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
         self._idle_since = now
-        sent = submissions(self.request, self.epoch, self.emitted, decision, root)
+        claim = aged(self.request.claim, now - self.moved, started=self._started)
+        sent = submissions(self.request, self.epoch, self.emitted, decision, root, claim=claim)
         return tuple(
             Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due)
             for chosen, submit in zip(decision.legs, sent, strict=True)
         )
 
+    @property
+    def after_failure(self) -> bool:
+        """Is the coming submission one that a failure has made necessary?"""
+        return self.epoch > 1 and self._last_reason not in NO_FAILURES
+
     def _unplaced(self, now: float) -> Effects:
         """Nobody can serve now.  Wait, unless those who could have said that waiting will not help."""
         if self._last_reason == "too_long":
-            return self._fail(self._too_long())
+            return self._fail(too_long(self.request, started=self._started))
         if self._last_reason == "queue_full" and not self._started:
             return self._fail(QueueFull("All workers' queues are full. Please try again.", retry_after=1))
         soon = min((until for until in self._avoid.values() if until > now), default=math.inf)
         return (WaitForWorker(soon),)
 
-    def _too_long(self) -> PenstockError:
-        known, left = len(self.request.prompt), self.request.sampling.max_tokens
-        text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
-        return WorkerLost(text) if self._started else RequestError(text, code="context_length_exceeded")
+    def may_move(self, worker: WorkerId, incarnation: int, epoch: int) -> bool:
+        """Does this worker write the answer, and nobody come for it yet?"""
+        leg = self._leg(worker, incarnation, epoch)
+        settled = self._started and not self._early and not any(o.joins and not o.ended for o in self._legs)
+        return settled and leg is not None and not leg.ended and leg.leg is not Leg.PREFILL
+
+    def joined(self, chosen: Chosen, source: PageSource, root: BlockHash, now: float) -> Effects:
+        """This worker is to go on with the answer, which ``source`` writes meanwhile."""
+        self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
+        self._legs.append(LegRun(Leg.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
+        submit = joining(self.request, self.epoch, self.emitted, source, root, identity=self.identity)
+        return (Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
 
     # --- what workers say -------------------------------------------------------------------------------------------
 
@@ -176,10 +176,12 @@ class Flight:
             if self._first_held is None:
                 self._first_held = now
             return ()
-        effects = self._take(item, leg, now)
-        if self._early:
-            effects += self._take_early(now)
-        return effects
+        effects: Effects = ()
+        if leg.joins:  # whoever wrote before may go
+            leg.joins = False
+            effects = tuple(self._cancel(other) for other in self._legs if other is not leg and not other.ended)
+        effects += self._take(item, leg, now)
+        return effects + self._take_early(now)
 
     def left_after(self, item: TokenItem, worker: WorkerId) -> int:
         """How many tokens ``worker`` has still to compute once it has sent ``item``."""
@@ -198,7 +200,8 @@ class Flight:
 
     def _may_begin(self, item: TokenItem) -> bool:
         """May a decode leg's tokens be the first that the client gets?"""
-        return item.index == self._base and item.prompt_logprobs is not None
+        alone = self._base > 0 and is_apart(self.identity)  # no other leg will have a word for the client
+        return item.index == self._base and (item.prompt_logprobs is not None or alone)
 
     def _keep(self, item: TokenItem, leg: LegRun) -> None:
         kept = self._early.get(item.index)
@@ -214,21 +217,13 @@ class Flight:
         skip = have - item.index
         if skip > len(item.tokens) or (skip == len(item.tokens) and item.finish is None):
             return self._own_token(item, leg) if self._started else ()
-        tokens = item.tokens[skip:] if skip else item.tokens
-        logprobs = item.logprobs
-        batch = TokenBatch(
-            tokens=tokens,
-            logprobs=logprobs[skip:] if skip and logprobs is not None else logprobs,
-            prompt_logprobs=None if self._started else item.prompt_logprobs,
-            finish=item.finish,
-            pooled=item.pooled,
-            cached_tokens=0 if self._started else item.cached_tokens,
-        )
-        self.emitted.extend(tokens)
+        batch = news_of(item, skip, first=not self._started)
+        self.emitted.extend(batch.tokens)
         self._attempts = 0
-        self._moved = now
+        self.moved = now
         self._started = True
         self._first_held = None
+        self.guilt.progress(len(self.emitted))
         if item.finish is not None:
             return (Deliver(batch), *self._finish(leg))
         return (Deliver(batch), *self._own_token(item, leg))
@@ -261,14 +256,22 @@ class Flight:
         leg = self._leg(worker, incarnation, epoch)
         if leg is None or leg.ended or (reason == UNKNOWN and not leg.silent):
             return ()
-        if reason in ("too_long", "draining"):
+        if reason == "too_long":
             self._avoid[worker, incarnation] = math.inf
-        elif reason == "queue_full":
+        elif reason in ("queue_full", "draining"):  # a worker that drains may be back
             self._avoid[worker, incarnation] = now + BUSY_S
         elif reason.startswith("pages_lost"):  # whoever says so is well; the other end may not be
             others = [other for other in self._legs if other is not leg]
             self._doubt |= {(other.worker, other.incarnation): now + DOUBT_S for other in others}
+        elif reason == "deadline" and not self._started:
+            return (self._end(leg), *self._fail(self._late(self._patience.first_s(self.request.claim))))
+        if reason in NO_FAULT:
+            self._attempts = max(0, self._attempts - 1)
         ended = self._end(leg)
+        if leg.joins:
+            self._doubt[worker, incarnation] = now + DOUBT_S
+        if (leg.joins or reason == HANDED_OVER) and self._writer(but=leg) is not None:
+            return (ended,)
         return (ended, *self._again(f"{worker} gave it back: {reason}", reason, now))
 
     # --- what happens to workers, clients and time -------------------------------------------------------------------
@@ -280,7 +283,21 @@ class Flight:
             return ()
         if leg.leg is Leg.PREFILL and self._first_held is not None and self._can_do_without():
             return (self._end(leg), *self._release_held(now))
+        writer = self._writer(but=leg) if leg.joins else None
+        if writer is not None:
+            return (self._end(leg), Recall(writer.worker, writer.incarnation, self.request.id, self.epoch))
         return self._again(f"{worker} was lost: {reason}", "lost", now)
+
+    def poison(self) -> Effects:
+        """It has ended too many workers: nobody else shall try it."""
+        if self.phase is Phase.DONE:
+            return ()
+        return self._fail(self.guilt.verdict(self.request.id, len(self.emitted)))
+
+    def runs_at(self, worker: WorkerId, incarnation: int) -> bool:
+        """Has it a leg there that is not over?"""
+        leg = self._leg(worker, incarnation, self.epoch)
+        return leg is not None and not leg.ended
 
     def unheard(self, now: float) -> list[LegRun]:
         """Legs that have been silent for so long that their workers are to be asked whether they know them."""
@@ -309,24 +326,28 @@ class Flight:
         self.phase = Phase.DONE
         return self._cancel_legs()
 
-    def tick(self, now: float) -> Effects:
-        """Time has passed."""
+    def tick(self, now: float, deserted: str | None = None) -> Effects:
+        """Time has passed.  ``deserted``: why there is nobody to wait for."""
         if self.phase is Phase.DONE:
             return ()
-        patience = self._patience
-        since, limit = (self._moved, patience.stall_s) if self._started else (self._began, patience.first_byte_s)
-        if now - since > limit:
-            return self._fail(self._stalled(limit))
+        if deserted is not None and self.phase is Phase.WAITING:
+            return self._fail(NoWorkers(deserted))
+        limit = self._patience.stall_s if self._started else self._patience.first_s(self.request.claim)
+        if now - self.moved > limit:
+            return self._fail(self._late(limit))
         held = self._first_held
         if held is not None and now - held >= HOLD_S and self.request.sampling.prompt_logprobs is None:
             return self._release_held(now)
         return ()
 
-    def _stalled(self, limit: float) -> PenstockError:
-        what = "next" if self._started else "first"
-        if self.phase is Phase.WAITING:
-            return NoWorkers(f"No worker was free to compute the {what} token within {limit:g} s.")
-        return StalledRequest(f"No worker computed the {what} token within {limit:g} s.")
+    def _late(self, limit_s: float) -> PenstockError:
+        bounded = self.request.claim.max_wait_s is not None
+        return stalled(limit_s, started=self._started, waiting=self.phase is Phase.WAITING, bounded=bounded)
+
+    def _writer(self, *, but: LegRun) -> LegRun | None:
+        """Another leg that writes the answer, or is about to."""
+        writers = (leg for leg in self._legs if leg.leg is not Leg.PREFILL and not leg.ended)
+        return next((leg for leg in writers if leg is not but), None)
 
     def _can_do_without(self) -> bool:
         """Is what the decode leg has sent enough to go on without the prefill leg's word?"""
@@ -347,8 +368,8 @@ class Flight:
         self._first_held = None
         self._last_reason = reason
         if not self._started:
-            self.identity = None
-        end = self._satisfied()
+            self.identity = self.request.begun.identity
+        end = satisfied(self.request.sampling, self.emitted)
         if end is not None:
             self.phase = Phase.DONE
             return (*cancels, Deliver(TokenBatch(tokens=(), finish=end)))
@@ -359,14 +380,6 @@ class Flight:
         self.phase = Phase.WAITING
         wait = 0.0 if self._attempts <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self._attempts - 2))
         return (*cancels, WaitForWorker(now + wait))
-
-    def _satisfied(self) -> FinishReason | None:
-        """Do the delivered tokens end the answer already, though nobody has said so?"""
-        sampling = self.request.sampling
-        count = len(self.emitted)
-        if count and count >= sampling.min_tokens and self.emitted[-1] in sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if count >= sampling.max_tokens else None
 
     def _fail(self, error: PenstockError) -> Effects:
         self.phase = Phase.DONE

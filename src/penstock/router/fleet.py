@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.router.book import Book
 from penstock.router.columns import Columns, Due, Slots
+from penstock.router.tiers import tier_rows
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState
 from penstock.wire.messages import Report, WorkerDown, WorkerUp
 
@@ -27,6 +28,7 @@ STATES = tuple(WorkerState)
 
 OTHER_IDENTITY = 128
 _READY = STATES.index(WorkerState.READY)
+_COMPUTES = (WorkerState.READY, WorkerState.DRAINING, WorkerState.QUARANTINED)
 
 
 class Fleet:
@@ -158,16 +160,24 @@ class Fleet:
         self.states[slot] = WorkerState.WEDGED
         self.reasons[slot] = reason
 
-    def silent(self, now: float, silence_s: float) -> Iterator[int]:
-        """Slots that have work of ours and have not said a word for ``silence_s``.
+    def put_aside(self, slot: int, reason: str) -> None:
+        """Nothing more goes there until its reports say ``READY`` again; what it has stays."""
+        self._changed()
+        self.states[slot] = WorkerState.QUARANTINED
+        self.reasons[slot] = reason
 
-        One that was suspected before and came back is only slow: it gets twice the silence it came back from, up to
-        ``_MOST_SILENCES`` times the usual.
+    def silent(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
+        """Slots that have work of ours and have not said a word for ``silence_s`` and ``overrun`` predicted steps.
+
+        A worker says before a long step how long that will be.  One that was suspected before and came back is only
+        slow: it gets twice the silence it came back from, up to ``_MOST_SILENCES`` times the usual.
         """
         for slot, heard in enumerate(self.heard):
             quiet = now - heard
-            allowed = max(silence_s, min(2 * self._gaps[slot], _MOST_SILENCES * silence_s))
-            if quiet > allowed and self._work[slot] and self.is_up(slot):
+            if quiet <= silence_s or not self._work[slot] or not self.is_up(slot):
+                continue
+            usual = silence_s + overrun * self.step_s(slot)
+            if quiet > max(usual, min(2 * self._gaps[slot], _MOST_SILENCES * usual)):
                 yield slot
 
     def forgive(self, seconds: float) -> None:
@@ -230,7 +240,7 @@ class Fleet:
 
     def is_up(self, slot: int) -> bool:
         """Has it said that it computes, and nothing to the contrary since?"""
-        return self.states[slot] in (WorkerState.READY, WorkerState.DRAINING)
+        return self.states[slot] in _COMPUTES
 
     def has_ended(self, slot: int) -> bool:
         """Has the supervisor said that this incarnation is over?"""
@@ -250,6 +260,11 @@ class Fleet:
                 and (identity is None or report.identity == identity)
             )
         return slots
+
+    def hands_over(self, slot: int) -> bool:
+        """Can pages pass from and to it?"""
+        report = self.reports[slot]
+        return report is not None and report.hands_over
 
     def slots_of(self, role: Role, identity: ModelIdentity | None) -> Slots:
         """``ready`` as an array."""
@@ -325,6 +340,7 @@ class Fleet:
         }
         if report is not None:
             row["identity"] = report.identity.system_fingerprint
+            row["kv_tiers"] = tier_rows(report.counters)
         if self.reasons[slot]:
             row["reason"] = self.reasons[slot]
         return row

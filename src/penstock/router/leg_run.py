@@ -20,6 +20,7 @@ class LegRun:
     heard: float  # when it was sent, or said something, or was asked about last
     spoken: bool = False
     ended: bool = False
+    joins: bool = False  # it fetches an answer that another leg still writes
 
     @property
     def silent(self) -> bool:

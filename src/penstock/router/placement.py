@@ -8,19 +8,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 
 from penstock.config.schema import RoutingConfig
 from penstock.hashing import chain_root
-from penstock.router.decide import Decision, How, decide
+from penstock.router.decide import Decision, How, decide, relieve
 from penstock.router.decision_log import DecisionLog
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
+from penstock.router.poison import KeptApart
 from penstock.router.policy.named import policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
-from penstock.types import BlockHash, RequestId, ValidRequest
+from penstock.types import PAGE_TOKENS, BlockHash, RequestId, ValidRequest, WorkerId
 
 log = logging.getLogger("penstock.router")
 
@@ -31,31 +33,49 @@ ANSWERS_AVERAGED = 64
 class Placement:
     """Decides for flights that ask, and remembers those that must ask again."""
 
-    def __init__(self, config: RoutingConfig, fleet: Fleet, metrics: Metrics, *, mixed_numerics: bool) -> None:
+    def __init__(
+        self,
+        config: RoutingConfig,
+        fleet: Fleet,
+        metrics: Metrics,
+        *,
+        mixed_numerics: bool,
+        page_tokens: int = PAGE_TOKENS,
+        apart: KeptApart | None = None,
+    ) -> None:
         self.decisions = DecisionLog(config.remembered_requests, config.remembered_decisions)
         self.prefixes = PrefixIndex(config.max_indexed_blocks, config.max_indexed_workers)
+        self.apart = KeptApart(limit=math.inf) if apart is None else apart
         self._fleet = fleet
         self._metrics = metrics
         self._how = How(
             policy=policy_named(config.policy),
             always_split=config.split == "always",
             mixed_numerics=mixed_numerics,
+            page_tokens=page_tokens,
         )
         self._waiting: dict[RequestId, float] = {}  # -> not before; in order of arrival
+        self._firm: set[RequestId] = set()  # of those, the ones whom no new worker helps
         self._answers = 0  # so many were finished
         self._length = math.inf  # tokens of an answer, on the average
 
-    def wait(self, request: RequestId, not_before: float) -> None:
-        """Nobody serves this request; it is to ask again then."""
+    def wait(self, request: RequestId, not_before: float, *, firm: bool = False) -> None:
+        """Nobody serves this request; it is to ask again then, or unless it is ``firm`` when a worker becomes ready."""
         self._waiting[request] = not_before
+        (self._firm.add if firm else self._firm.discard)(request)
 
     def forget(self, request: RequestId) -> None:
         """This request waits no more."""
         self._waiting.pop(request, None)
+        self._firm.discard(request)
 
-    def due(self, until: float) -> list[RequestId]:
-        """Who may ask again by then, in order of arrival."""
-        return [request for request, not_before in self._waiting.items() if not_before <= until]
+    def due(self, now: float, *, ready: bool) -> list[RequestId]:
+        """Who may ask again, in order of arrival.  ``ready``: a worker has become it."""
+        return [
+            request
+            for request, not_before in self._waiting.items()
+            if not_before <= now or (ready and request not in self._firm)
+        ]
 
     def decide(
         self, flight: Flight, now: float, stopwatch: Callable[[], float] = perf_counter
@@ -63,16 +83,31 @@ class Placement:
         """A decision for this flight, and the hash chain's root where it will be served."""
         request = flight.request
         began = stopwatch()
-        decision = decide(flight.ask(now), self._fleet, self.prefixes, now, self._how, write=self._length)
+        ask = flight.ask(now)
+        suspect = self.apart.suspects(flight.guilt)
+        if suspect:
+            ask = replace(ask, avoid=ask.avoid | self.apart.taken(request.id))
+        decision = decide(ask, self._fleet, self.prefixes, now, self._how, write=self._length)
         self._metrics.decided(stopwatch() - began, legs=len(decision.legs))
         self.decisions.add(request.id, decision)
         if decision.legs:
             self.forget(request.id)
+            if suspect:
+                self.apart.sent(request.id, [(chosen.worker, chosen.incarnation) for chosen in decision.legs])
             self.prefixes.expect(request.id, request.block_hashes, [chosen.slot for chosen in decision.legs])
             if flight.epoch > 1:
                 self._metrics.resubmitted()
                 event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
         return decision, _root(decision, request)
+
+    def relieve(self, flight: Flight, worker: WorkerId, incarnation: int, now: float) -> tuple[Decision, BlockHash]:
+        """Who is to go on with an answer that this worker writes; as ``decide``."""
+        ask = flight.ask(now)
+        ask = replace(ask, avoid=ask.avoid | {(worker, incarnation)})
+        decision = relieve(ask, self._fleet, self.prefixes, now, self._how, write=self._length)
+        if decision.legs:
+            self.decisions.add(flight.request.id, decision)
+        return decision, _root(decision, flight.request)
 
     def answered(self, request: RequestId) -> None:
         """A token came: what the request will leave in caches was told before it."""
@@ -81,6 +116,7 @@ class Placement:
     def ended(self, flight: Flight) -> None:
         """A flight is over."""
         self.forget(flight.request.id)
+        self.apart.clear(flight.request.id)
         self.prefixes.settle(flight.request.id)
         tokens = len(flight.emitted)
         if tokens:

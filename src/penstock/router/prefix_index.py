@@ -10,7 +10,7 @@ Pure: knows hashes, slots and incarnations, no tokens and no workers' states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ class _Followed:
 
     incarnation: int
     owner: int | None = None  # in the native index; None: there are more workers than it has room for
+    lower: list[int] = field(default_factory=list[int])  # owners of all that is in its cache or a tier down to this one
     sequence: int = 0  # of the last change that was taken
     part: int | None = None  # of the snapshot that is coming: the next one
     whole: bool = False  # nothing is missing
@@ -42,8 +43,8 @@ class _Followed:
 class PrefixIndex:
     """Block hash -> slots that hold the block.
 
-    ``capacity`` bounds the blocks, ``max_workers`` the workers that are told apart; the memory is 15 to 19 bytes a
-    block, whoever holds it.
+    ``capacity`` bounds the blocks, ``max_workers`` the workers that are told apart (a worker with lower tiers counts as
+    one more for each of them); the memory is 15 to 19 bytes a block, whoever holds it.
     """
 
     def __init__(self, capacity: int = 1 << 24, max_workers: int = 1024) -> None:
@@ -51,6 +52,7 @@ class PrefixIndex:
         self._blocks = BlockIndex(capacity, max_workers)
         self._followed: list[_Followed | None] = []  # by slot
         self._owners: NDArray[np.intp] = np.zeros(0, np.intp)  # by slot, ``max_workers`` for one without
+        self._below: list[NDArray[np.intp]] = []  # the same for each lower tier that anybody has told of
         self._depths: NDArray[np.int32] = np.zeros(max_workers + 1, np.int32)  # by owner; the last stays 0
         self._nobody = max_workers
         self.promises = Promises()
@@ -63,9 +65,8 @@ class PrefixIndex:
         """The worker of this slot has begun anew, with an empty cache."""
         while len(self._followed) <= slot:
             self._followed.append(None)
-        if len(self._owners) < len(self._followed):
-            more = np.full(len(self._followed) - len(self._owners), self._nobody, np.intp)
-            self._owners = np.concatenate((self._owners, more))
+        self._owners = self._longer(self._owners)
+        self._below = [self._longer(owners) for owners in self._below]
         self.drop(slot)
         followed = self._followed[slot] = _Followed(incarnation)
         self._begin(slot, followed)
@@ -94,7 +95,7 @@ class PrefixIndex:
             self._take_part(slot, followed, events)
         elif followed.whole and events.sequence == followed.sequence + 1:
             followed.sequence = events.sequence
-            self._apply(followed, events)
+            self._apply(slot, followed, events)
         elif followed.whole and events.sequence > followed.sequence:
             self._miss(followed)
 
@@ -120,15 +121,31 @@ class PrefixIndex:
         if followed.part != events.part or followed.sequence != events.sequence:
             followed.part = None
             return
-        self._apply(followed, events)
+        self._apply(slot, followed, events)
         followed.part = events.part + 1
         if followed.part == events.parts:
             followed.part, followed.whole = None, True
 
-    def _apply(self, followed: _Followed, events: KvEvents) -> None:
-        if followed.owner is not None:
-            self._blocks.remove(followed.owner, _whole_keys(events.removed))
-            self.refused += self._blocks.add(followed.owner, _whole_keys(events.stored))
+    def _apply(self, slot: int, followed: _Followed, events: KvEvents) -> None:
+        """Each owner has what the ones before it have, and one tier more."""
+        if followed.owner is None:
+            return
+        removed, stored, *sunk = map(_whole_keys, (events.removed, events.stored, *events.sunk))
+        if self._deepen(slot, followed, len(sunk)) and not events.parts:
+            self._miss(followed)
+        for tier, owner in enumerate((followed.owner, *followed.lower)):
+            self._blocks.remove(owner, b"".join((removed, *sunk[tier:])))
+            self.refused += self._blocks.add(owner, b"".join((stored, *sunk[:tier])))
+
+    def _deepen(self, slot: int, followed: _Followed, tiers: int) -> bool:
+        """The worker has so many lower tiers; those for which there is no room are not known.  Is one known newly?"""
+        before = len(followed.lower)
+        while len(followed.lower) < tiers and (owner := self._blocks.open()) is not None:
+            if len(followed.lower) == len(self._below):
+                self._below.append(np.full(len(self._owners), self._nobody, np.intp))
+            self._below[len(followed.lower)][slot] = owner
+            followed.lower.append(owner)
+        return len(followed.lower) > before
 
     def _miss(self, followed: _Followed) -> None:
         """What is here stays the best guess until the worker has told everything anew."""
@@ -139,14 +156,31 @@ class PrefixIndex:
 
     def hits(self, hashes: Sequence[BlockHash], slots: int) -> NDArray[np.int32]:
         """How many leading blocks of this prompt each of the first ``slots`` slots has, or will have soon."""
+        return self.promised(hashes, self.stored(hashes, slots))
+
+    def stored(self, hashes: Sequence[BlockHash], slots: int) -> NDArray[np.int32]:
+        """How many it has by its own word."""
         if not hashes:
             return np.zeros(slots, np.int32)
         self._blocks.match(hashes, self._depths[:-1])
-        found = self._depths[self._owners[:slots]]
+        return self._of(self._owners, slots)
+
+    def below(self, hashes: Sequence[BlockHash], slots: int) -> tuple[NDArray[np.int32], ...]:
+        """How many it has with one lower tier, with two...; as of the last ``stored``, which was of the same hashes."""
+        return tuple(self._of(owners, slots) for owners in self._below) if hashes else ()
+
+    def _of(self, owners: NDArray[np.intp], slots: int) -> NDArray[np.int32]:
+        found = self._depths[owners[:slots]]
         if len(found) < slots:
             found = np.concatenate((found, np.zeros(slots - len(found), np.int32)))
-        for slot, blocks in self.promises.depths(hashes):
-            if slot < slots and blocks > found[slot]:
+        return found
+
+    def promised(self, hashes: Sequence[BlockHash], stored: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The same with what it will have soon."""
+        found = stored
+        for slot, blocks in self.promises.depths(hashes) if hashes else ():
+            if slot < len(found) and blocks > found[slot]:
+                found = found.copy() if found is stored else found
                 found[slot] = blocks
         return found
 
@@ -177,10 +211,18 @@ class PrefixIndex:
         self._owners[slot] = self._nobody if followed.owner is None else followed.owner
 
     def _end(self, slot: int, followed: _Followed) -> None:
-        if followed.owner is not None:
-            self._blocks.close(followed.owner)
+        for owner in (followed.owner, *followed.lower):
+            if owner is not None:
+                self._blocks.close(owner)
         followed.owner = None
-        self._owners[slot] = self._nobody
+        followed.lower.clear()
+        for owners in (self._owners, *self._below):
+            owners[slot] = self._nobody
+
+    def _longer(self, owners: NDArray[np.intp]) -> NDArray[np.intp]:
+        """With a place for every slot."""
+        more = np.full(max(0, len(self._followed) - len(owners)), self._nobody, np.intp)
+        return np.concatenate((owners, more)) if len(more) else owners
 
 
 def _whole_keys(packed: bytes) -> bytes:

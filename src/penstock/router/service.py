@@ -1,6 +1,6 @@
-"""The router at work: turns flights' effects into messages, and messages, beats and time into flights' events.
+"""The router at work: turns messages, beats and time into flights' events; ``deeds`` does what flights make of them.
 
-The only part of the router that does I/O; it decides nothing itself (``placement``, ``failover`` and ``watch`` do).
+Both decide nothing themselves (``placement``, ``failover`` and ``watch`` do).
 Everything runs on one event loop, and no event handler ever waits: a message from a worker is turned into delivered
 tokens before the next one is looked at.  Knows nothing about HTTP, text or processes.
 """
@@ -10,37 +10,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
+from penstock.router.budget import RetryBudget
 from penstock.router.decide import Decision, can_serve
-from penstock.router.decision_log import as_json, in_a_line
-from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.failover import Flight, Patience, Phase
+from penstock.router.deeds import Deeds, Means
+from penstock.router.endings import Patience
+from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
+from penstock.router.forecast import forecast
 from penstock.router.links import Connect, Links
+from penstock.router.losses import Losses
+from penstock.router.orders import Orders
 from penstock.router.placement import Placement
+from penstock.router.poison import KeptApart
+from penstock.router.relief import Relief
+from penstock.router.spans import recorded
 from penstock.router.stream import Stream
+from penstock.router.tally import Tally
 from penstock.router.watch import TICK_S, Watch, WatchedState
 from penstock.telemetry.registry import Metrics, PrefixFigures
-from penstock.types import (
-    ModelIdentity,
-    RequestId,
-    TokenBatch,
-    ValidRequest,
-    WorkerId,
-)
+from penstock.telemetry.spans import NoTracer, Tracer
+from penstock.types import ModelIdentity, RequestId, ServiceClass, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
+from penstock.wire.duties import HANDED_OVER, Relieve, StillWanted
 from penstock.wire.messages import (
-    Awaited,
-    Cancel,
     Draining,
     KvEvents,
     Report,
@@ -51,6 +50,7 @@ from penstock.wire.messages import (
     WorkerDown,
     WorkerUp,
 )
+from penstock.wire.ports import Forecast
 
 log = logging.getLogger("penstock.router")
 
@@ -64,6 +64,7 @@ class Outside:
     connect: Connect  # a transport's ``connect_async``
     clock: Clock
     suspect: Callable[[Suspect], None]  # tells the supervisor
+    tracer: Tracer = field(default_factory=NoTracer)
 
 
 class RouterService:
@@ -74,34 +75,49 @@ class RouterService:
 
     def __init__(self, config: GatewayConfig, outside: Outside, metrics: Metrics | None = None) -> None:
         self._outside = outside
-        self._patience = Patience(
-            max_attempts=config.failover.max_attempts,
-            first_byte_s=config.limits.first_byte_s,
-            stall_s=config.limits.stall_s,
-        )
+        self._patience = Patience.of(config.failover, config.limits)
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
         self._links = Links(outside.connect, self.on_message)
+        self.orders = Orders(self.fleet, self._links)
         self._streams: dict[RequestId, Stream] = {}
         self._placement = Placement(
-            config.routing, self.fleet, self.metrics, mixed_numerics=config.allow_mixed_numerics
+            config.routing,
+            self.fleet,
+            self.metrics,
+            mixed_numerics=config.allow_mixed_numerics,
+            apart=KeptApart(config.failover.poison_deaths),
         )
+        self._tally = Tally(self.metrics, self._placement)
+        self._budget = RetryBudget(config.failover, outside.clock.now())
+        means = Means(
+            fleet=self.fleet,
+            links=self._links,
+            placement=self._placement,
+            tally=self._tally,
+            budget=self._budget,
+            metrics=self.metrics,
+            clock=outside.clock,
+        )
+        self._deeds = Deeds(self._streams, means)
+        self._apply = self._deeds.apply
+        losses = Losses(self._streams, self._apply, self.metrics, config.failover.poison_deaths)
         self._prefixes = self._placement.prefixes
+        self._relief = Relief(self.fleet, self._links, self._placement, self._streams, self._apply)
         self._watch = Watch(
             config,
             WatchedState(self.fleet, self._links, self._prefixes),
             self.metrics,
-            lose=self._lose,
+            lose=lambda loss: losses.take(loss, outside.clock.now()),
             suspect=outside.suspect,
         )
-        self._serial = 0  # of the last Submit
-        self._unsettled = 0  # streams whose flights are not over
+        self._relief.is_probe = self._watch.asks
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
         self._ticker: asyncio.Task[None] | None = None
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last that was served
         self.metrics.rows = self.fleet.status_rows
-        self.metrics.open_requests = lambda: self._unsettled
+        self.metrics.open_requests = lambda: self._tally.open
         self.metrics.dropped_frames = lambda: self._links.dropped
         self.metrics.prefix_index = lambda: PrefixFigures(
             len(self._prefixes), self._prefixes.memory_bytes, self._prefixes.gaps, self._prefixes.refused
@@ -145,11 +161,12 @@ class RouterService:
         if request.id in self._streams:
             raise ValueError(f"request {request.id} is being served already")
         now = self._outside.clock.now()
-        if not self._unsettled:
+        if not self._tally.open:
             self._moved = now
-        self._unsettled += 1
+        self._tally.open += 1
+        self._budget.request()
         flight = Flight(request, self._patience, now)
-        stream = self._streams[request.id] = Stream(flight)
+        stream = self._streams[request.id] = Stream(flight, recorded(self._outside.tracer, request, now))
         try:
             self._apply(stream, flight.begin(now), now)
             while True:
@@ -158,8 +175,9 @@ class RouterService:
                 if batch.finish is not None:
                     return
         finally:
-            self._apply(stream, flight.client_gone(), self._outside.clock.now())
-            self._settle(stream, "stop" if stream.stopped else "abort")
+            now = self._outside.clock.now()
+            self._apply(stream, flight.client_gone(), now)
+            self._tally.settled(stream, "stop" if stream.stopped else "abort", now)
             del self._streams[request.id]
 
     def stopped(self, request: RequestId) -> None:
@@ -167,6 +185,11 @@ class RouterService:
         stream = self._streams.get(request)
         if stream is not None:
             stream.stopped = True
+
+    def served_by(self, request: RequestId) -> ModelIdentity | None:
+        """See ``wire.ports.TokenStreams``."""
+        stream = self._streams.get(request)
+        return None if stream is None else stream.flight.identity
 
     def identity(self) -> ModelIdentity | None:
         """That of most ready workers; while none is ready, the one that was served last."""
@@ -182,9 +205,13 @@ class RouterService:
     def alive(self) -> str | None:
         """None, or for how long no worker has made a step though requests are open."""
         quiet = self._outside.clock.now() - self._moved
-        if not self._unsettled or quiet <= _NO_STEP_S:
+        if not self._tally.open or quiet <= _NO_STEP_S:
             return None
-        return f"{self._unsettled} requests are open and no worker has made a step for {quiet:.1f} s"
+        return f"{self._tally.open} requests are open and no worker has made a step for {quiet:.1f} s"
+
+    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+        """See ``wire.ports.TokenStreams``."""
+        return forecast(self.fleet, tokens, service)
 
     def workers(self) -> Sequence[dict[str, Any]]:
         """``Fleet.status_rows``."""
@@ -196,13 +223,11 @@ class RouterService:
 
     def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
         """The same as JSON."""
-        decisions = self.debug(request)
-        return [as_json(decision, decisions[0].at) for decision in decisions]
+        return self._placement.decisions.explain(request)
 
     def explain_in_a_line(self, request: RequestId) -> str | None:
         """The latest decision about a request, as a header tells it."""
-        decisions = self.debug(request)
-        return in_a_line(decisions[-1]) if decisions else None
+        return self._placement.decisions.explain_in_a_line(request)
 
     # --- events: the supervisor -------------------------------------------------------------------------------------
 
@@ -216,13 +241,6 @@ class RouterService:
         elif isinstance(message, Draining):
             self._draining = True
 
-    def _lose(self, worker: WorkerId, incarnation: int, requests: Sequence[RequestId], reason: str) -> None:
-        now = self._outside.clock.now()
-        for request in requests:
-            stream = self._streams.get(request)
-            if stream is not None:
-                self._apply(stream, stream.flight.lost(worker, incarnation, reason, now), now)
-
     # --- events: workers --------------------------------------------------------------------------------------------
 
     def on_message(self, worker: WorkerId, incarnation: int, message: PeerMessage) -> None:
@@ -232,15 +250,19 @@ class RouterService:
             if message.worker == worker and message.incarnation == incarnation:
                 self._on_report(message, now)
         elif not self.fleet.hear(worker, incarnation, now):
-            return
+            self.metrics.fenced("incarnation")
         elif isinstance(message, Tokens):
             self._on_tokens(message, worker, incarnation, now)
         elif isinstance(message, KvEvents):
             self._watch.cached(message, worker, incarnation)
+        elif isinstance(message, Relieve | StillWanted):
+            self._relief.on(message, worker, incarnation, now)
         elif isinstance(message, Returned):
             stream = self._streams.get(message.request)
             if stream is not None:
                 effects = stream.flight.returned(message.epoch, message.reason, worker, incarnation, now)
+                if message.reason != HANDED_OVER:
+                    stream.failed((worker, incarnation), message.reason, effects, now)
                 self._apply(stream, effects, now)
 
     def _on_tokens(self, message: Tokens, worker: WorkerId, incarnation: int, now: float) -> None:
@@ -248,21 +270,31 @@ class RouterService:
         for item in message.items:
             stream = self._streams.get(item.request)
             if stream is None:
+                self._watch.answered(item.request, worker, incarnation)
                 continue
             flight = stream.flight
             if item.epoch == flight.epoch:
                 self.fleet.progress(worker, item.request, flight.left_after(item, worker))
+            else:
+                self.metrics.fenced("epoch")
+                if stream.spans is not None:
+                    stream.spans.fenced((worker, incarnation), "epoch", now)
+            if stream.spans is not None and item.phases:
+                stream.spans.came(item, (worker, incarnation))
             if item.queued_s and stream.first_at is None:
                 stream.queued_s = item.queued_s
             self._apply(stream, flight.tokens(item, worker, incarnation, now), now)
+            if len(self._placement.apart) and not flight.guilt.deaths:
+                self._placement.apart.clear(item.request)
 
     def _on_report(self, report: Report, now: float) -> None:
         steps = self.fleet.steps()
         became_ready = self._watch.report(report, now)
         if self.fleet.steps() != steps:
             self._moved = now
+        self.orders.reported()
         if became_ready:
-            self._place_waiting(math.inf, now)
+            self._deeds.place_waiting(now, ready=True)
 
     # --- events: time -----------------------------------------------------------------------------------------------
 
@@ -270,110 +302,18 @@ class RouterService:
         """Look at the time: beats, silent workers, retries and deadlines."""
         now = self._outside.clock.now()
         self._watch.listened(now)
-        self._place_waiting(now, now)
+        self._deeds.place_waiting(now)
         if not self._watch.due(now):
             return
         streams = list(self._streams.values())
-        self._watch.beat(self._unheard(streams, now), now)
+        self._watch.beat([stream.flight for stream in streams], now)
+        deserted = self._watch.deserted(now)
         for stream in streams:
-            self._apply(stream, stream.flight.tick(now), now)
+            self._apply(stream, stream.flight.tick(now, deserted), now)
             since = self._watch.still(stream.flight, now)
             if since is not None:
-                self._apply(stream, stream.flight.still(now, since), now)
-
-    def _unheard(self, streams: Sequence[Stream], now: float) -> dict[WorkerId, list[Awaited]]:
-        """What workers are to be asked about."""
-        awaited: dict[WorkerId, list[Awaited]] = {}
-        for stream in streams:
-            flight = stream.flight
-            for leg in flight.unheard(now):
-                awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
-        return awaited
-
-    # --- effects ----------------------------------------------------------------------------------------------------
-
-    def _apply(self, stream: Stream, effects: Effects, now: float) -> None:
-        """Do what a flight asks for, in order."""
-        for effect in effects:
-            if isinstance(effect, Deliver):
-                self._deliver(stream, effect.batch, now)
-            elif isinstance(effect, LegEnded):
-                self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
-            elif isinstance(effect, CancelLeg):
-                self._cancel(effect)
-            elif isinstance(effect, Send):
-                if not self._send(effect):
-                    # The legs after it were not sent; the flight cancels them all and asks again.
-                    again = stream.flight.returned(
-                        effect.submit.epoch, "queue_full", effect.worker, effect.incarnation, now
-                    )
-                    self._apply(stream, again, now)
-                    return
-            elif isinstance(effect, WaitForWorker):
-                self._placement.wait(stream.flight.request.id, effect.not_before)
-                if effect.not_before <= now:
-                    self._place(stream, now)
-            elif isinstance(effect, Fail):
-                stream.fail(effect.error)
-                self._settle(stream, "error")
-
-    def _send(self, effect: Send) -> bool:
-        link = self._links.to(effect.worker, effect.incarnation)
-        serial = self._serial + 1
-        if link is None or not link.send(msgspec.structs.replace(effect.submit, serial=serial)):
-            return False
-        self._serial = serial
-        self.fleet.charge(
-            effect.worker,
-            effect.incarnation,
-            effect.submit.request,
-            effect.tokens,
-            due=effect.due,
-            serial=serial,
-        )
-        return True
-
-    def _cancel(self, effect: CancelLeg) -> None:
-        self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
-        link = self._links.to(effect.worker, effect.incarnation)
-        if link is not None:
-            link.cancel(Cancel(request=effect.request, epoch=effect.epoch))
-
-    def _deliver(self, stream: Stream, batch: TokenBatch, now: float) -> None:
-        request = stream.flight.request
-        self._placement.answered(request.id)
-        if stream.first_at is None:
-            stream.first_at = now
-            self.metrics.first_token(now - request.arrival, stream.queued_s, len(request.prompt))
-            self.metrics.more_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
-        else:
-            self.metrics.more_tokens(len(batch.tokens), now - stream.last_at)
-        stream.last_at = now
-        stream.put(batch)
-        if batch.finish is not None:
-            self._settle(stream, batch.finish.value)
-
-    def _settle(self, stream: Stream, reason: str) -> None:
-        """A flight is over: count it, once."""
-        if stream.settled:
-            return
-        stream.settled = True
-        self._unsettled -= 1
-        request = stream.flight.request
-        self._placement.ended(stream.flight)
-        now = self._outside.clock.now()
-        first = stream.first_at
-        self.metrics.finished(reason, now - request.arrival, None if first is None else now - first)
-
-    # --- placing ----------------------------------------------------------------------------------------------------
-
-    def _place_waiting(self, until: float, now: float) -> None:
-        for request in self._placement.due(until):
-            stream = self._streams.get(request)
-            if stream is not None:
-                self._place(stream, now)
-
-    def _place(self, stream: Stream, now: float) -> None:
-        if stream.flight.phase is Phase.WAITING:
-            decision, root = self._placement.decide(stream.flight, now)
-            self._apply(stream, stream.flight.placed(decision, root, now), now)
+                waited_for, _ = stream.flight.waits_for
+                again = stream.flight.still(now, since)
+                for leg in waited_for:
+                    stream.failed((leg.worker, leg.incarnation), "still", again, now)
+                self._apply(stream, again, now)

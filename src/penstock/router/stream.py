@@ -9,25 +9,52 @@ import asyncio
 from collections import deque
 
 from penstock.errors import PenstockError
+from penstock.router.effects import Effects
 from penstock.router.failover import Flight
+from penstock.router.spans import FlightSpans, Place
 from penstock.types import TokenBatch
 
 
 class Stream:
     """A flight and its buffer.  One consumer; waking it costs one task switch for all that has come meanwhile."""
 
-    __slots__ = ("_batches", "_error", "_waiter", "first_at", "flight", "last_at", "queued_s", "settled", "stopped")
+    __slots__ = (
+        "_batches",
+        "_error",
+        "_waiter",
+        "first_at",
+        "flight",
+        "last_at",
+        "paid",
+        "queued_s",
+        "settled",
+        "spans",
+        "stopped",
+    )
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, flight: Flight, spans: FlightSpans | None = None) -> None:
         self.flight = flight
+        self.spans = spans  # None: nobody records it
         self.settled = False  # the flight is over and has been counted
         self.stopped = False  # the consumer has what it wanted, though the flight was not over
         self.first_at: float | None = None  # when the first token came
         self.last_at = 0.0
         self.queued_s = 0.0
+        self.paid = 1  # the latest epoch that the retry budget has paid for
         self._batches: deque[TokenBatch] = deque()
         self._error: PenstockError | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def failed(self, place: Place, reason: str, effects: Effects, now: float) -> None:
+        """For whoever records it; see ``FlightSpans.failed``."""
+        if self.spans is not None:
+            self.spans.failed(place, reason, effects, now)
+
+    def pays(self) -> bool:
+        """Has the retry budget to pay for what comes next?  Once an epoch."""
+        flight = self.flight
+        paid, self.paid = self.paid, max(self.paid, flight.epoch if flight.after_failure else 0)
+        return self.paid > paid
 
     def put(self, batch: TokenBatch) -> None:
         """Deliver to the consumer."""

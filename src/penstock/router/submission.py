@@ -1,4 +1,4 @@
-"""What a worker is sent when a leg of a request is placed with it.  Pure."""
+"""What a worker is sent when a leg of a request is placed with it, and what of its answer is new.  Pure."""
 
 from __future__ import annotations
 
@@ -8,43 +8,109 @@ import msgspec
 
 from penstock.hashing import block_hash, image_marks
 from penstock.router.decide import Chosen, Decision
-from penstock.types import PAGE_TOKENS, BlockHash, Leg, ValidRequest
-from penstock.wire.messages import PageSource, Submit
+from penstock.router.endings import aged
+from penstock.types import PAGE_TOKENS, BlockHash, Claim, Leg, ModelIdentity, TokenBatch, ValidRequest
+from penstock.wire.messages import PageSource, Submit, TokenItem
 
 
 def submissions(
-    request: ValidRequest, epoch: int, emitted: Sequence[int], decision: Decision, root: BlockHash
+    request: ValidRequest,
+    epoch: int,
+    emitted: Sequence[int],
+    decision: Decision,
+    root: BlockHash,
+    *,
+    claim: Claim | None = None,
 ) -> list[Submit]:
     """One ``Submit`` a leg of the decision, in order.  ``emitted``: what the client has already of the answer.
 
-    ``root`` is the hash chain's root for the workers' identity.
+    ``root`` is the hash chain's root for the workers' identity; ``claim`` the request's as it is by now, if not as it
+    came.
     """
-    sampling, legs = request.sampling, decision.legs
-    if emitted and sampling.prompt_logprobs is not None:
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
+    legs = decision.legs
     source = next((chosen for chosen in legs if chosen.leg is Leg.PREFILL), None)
-    hashes = request.block_hashes if _hashed_for(request, root) else ()
+    of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim)
+    apart = is_apart(decision.identity)
+    of_readers = _reading_again(of_all) if apart and emitted else of_all
     return [
-        Submit(
-            request=request.id,
-            epoch=epoch,
+        msgspec.structs.replace(
+            of_readers if chosen.leg is Leg.PREFILL else of_all,
             leg=chosen.leg,
-            prompt=request.prompt,
-            sampling=sampling,
-            arrival=request.arrival,
-            emitted=tuple(emitted),
-            root=root,
-            block_hashes=hashes,
-            priority=request.priority,
-            images=request.images,
+            apart=apart,
             pictures=() if chosen.leg is Leg.DECODE else request.pictures,
             encoders=() if chosen.leg is Leg.DECODE else decision.encoders,
-            pooling=request.pooling,
-            adapter=request.adapter,
             pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
         )
         for chosen in legs
     ]
+
+
+def joining(
+    request: ValidRequest,
+    epoch: int,
+    emitted: Sequence[int],
+    source: PageSource,
+    root: BlockHash,
+    *,
+    identity: ModelIdentity | None,
+) -> Submit:
+    """For a worker that goes on with an answer which ``source`` is writing; ``identity``: of both."""
+    claim = aged(request.claim, 0.0, started=True)
+    of_all = _of_all_legs(request, epoch, emitted, root, claim)
+    return msgspec.structs.replace(of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=is_apart(identity))
+
+
+def is_apart(identity: ModelIdentity | None) -> bool:
+    """Do workers of this identity read prompts in one numerics class, and write answers in another?"""
+    return identity is not None and identity.mixed
+
+
+def _reading_again(of_all: Submit) -> Submit:
+    """For whoever reads only the prompt of an answer that has begun.
+
+    It draws a first token again, which nobody takes: the client has one.  If that was drawn in another class, this one
+    may be another, and must not end the answer.
+    """
+    sampling = msgspec.structs.replace(
+        of_all.sampling, max_tokens=max(2, of_all.sampling.max_tokens), min_tokens=0, stop_token_ids=(), grammar=None
+    )
+    return msgspec.structs.replace(of_all, emitted=(), sampling=sampling)
+
+
+def _of_all_legs(request: ValidRequest, epoch: int, emitted: Sequence[int], root: BlockHash, claim: Claim) -> Submit:
+    """What every worker of an answer is told, whatever its part."""
+    sampling = request.sampling
+    if emitted and sampling.prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
+    return Submit(
+        request=request.id,
+        epoch=epoch,
+        leg=Leg.WHOLE,
+        prompt=request.prompt,
+        sampling=sampling,
+        arrival=request.arrival,
+        emitted=tuple(emitted),
+        root=root,
+        block_hashes=request.block_hashes if _hashed_for(request, root) else (),
+        claim=claim,
+        images=request.images,
+        pooling=request.pooling,
+        adapter=request.adapter,
+        traced=bool(request.trace),
+    )
+
+
+def news_of(item: TokenItem, skip: int, *, first: bool) -> TokenBatch:
+    """What a client gets of ``item``, whose first ``skip`` tokens it has.  The prompt's facts come with the first."""
+    logprobs = item.logprobs
+    return TokenBatch(
+        tokens=item.tokens[skip:] if skip else item.tokens,
+        logprobs=logprobs[skip:] if skip and logprobs is not None else logprobs,
+        prompt_logprobs=item.prompt_logprobs if first else None,
+        finish=item.finish,
+        pooled=item.pooled,
+        cached_tokens=item.cached_tokens if first else 0,
+    )
 
 
 def _source(chosen: Chosen) -> PageSource:

@@ -7,18 +7,34 @@ lost their worker.  Knows nothing of what becomes of those, and nothing about to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.config.schema import GatewayConfig
+from penstock.hashing import chain_root
+from penstock.router.decide import can_serve, could_serve
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.quarantine import Quarantine
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
-from penstock.types import RequestId, WorkerId, WorkerState
-from penstock.wire.messages import Awaited, Hello, KvEvents, Report, Suspect, WorkerDown, WorkerUp
+from penstock.types import (
+    GREEDY,
+    Leg,
+    ModelIdentity,
+    PoolingParams,
+    RequestId,
+    Role,
+    SamplingParams,
+    Task,
+    WorkerId,
+    WorkerState,
+)
+from penstock.wire.messages import Awaited, Hello, KvEvents, Report, Submit, Suspect, WorkerDown, WorkerUp
 
 log = logging.getLogger("penstock.router")
 
@@ -30,8 +46,18 @@ _LATE_S = 0.25  # a tick later than this means that we did not listen, not that 
 STILL_STEPS = 20
 """A worker with work of ours that reports, and has not made a step for so many predicted ones, stands still."""
 
-Lose = Callable[[WorkerId, int, Sequence[RequestId], str], None]
-"""Called with a worker, its incarnation, the requests that were lost there, and why."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A worker that is gone or given up, and what it had."""
+
+    worker: WorkerId
+    incarnation: int
+    requests: Sequence[RequestId]
+    reason: str
+    fault: bool = False  # it died of what it did
+    moved: Sequence[RequestId] = ()  # taken from it when it was given up, and to be blamed if they stand still since
+    given_up: float = 0.0  # when that was
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +78,7 @@ class Watch:
         state: WatchedState,
         metrics: Metrics,
         *,
-        lose: Lose,
+        lose: Callable[[Loss], None],
         suspect: Callable[[Suspect], None],
     ) -> None:
         self._failover = config.failover
@@ -63,6 +89,10 @@ class Watch:
         self._metrics = metrics
         self._lose = lose
         self._suspected = suspect
+        self._quarantine = Quarantine(config.failover, config.name)
+        self._task = config.task
+        self._given_up: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
+        self._peopled = float("inf")  # when there was last somebody; at the beginning they are waited for
         self._ticked: float | None = None
         self._beaten = float("-inf")
 
@@ -77,7 +107,10 @@ class Watch:
             return
         self._prefixes.follow(fleet.ids.index(message.worker) if slot is None else slot, message.incarnation)
         self._links.open(message.worker, message.incarnation, message.endpoint).beat(self._hello, kv_snapshot=True)
-        self._lose(message.worker, earlier[0], earlier[1], "replaced")
+        if message.incarnation != earlier[0]:
+            self._quarantine.clear(message.worker)
+        self._given_up.pop((message.worker, earlier[0]), None)
+        self._lose(Loss(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced"))
 
     def down(self, message: WorkerDown) -> None:
         """A worker process has ended."""
@@ -92,7 +125,18 @@ class Watch:
         self._metrics.worker_died(message.worker)
         event(log, logging.WARNING, "worker is down", worker=message.worker, reason=message.reason, requests=len(work))
         self._links.drop(message.worker)
-        self._lose(message.worker, message.incarnation, work, message.reason)
+        moved, given_up = self._given_up.pop((message.worker, message.incarnation), ((), 0.0))
+        self._lose(
+            Loss(
+                worker=message.worker,
+                incarnation=message.incarnation,
+                requests=work,
+                reason=message.reason,
+                fault=message.fault,
+                moved=moved,
+                given_up=given_up,
+            )
+        )
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -100,6 +144,8 @@ class Watch:
         """A worker tells how it is.  True when it has become ready."""
         slot = self._fleet.slot(report.worker)
         was = self._fleet.states[slot] if slot is not None else None
+        if report.state is WorkerState.READY and self._quarantine.holds(report.worker, report.incarnation):
+            report = msgspec.structs.replace(report, state=WorkerState.QUARANTINED)
         if not self._fleet.report(report, now):
             return False
         if slot is not None:
@@ -128,15 +174,29 @@ class Watch:
         """Is it time for a beat?"""
         return now - self._beaten >= self._failover.beat_s
 
-    def beat(self, awaited: Mapping[WorkerId, Sequence[Awaited]], now: float) -> None:
-        """Greet everybody, ask about the legs that are ``awaited``, and look for silent workers."""
+    def beat(self, flights: Iterable[Flight], now: float) -> None:
+        """Greet everybody, ask about legs of ``flights`` that are silent, and look for silent workers."""
         self._beaten = now
+        awaited: dict[WorkerId, list[Awaited]] = {}
+        for flight in flights:
+            for leg in flight.unheard(now):
+                awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
         fleet = self._fleet
         lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.lacking(slot, now)}
         self._links.beat(self._hello, awaited, lacking)
         self._prefixes.sweep()
-        for slot in list(fleet.silent(now, self._failover.silence_s)):
+        for slot in list(fleet.silent(now, self._failover.silence_s, self._failover.overrun)):
             self._suspect(slot, now)
+        self._probe(now)
+
+    def deserted(self, now: float) -> str | None:
+        """Why nobody need wait for a worker: those that are needed have all been gone for ``no_path_s``."""
+        if could_serve(self._fleet, self._quarantine.hopeless):
+            self._peopled = now
+        gone = now - self._peopled
+        if gone <= self._failover.no_path_s:
+            return None
+        return f"Every worker that could serve this has been out of reach for {gone:.1f} s."
 
     def still(self, flight: Flight, now: float) -> float | None:
         """Since when nothing that this flight waits for has moved, if that is too long; its workers are suspected.
@@ -157,18 +217,67 @@ class Watch:
             return None
         reason = f"no step for {now - since:.1f} s with {flight.request.id}"
         for leg in legs:
-            self._tell("worker stands still", Suspect(worker=leg.worker, incarnation=leg.incarnation, reason=reason))
+            suspect = Suspect(worker=leg.worker, incarnation=leg.incarnation, reason=reason)
+            self._tell("worker stands still", suspect, now)
+            if (slot := fleet.slot(leg.worker)) is not None and fleet.states[slot] is WorkerState.READY:
+                fleet.put_aside(slot, reason)
         return since
+
+    def answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> None:
+        """A token came that no stream waits for: it may be that of a probe."""
+        if self._quarantine.answered(request, worker, incarnation):
+            self._metrics.worker_probed(worker, "answered")
+            event(log, logging.INFO, "worker is let back", worker=worker)
+
+    def asks(self, request: RequestId) -> bool:
+        """Is this a probe that is out?  No stream waits for it."""
+        return self._quarantine.asks(request)
+
+    def _probe(self, now: float) -> None:
+        """Ask workers that were given up and speak again for one token each."""
+        if not len(self._quarantine):
+            return
+        fleet = self._fleet
+        for worker, incarnation in self._quarantine.overdue(now):
+            self._metrics.worker_probed(worker, "unanswered")
+            reason = f"no answer to a probe within {self._failover.probe_s:g} s"
+            self._suspected(Suspect(worker=worker, incarnation=incarnation, reason=reason))
+        for worker, incarnation in self._quarantine.due(now, urgent=not can_serve(fleet)):
+            slot, link = fleet.slot(worker), self._links.to(worker, incarnation)
+            if slot is None or link is None or fleet.states[slot] is not WorkerState.QUARANTINED:
+                continue
+            report = fleet.reports[slot]
+            if report is None or report.role is Role.ENCODE:  # which is given no prompts: its word must do
+                self._quarantine.clear(worker)
+                continue
+            self._metrics.worker_probed(worker, "sent")
+            link.send(_question(self._quarantine.probe(worker, now), report.identity, self._task, now))
 
     def _suspect(self, slot: int, now: float) -> None:
         fleet = self._fleet
         worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.work(slot)
         reason = f"silent for {now - fleet.heard[slot]:.1f} s with {len(work)} requests"
         fleet.suspect(slot, reason)
-        self._tell("worker is suspected", Suspect(worker=worker, incarnation=incarnation, reason=reason))
-        self._lose(worker, incarnation, work, reason)
+        self._given_up[worker, incarnation] = work, now
+        self._tell("worker is suspected", Suspect(worker=worker, incarnation=incarnation, reason=reason), now)
+        self._lose(Loss(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
-    def _tell(self, what: str, suspect: Suspect) -> None:
+    def _tell(self, what: str, suspect: Suspect, now: float) -> None:
+        self._quarantine.put(suspect.worker, suspect.incarnation, now)
         event(log, logging.WARNING, what, worker=suspect.worker, reason=suspect.reason)
         self._metrics.worker_suspected(suspect.worker)
         self._suspected(suspect)
+
+
+def _question(name: RequestId, identity: ModelIdentity, task: Task, now: float) -> Submit:
+    """The smallest request there is."""
+    return Submit(
+        request=name,
+        epoch=1,
+        leg=Leg.WHOLE,
+        prompt=(0,),
+        sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
+        arrival=now,
+        root=chain_root(identity),
+        pooling=None if task is Task.GENERATE else PoolingParams(),
+    )

@@ -19,15 +19,30 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "texts_pooled",  # texts read to the end for an embedding or scores
     "prefix_cache_queries",  # tokens looked up in the prefix cache
     "prefix_cache_hits",  # of those, found
+    "stored_tokens",  # tokens of prompts that the KV store brought
+    "store_waits",  # requests that waited for it
+    "store_wait_seconds",  # how long, together
+    "store_waits_in_vain",  # of those, the ones that it brought nothing in time
     "preemptions",  # requests whose pages were taken back before their end
+    "requests_yielded",  # of those, batch work that gave its pages to an interactive request
+    "rows_left_out",  # rows of batch work that a step had no time for
+    "requests_expired",  # given back because they had waited for as long as they may
     "pages_sent",  # pages announced to a decode worker
     "pages_received",  # pages copied from a prefill worker and verified
     "bytes_received",  # of those
-    "transfer_seconds",  # spent copying and verifying pages
+    "transfer_seconds",  # spent copying and verifying pages, by threads that fetch them too
+    "transfer_wait_seconds",  # that computed prompts waited for their last pages, and others for any, in vain
+    "pages_missed",  # pages that were announced and had not come when they were given up
     "pages_corrupt",  # pages that failed their check and were computed anew
+    "cached_pages_corrupt",  # cached pages that were damaged when a request was about to use them, computed anew
     "hand_overs",  # hand-overs finished, counted by the receiver
     "hand_overs_failed",  # hand-overs given up by either side
+    "hand_overs_outrun",  # prompts computed again because their pages were slow
+    "answers_moved",  # answers that were written here and go on at another worker
+    "answers_joined",  # answers that another worker wrote and that go on here
+    "role_changes",  # other roles taken on
     "leases_expired",  # pages given back because the other side fell silent
+    "page_connections_refused",  # connections for pages that proved nothing, or were too many
     "requests_returned",  # given back to the gateway unfinished
     "requests_cancelled",  # forgotten because the gateway said so
     "dropped_frames",  # frames that were malformed, of another version, or could not be sent
@@ -51,6 +66,37 @@ WORKER_MAXIMA: tuple[str, ...] = (
     "batch_rows_max",  # most requests computed in one step
 )
 """Names in ``Report.counters`` of which the largest value counts, over all incarnations."""
+
+TIERS: tuple[str, ...] = ("peers", "host", "disk", "redis", "mooncake")
+"""Of the KV store, nearest first."""
+
+TIER_FIGURES: tuple[str, ...] = (
+    "pages_read",  # fetched from the tier and proved
+    "bytes_read",  # of those
+    "read_seconds",  # spent on those
+    "pages_missed",  # that the tier was said to have and had not any more
+    "pages_corrupt",  # that failed their proof and were computed instead
+    "pages_written",
+    "bytes_written",
+    "write_seconds",
+    "writes_dropped",  # pages that had to be left out: too many waited, or they were gone before they were copied
+    "errors",  # things the tier did not do, or not in time
+)
+"""What is counted of each tier of a worker."""
+
+TIER_PAGES = "pages"
+"""Beside them in reports: pages that the tier has now."""
+
+
+def tier_counter(tier: str, figure: str) -> str:
+    """The name of a tier's figure in ``Report.counters``."""
+    return f"kv_{tier}_{figure}"
+
+
+TIER_COUNTERS: dict[str, tuple[str, str]] = {
+    tier_counter(tier, figure): (tier, figure) for tier in TIERS for figure in TIER_FIGURES
+}
+"""Name in ``Report.counters`` to (tier, figure)."""
 
 
 class Kind(Enum):
@@ -87,8 +133,8 @@ def _gauge(name: str, text: str, *labels: str) -> Family:
     return Family(name, Kind.GAUGE, text, labels)
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Family:
-    return Family(name, Kind.HISTOGRAM, text, (), buckets)
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
+    return Family(name, Kind.HISTOGRAM, text, labels, buckets)
 
 
 # --- of each worker, from its reports -----------------------------------------------------------------------------
@@ -106,15 +152,34 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "texts_pooled": _counter("texts_pooled", "Texts read for an embedding or scores.", "worker"),
     "prefix_cache_queries": _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", "worker"),
     "prefix_cache_hits": _counter("prefix_cache_hits", "Tokens found in the prefix cache.", "worker"),
+    "stored_tokens": _counter("kv_store_tokens", "Prompt tokens that the KV store brought.", "worker"),
+    "store_waits": _counter("kv_store_waits", "Requests that waited for the KV store.", "worker"),
+    "store_wait_seconds": _counter("kv_store_wait_seconds", "How long they waited.", "worker"),
+    "store_waits_in_vain": _counter("kv_store_waits_in_vain", "Those that it brought nothing in time.", "worker"),
     "preemptions": _counter("num_preemptions", "Requests preempted.", "worker"),
+    "requests_yielded": _counter("requests_yielded", "Batch work that gave its pages to others.", "worker"),
+    "rows_left_out": _counter("batch_rows_left_out", "Rows of batch work that a step had no time for.", "worker"),
+    "requests_expired": _counter("requests_expired", "Requests given back because their time was up.", "worker"),
     "pages_sent": _counter("kv_transfer_pages_sent", "KV pages announced to a decode worker.", "worker"),
     "pages_received": _counter("kv_transfer_pages", "KV pages received and verified.", "worker"),
     "bytes_received": _counter("kv_transfer_bytes", "Bytes of KV pages received and verified.", "worker"),
     "transfer_seconds": _counter("kv_transfer_seconds", "Time spent on copying and verifying KV pages.", "worker"),
+    "transfer_wait_seconds": _counter(
+        "kv_transfer_wait_seconds",
+        "Computed prompts waited for their last pages, and others for any, in vain.",
+        "worker",
+    ),
+    "pages_missed": _counter("kv_transfer_pages_missed", "KV pages given up because they did not come.", "worker"),
+    "hand_overs_outrun": _counter("kv_hand_overs_outrun", "Prompts computed again: pages were too slow.", "worker"),
     "pages_corrupt": _counter("kv_pages_corrupt", "KV pages that failed their check.", "worker"),
+    "cached_pages_corrupt": _counter("kv_cached_pages_corrupt", "Cached KV pages found damaged before use.", "worker"),
     "hand_overs": _counter("kv_hand_overs", "Hand-overs finished.", "worker"),
     "hand_overs_failed": _counter("kv_hand_overs_failed", "Hand-overs given up.", "worker"),
+    "answers_moved": _counter("answers_moved", "Answers handed over while they were written.", "worker"),
+    "answers_joined": _counter("answers_joined", "Answers taken over while they were written.", "worker"),
+    "role_changes": _counter("worker_role_changes", "Other roles taken on.", "worker"),
     "leases_expired": _counter("kv_leases_expired", "Leases that ended because the other side was silent.", "worker"),
+    "page_connections_refused": _counter("kv_page_connections_refused", "Connections for pages refused.", "worker"),
     "requests_returned": _counter("requests_returned", "Requests given back to the gateway.", "worker"),
     "requests_cancelled": _counter("requests_cancelled", "Requests cancelled by the gateway.", "worker"),
     "dropped_frames": _counter("worker_dropped_frames", "Frames a worker dropped.", "worker"),
@@ -139,6 +204,22 @@ BY_WORKER_MAXIMUM: dict[str, Family] = {
 }
 """The family of each name in ``WORKER_MAXIMA``."""
 
+BY_TIER_FIGURE: dict[str, Family] = {
+    "pages_read": _counter("kv_store_pages_read", "KV pages fetched from a tier and proved.", "worker", "tier"),
+    "bytes_read": _counter("kv_store_bytes_read", "Bytes of those.", "worker", "tier"),
+    "read_seconds": _counter("kv_store_read_seconds", "Time spent on fetching those.", "worker", "tier"),
+    "pages_missed": _counter("kv_store_pages_missed", "KV pages that had gone before they came.", "worker", "tier"),
+    "pages_corrupt": _counter("kv_store_pages_corrupt", "KV pages that failed their proof.", "worker", "tier"),
+    "pages_written": _counter("kv_store_pages_written", "KV pages written to a tier.", "worker", "tier"),
+    "bytes_written": _counter("kv_store_bytes_written", "Bytes of those.", "worker", "tier"),
+    "write_seconds": _counter("kv_store_write_seconds", "Time spent on writing those.", "worker", "tier"),
+    "writes_dropped": _counter("kv_store_writes_dropped", "KV pages that had to be left out.", "worker", "tier"),
+    "errors": _counter("kv_store_errors", "What a tier did not do, or not in time.", "worker", "tier"),
+}
+"""The family of each name in ``TIER_FIGURES``."""
+
+KV_STORE_PAGES = _gauge("kv_store_pages", "KV pages that a tier has, as its worker knows.", "worker", "tier")
+
 # --- of the gateway -----------------------------------------------------------------------------------------------
 
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
@@ -153,6 +234,11 @@ REQUEST_SUCCESS = _counter("request_success", "Requests ended, by reason.", "fin
 RESUBMISSIONS = _counter("resubmissions", "Requests submitted anew, after a loss or a return.")
 WORKER_DEATHS = _counter("worker_deaths", "Worker processes that ended or were ended.", "worker")
 WORKER_SUSPICIONS = _counter("worker_suspicions", "Workers given up because they were silent.", "worker")
+WORKER_PROBES = _counter("worker_probes", "Probes of workers in quarantine, by what came of them.", "worker", "outcome")
+RETRIES = _counter("retries", "Resubmissions after failures: at once, or delayed by the retry budget.", "outcome")
+FENCED = _counter("fenced_messages", "Messages of an older epoch or incarnation, ignored.", "kind")
+POISONED = _counter("poison_requests", "Requests failed because workers died of them.")
+KEYED = _counter("idempotent_requests", "Requests with an idempotency key, by how they were met.", "met")
 DROPPED_FRAMES = _counter("dropped_frames", "Frames the gateway dropped: malformed, or not to be sent.")
 REQUESTS_OPEN = _gauge("requests_open", "Requests that the gateway serves now.")
 
@@ -162,6 +248,33 @@ PREFIX_BLOCKS = _gauge("prefix_index_blocks", "Blocks of workers' prefix caches 
 PREFIX_BYTES = _gauge("prefix_index_bytes", "Memory of what it knows of them.")
 PREFIX_GAPS = _counter("prefix_index_gaps", "Times that a worker's telling was missed and asked for anew.")
 PREFIX_REFUSED = _counter("prefix_index_refused_blocks", "Blocks over max_indexed_blocks, not known therefore.")
+RESPONSE_LOOKUPS = _counter("response_cache_lookups", "Choices looked up among stored responses.", "outcome")
+RESPONSE_TOKENS = _counter("response_cache_tokens", "Tokens told from stored responses.")
+RESPONSE_EVICTIONS = _counter("response_cache_evictions", "Stored responses that made room for others.")
+RESPONSE_ENTRIES = _gauge("response_cache_entries", "Stored responses.")
+RESPONSE_BYTES = _gauge("response_cache_bytes", "Memory of those.")
+TRACE_SPANS = _counter("trace_spans", "Spans of requests, by what became of them.", "outcome")
+
+# --- of classes and tenants ---------------------------------------------------------------------------------------
+
+CLASS_TTFT = _histogram("class_time_to_first_token_seconds", "From being let in to the first token.", _TTFT, "class")
+CLASS_TPOT = _histogram("class_time_per_output_token_seconds", "A token after the first, on average.", _ITL, "class")
+CLASS_QUEUE_TIME = _histogram("class_queue_time_seconds", "In a worker before the prompt was read.", _PHASE, "class")
+PREDICTED_WAIT = _histogram("predicted_wait_seconds", "To the first token, as foreseen at the door.", _TTFT, "class")
+PREDICTION_RATIO = _histogram(
+    "wait_prediction_ratio", "The wait that came, by the one foreseen.", (0.1, 0.25, 0.5, 0.8, 1.25, 2, 4, 10), "class"
+)
+REQUESTS_SHED = _counter("requests_shed", "Requests that were not let in.", "class", "reason")
+DEADLINE_MISSES = _counter("deadline_misses", "Requests that waited as long as they may, in vain.", "class")
+ANSWERS_BY_TARGET = _counter("answers_by_target", "Complete answers, by which target they missed.", "class", "target")
+TENANT_REQUESTS = _counter("tenant_requests", "Requests that were answered.", "tenant")
+TENANT_TOKENS = _counter("tenant_tokens", "Tokens of those requests.", "tenant", "kind")
+
+TARGETS = ("met", "ttft_missed", "tpot_missed", "both_missed")
+"""Of answers; those that met theirs are the goodput."""
+
+TOKEN_KINDS = ("prompt", "completion", "cached", "stored")
+"""Of a tenant's tokens; cached ones are among those of prompts, stored ones among those of completions."""
 
 OUTCOMES = ("nobody", "whole", "split")
 """Of decisions, by how many legs they have."""

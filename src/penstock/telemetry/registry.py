@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from penstock.telemetry import metrics as names
 from penstock.telemetry.metrics import Family, Kind
+from penstock.telemetry.service_levels import ServiceLevels
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of what ``Metrics.exposition`` gives."""
@@ -43,7 +44,7 @@ class WorkerTotals:
             self._incarnations[worker] = incarnation
         current = self._current.setdefault(worker, {})
         for name, value in counters.items():
-            if name in names.BY_WORKER_COUNTER or name in names.BY_WORKER_MAXIMUM:
+            if name in names.BY_WORKER_COUNTER or name in names.BY_WORKER_MAXIMUM or name in names.TIER_COUNTERS:
                 current[name] = max(value, current.get(name, 0.0))  # a late report never takes anything back
 
     def value(self, worker: str, name: str) -> float:
@@ -72,20 +73,33 @@ class PrefixFigures(NamedTuple):
     refused: int = 0  # the same
 
 
+class ResponseFigures(NamedTuple):
+    """Of stored responses."""
+
+    found: Mapping[str, int]  # by outcome
+    tokens: int = 0
+    evictions: int = 0
+    entries: int = 0
+    memory_bytes: int = 0
+
+
 class Metrics:
     """Everything that is counted in the gateway.
 
-    ``rows`` (``Fleet.status_rows``), ``open_requests``, ``dropped_frames`` and ``prefix_index`` are asked when somebody
-    looks.
+    ``rows`` (``Fleet.status_rows``), ``open_requests``, ``dropped_frames``, ``prefix_index``, ``responses`` and
+    ``spans`` are asked when somebody looks.
     """
 
-    def __init__(self, *, model_name: str = "") -> None:
+    def __init__(self, *, model_name: str = "", max_tenants: int = 64) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
+        self.levels = ServiceLevels(self._registry, model_name=model_name, max_tenants=max_tenants)
         self._model = model_name
         self.rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.open_requests: Callable[[], int] = int
         self.dropped_frames: Callable[[], int] = int
         self.prefix_index: Callable[[], PrefixFigures] = PrefixFigures
+        self.responses: Callable[[], ResponseFigures] = lambda: ResponseFigures({})
+        self.spans: Callable[[], Mapping[str, int]] = dict[str, int]  # by what became of them
         self.totals = WorkerTotals()
         self._registry.register(_AtScrape(self))
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
@@ -94,6 +108,11 @@ class Metrics:
         self._success = self._counter(names.REQUEST_SUCCESS)
         self._deaths = self._counter(names.WORKER_DEATHS)
         self._suspicions = self._counter(names.WORKER_SUSPICIONS)
+        self._probes = self._counter(names.WORKER_PROBES)
+        self._retries = self._counter(names.RETRIES)
+        self._fenced = self._counter(names.FENCED)
+        self._poisoned = self._counter(names.POISONED).labels(model_name)
+        self._keyed = self._counter(names.KEYED)
         decisions = self._counter(names.DECISIONS)
         self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
         self._deciding = self._histogram(names.DECISION_TIME)
@@ -146,6 +165,26 @@ class Metrics:
         """A worker was given up by the gateway."""
         self._suspicions.labels(self._model, worker).inc()
 
+    def worker_probed(self, worker: str, outcome: str) -> None:
+        """A worker in quarantine was "sent" a probe, has "answered" it, or has left it "unanswered"."""
+        self._probes.labels(self._model, worker, outcome).inc()
+
+    def retried(self, *, delayed: bool) -> None:
+        """A failure makes a resubmission necessary; the budget lets it go at once, or later."""
+        self._retries.labels(self._model, "delayed" if delayed else "at_once").inc()
+
+    def fenced(self, kind: str) -> None:
+        """A message of an older "epoch" or "incarnation" was ignored."""
+        self._fenced.labels(self._model, kind).inc()
+
+    def poisoned(self) -> None:
+        """A request was failed because workers died of it."""
+        self._poisoned.inc()
+
+    def met(self, how: str) -> None:
+        """A request with an idempotency key came."""
+        self._keyed.labels(self._model, how).inc()
+
     def worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """``WorkerTotals.report``."""
         self.totals.report(worker, incarnation, counters)
@@ -171,17 +210,45 @@ class Metrics:
             for worker in self.totals.workers():
                 metric.add_metric([self._model, worker], self.totals.value(worker, name))
             yield metric
+        yield from self._tiers(rows)
         opened = self._gauge(names.REQUESTS_OPEN)
         opened.add_metric([self._model], self.open_requests())
         yield opened
         yield self._single_counter(names.DROPPED_FRAMES, self.dropped_frames())
-        figures = self.prefix_index()
-        for family, figure in ((names.PREFIX_BLOCKS, figures.blocks), (names.PREFIX_BYTES, figures.memory_bytes)):
+        figures, responses = self.prefix_index(), self.responses()
+        for family, figure in (
+            (names.PREFIX_BLOCKS, figures.blocks),
+            (names.PREFIX_BYTES, figures.memory_bytes),
+            (names.RESPONSE_ENTRIES, responses.entries),
+            (names.RESPONSE_BYTES, responses.memory_bytes),
+        ):
             gauge = self._gauge(family)
             gauge.add_metric([self._model], figure)
             yield gauge
         yield self._single_counter(names.PREFIX_GAPS, figures.gaps)
         yield self._single_counter(names.PREFIX_REFUSED, figures.refused)
+        yield self._single_counter(names.RESPONSE_TOKENS, responses.tokens)
+        yield self._single_counter(names.RESPONSE_EVICTIONS, responses.evictions)
+        yield self._by_outcome(names.RESPONSE_LOOKUPS, responses.found)
+        yield self._by_outcome(names.TRACE_SPANS, self.spans())
+
+    def _tiers(self, rows: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+        """Of the KV store: a sample a worker and tier that has ever counted something, or has pages."""
+        families = {
+            figure: CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
+            for figure, family in names.BY_TIER_FIGURE.items()
+        }
+        for worker in self.totals.workers():
+            for name, (tier, figure) in names.TIER_COUNTERS.items():
+                value = self.totals.value(worker, name)
+                if value:
+                    families[figure].add_metric([self._model, worker, tier], value)
+        yield from families.values()
+        pages = self._gauge(names.KV_STORE_PAGES)
+        for row in rows:
+            for tier in row.get("kv_tiers", ()):
+                pages.add_metric([self._model, row["id"], tier["tier"]], tier["pages"])
+        yield pages
 
     # --- making families --------------------------------------------------------------------------------------------
 
@@ -198,6 +265,12 @@ class Metrics:
     def _single_counter(self, family: Family, value: float) -> CounterMetricFamily:
         counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name",))
         counter.add_metric([self._model], value)
+        return counter
+
+    def _by_outcome(self, family: Family, values: Mapping[str, int]) -> CounterMetricFamily:
+        counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
+        for outcome, value in values.items():
+            counter.add_metric([self._model, outcome], value)
         return counter
 
     def _gauge(self, family: Family) -> GaugeMetricFamily:

@@ -116,7 +116,7 @@ def targets_of(layout: WeightLayout) -> dict[str, Target]:
                 whole = part.index is None and part.rows is None and part.groups is None
                 module = part.tensor.removesuffix(".weight")
                 found[module] = Target(weight.name, first, n, k, _refusal(weight.name, whole=whole))
-                first += n
+                first += part.numbers // k
     return found
 
 

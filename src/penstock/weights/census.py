@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.errors import ModelError
+from penstock.kernels.operands import KvShape, StateShape
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
 from penstock.reach import Reach, most_blocks
 from penstock.types import PAGE_TOKENS
 from penstock.weights.decoder import Decoder
+from penstock.weights.delta import Delta
+from penstock.weights.family import checkpoint_format
 from penstock.weights.fields import Fields
 from penstock.weights.formats.quantization import Quantization, parse_quantization
 from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
@@ -35,7 +38,8 @@ STEP_TOKENS = 2048
 STEP_DRAWS = 256
 """Rows of that step whose logits are stored (``max_running``)."""
 
-CACHE_BYTES = 2  # of a number in the KV cache
+PARTED_ROWS, PARTED_BYTES, PARTITION_KEYS = 256, 256 << 20, 512
+"""Of attention whose partitions wait to be joined: rows, and bytes, at most; keys of a partition."""
 
 UNBOUNDED = 1 << 40
 """Tokens of a sequence that is longer than any."""
@@ -119,10 +123,13 @@ def bits_of(weight: Matrix | Vector, how: Coding) -> float:
     return sum(part.numbers * how.of(weight, part) for part in weight.parts)
 
 
-def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding) -> ModelSize:
-    """The model as numbers.  Raises ModelError if a weight belongs to no layer and is no table, or nothing is kept of
-    what is read, so that there is nothing to plan."""
-    if not isinstance(spec.details, Decoder):
+def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding, kv_dtype: str = BF16.name) -> ModelSize:
+    """The model as numbers, its KV pages in a type of ``kv_types.KV_TYPES``.
+
+    Raises ModelError if a weight belongs to no layer and is no table, or nothing is kept of what is read, so that there
+    is nothing to plan.
+    """
+    if not isinstance(spec.details, Decoder) and not spec.source:
         raise ModelError(
             f"{spec.architecture}: keeps nothing of a text that it has read, so there are no KV pages to plan; "
             f"its {layout.parameters / 1e6:,.1f} M parameters are all it needs"
@@ -139,7 +146,7 @@ def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding) -> ModelSize:
             tables[prefix] += bits
         else:
             other += bits
-    caches = cache_sizes(spec)
+    caches = cache_sizes(spec, kv_dtype)
     return ModelSize(
         embedding=_bytes(tables["embed"]),
         head=_bytes(tables["head"]),
@@ -168,13 +175,28 @@ class _Layer:
         return LayerSize(_bytes(self.divided), _bytes(self.experts), _bytes(self.whole), cache)
 
 
-def cache_sizes(spec: ModelSpec) -> list[CacheSize]:
-    """What each layer keeps of a sequence, its part of what is left empty in pages included.
+def cache_sizes(spec: ModelSpec, kv_dtype: str) -> list[CacheSize]:
+    """What each layer keeps of a sequence: keys and values, or a state."""
+    keyed, states = keyed_sizes(spec.kv, kv_dtype), spec.kv.states
+    if states is None:
+        return keyed
+    state, others = state_size(spec.kv, states, kv_dtype), iter(keyed)
+    return [state if isinstance(layer.attention, Delta) else next(others) for layer in spec.own(Decoder).layers]
+
+
+def state_size(kv: KvShape, states: StateShape, kv_dtype: str) -> CacheSize:
+    """What a recurrent layer keeps of a sequence: states of as many cells as a step enters, and one before."""
+    cells = most_blocks(states.reach, UNBOUNDED, ahead=STEP_TOKENS, page_tokens=PAGE_TOKENS)
+    pages = kv.page_bytes(kv_dtype) * kv.state_parts
+    return CacheSize(0, states.key_heads, fixed=-(-cells * pages // states.layers))
+
+
+def keyed_sizes(kv: KvShape, kv_dtype: str) -> list[CacheSize]:
+    """What each layer with keys and values keeps of a sequence, its part of what is left empty in pages included.
 
     A layer with a window grows until it has the blocks that it reads and those that one step computes.
     """
-    kv = spec.kv
-    a_head = CACHE_BYTES * (kv.key_dim + (0 if kv.shared else kv.value_dim))
+    a_head = kv.head_bytes(kv_dtype)
     heads = 1 if kv.shared else kv.kv_heads
     slots, layers = Counter[Reach](), Counter[Reach]()
     for own in kv.groups:
@@ -195,13 +217,23 @@ def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
     """Buffers of the largest step on one device that computes all of a layer.
 
     The residual stream in fp32 and its norm in bf16; the widest product of a layer in fp32 beside what is made of it in
-    bf16; logits of the rows that draw.  Experts' products count as often as a token chooses experts.
+    bf16; logits of the rows that draw, once for steps as they are and once for recorded ones.  Experts' products count
+    as often as a token chooses experts.  Partitions of attention that wait to be joined: those of ``PARTED_ROWS`` rows
+    (``kernels.triton.paged``), as many as the longest context has; no wider than the widest product.
     """
     widest = max(_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and not is_expert(weight))
     experts = [_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and is_expert(weight)]
     chosen = _experts_chosen(spec)
     widest = max(widest, chosen * max(experts, default=0))
-    return STEP_TOKENS * (spec.hidden * (4 + 2) + widest * (4 + 2)) + STEP_DRAWS * spec.vocab * 4
+    parted = min(PARTED_BYTES, PARTED_ROWS * widest * -(-spec.max_positions // PARTITION_KEYS) * 4)
+    return STEP_TOKENS * (spec.hidden * (4 + 2) + widest * (4 + 2)) + 2 * STEP_DRAWS * spec.vocab * 4 + parted
+
+
+def step_bytes(spec: ModelSpec) -> int:
+    """``activation_bytes`` of a model whose files need not be there; 0 where its family says too little."""
+    if not isinstance(spec.details, Decoder):
+        return 0
+    return activation_bytes(spec, checkpoint_format(spec.architecture, spec.architecture).layout(spec))
 
 
 def _is_layer_matrix(weight: Matrix | Vector) -> bool:

@@ -1,5 +1,7 @@
 """Lossless compression of bf16 matrices: the sections of a compressed tensor, and the oracle in NumPy.
 
+Of the CPU's layout; that of GPUs is in ``kernels.compressed_gpu``, and here only where both are meant.
+
 A bf16 weight becomes a code of three bits for its exponent (seven neighbouring exponents; 0 is an escape) and a byte
 with sign and mantissa; the exponents of escapes follow as bytes (docs/format.md).  The kernels' own coder and decoder
 (``kernels.compression``) do the work; ``encode`` and ``decode`` here say what it is.  Knows no files.
@@ -23,6 +25,16 @@ from penstock.kernels.compressed import (
     choose_code,
     panels_of,
 )
+from penstock.kernels.compressed_gpu import (
+    BLOCK_WORDS,
+    MAX_VALUES,
+    AnyCompressed,
+    GpuMatrix,
+    column_blocks,
+    stretches_of,
+    table_bytes,
+    words_bytes,
+)
 
 CHUNK_BLOCKS = 8
 PLANE_BYTES = 24
@@ -36,15 +48,23 @@ def compress(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
     return compression.compress(weight_NK)
 
 
-def decoded(matrix: CompressedMatrix, where: str) -> Iterator[NDArray[np.uint16]]:
+def decoded(matrix: AnyCompressed, where: str) -> Iterator[NDArray[np.uint16]]:
     """Rows of the matrix as bf16 bits, some at a time; each array is valid until the next.
 
-    Raises ModelError, beginning with ``where``, if its sections contradict each other.
+    Raises ModelError, beginning with ``where``, if its sections contradict each other, or nothing here decodes them.
     """
-    from penstock.kernels import compression
-
     try:
-        yield from compression.decoded(matrix)
+        if isinstance(matrix, GpuMatrix):
+            yield from map(np.ascontiguousarray, matrix.decoded())
+        else:
+            from penstock.kernels import compression
+
+            yield from compression.decoded(matrix)
+    except ImportError as error:
+        raise ModelError(
+            f"{where}: compressed for processors, and the C++ extension that decodes it is not built ({error}): build "
+            f"it, or write the model with 'penstock compress MODEL OUT --for gpu' where it is"
+        ) from error
     except KernelError as error:
         raise ModelError(f"{where}: damaged, {error}") from error
 
@@ -69,6 +89,38 @@ def sections_of(raw: memoryview, shape: tuple[int, int], code: tuple[int, int], 
             f"{where}: damaged, {escapes.nbytes} escape bytes, its table says {counts.sum(dtype=np.int64)}"
         )
     return CompressedMatrix(n, k, base, step, counts, data[:fixed_bytes], escapes)
+
+
+def gpu_sections_of(raw: memoryview, shape: tuple[int, int], base: int, where: str) -> GpuMatrix:
+    """The same for a matrix in the layout for GPUs: counts, words, values.
+
+    Raises ModelError if the bytes cannot be such a matrix.
+    """
+    n, k = shape
+    begin, end = table_bytes(n, k), table_bytes(n, k) + words_bytes(n, k)
+    if raw.nbytes < end or raw.nbytes % 2:
+        raise ModelError(f"{where}: {raw.nbytes} bytes cannot be a matrix of {n} x {k} compressed for a GPU")
+    data = np.frombuffer(raw, np.uint8)
+    counts_PS = data[:begin].copy().view(np.uint32).reshape(panels_of(n), stretches_of(k))
+    values = data[end:].copy().view(np.uint16)
+    if counts_PS.max() > MAX_VALUES or int(counts_PS.sum(dtype=np.int64)) != len(values):
+        raise ModelError(
+            f"{where}: damaged, dictionaries of {len(values)} weights, its table says {counts_PS.sum(dtype=np.int64)} "
+            f"and at most {counts_PS.max()} in one"
+        )
+    raw_words = data[begin:end]
+    aligned = raw_words if raw_words.ctypes.data % 4 == 0 else raw_words.copy()
+    words = aligned.view(np.uint32)
+    return GpuMatrix(n, k, base, counts_PS, words.reshape(panels_of(n), column_blocks(k), BLOCK_WORDS), values)
+
+
+def sections(matrix: AnyCompressed) -> list[memoryview]:
+    """What a file holds of it, in order; empty ones are left out."""
+    if isinstance(matrix, GpuMatrix):
+        arrays: tuple[NDArray[Any], ...] = (matrix.counts_PS, matrix.words_PB, matrix.values)
+    else:
+        arrays = (matrix.counts, matrix.blocks, matrix.escapes)
+    return [array.reshape(-1).data.cast("B") for array in arrays if array.size]
 
 
 def is_code(base: int, step: int) -> bool:

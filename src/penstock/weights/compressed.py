@@ -13,12 +13,17 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.errors import ModelError
-from penstock.weights.codec import is_code
+from penstock.kernels.compressed_gpu import MAX_BASE
+from penstock.weights import codec
 from penstock.weights.header import DTYPE_BYTES, MAX_RANK, TensorInfo
 
 VERSION_KEY = "penstock.compression"
 TENSORS_KEY = "penstock.tensors"
 VERSION = "1"
+VERSION_OF_LAYOUTS = "2"
+"""Of files with a tensor in another layout than the CPU's: what reads version 1 only must not read them."""
+
+GPU = "gpu"
 DIGEST_DIGITS = 64
 CHECKSUM_DIGITS = 32
 
@@ -31,6 +36,7 @@ class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     blake3: str  # hexadecimal, of its bytes
     code: tuple[int, int] | None = None  # (base, step) if it is stored compressed
     checksum: str = ""  # of the stored bytes, see ``checksum``; files of earlier versions have none
+    layout: str = ""  # "gpu", or empty for the CPU's
 
 
 Originals = Mapping[str, Original]
@@ -38,7 +44,8 @@ Originals = Mapping[str, Original]
 
 def metadata_of(originals: Originals) -> dict[str, str]:
     """The entries for ``__metadata__``."""
-    return {VERSION_KEY: VERSION, TENSORS_KEY: msgspec.json.encode(originals).decode()}
+    version = VERSION_OF_LAYOUTS if any(original.layout for original in originals.values()) else VERSION
+    return {VERSION_KEY: version, TENSORS_KEY: msgspec.json.encode(originals).decode()}
 
 
 def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo], where: str) -> Originals | None:
@@ -49,8 +56,9 @@ def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo
     if VERSION_KEY not in metadata and TENSORS_KEY not in metadata:
         return None
     version = metadata.get(VERSION_KEY)
-    if version != VERSION:
-        raise ModelError(f"{where}: compressed in a format of version {version!r}; this reader knows {VERSION!r}")
+    if version not in (VERSION, VERSION_OF_LAYOUTS):
+        known = f"{VERSION!r} and {VERSION_OF_LAYOUTS!r}"
+        raise ModelError(f"{where}: compressed in a format of version {version!r}; this reader knows {known}")
     try:
         originals = msgspec.json.decode(metadata.get(TENSORS_KEY, ""), type=dict[str, Original])
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -59,6 +67,8 @@ def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo
         name = min(originals.keys() ^ stored.keys())
         raise ModelError(f"{where}: tensor {name!r} is in its header or its table of originals, but not in both")
     for name, original in originals.items():
+        if original.layout not in ("", GPU) or (original.layout and version == VERSION):
+            raise ModelError(f"{where}: tensor {name!r} has layout {original.layout!r}; known is {GPU!r}, in version 2")
         _check(original, stored[name], f"{where}: tensor {name!r}")
     with_checksum = [name for name, original in originals.items() if original.checksum]
     if 0 < len(with_checksum) < len(originals):
@@ -80,13 +90,21 @@ def _check(original: Original, stored: TensorInfo, where: str) -> None:
     if original.dtype not in DTYPE_BYTES or len(original.shape) > MAX_RANK or min(original.shape, default=0) < 0:
         raise ModelError(f"{where}: its original cannot be {original.dtype} {list(original.shape)}")
     if original.code is None:
-        if (original.dtype, original.shape) != (stored.dtype, stored.shape):
+        if (original.dtype, original.shape) != (stored.dtype, stored.shape) or original.layout:
             raise ModelError(f"{where}: stored as {stored.dtype} {list(stored.shape)}, which its entry denies")
         return
-    if original.dtype != "BF16" or len(original.shape) != 2 or min(original.shape) < 1 or not is_code(*original.code):
+    if original.dtype != "BF16" or len(original.shape) != 2 or min(original.shape) < 1 or not is_code(original):
         raise ModelError(f"{where}: a compressed tensor must be a matrix of BF16 with a sound exponent code")
     if stored.dtype != "U8" or len(stored.shape) != 1 or stored.nbytes >= 2 * math.prod(original.shape):
         raise ModelError(f"{where}: not stored as a compressed tensor, though its entry says so")
+
+
+def is_code(original: Original) -> bool:
+    """Do its codes mean exponents that there are?"""
+    base, step = original.code or (-1, 0)
+    if original.layout == GPU:
+        return step == 1 and 0 <= base <= MAX_BASE
+    return codec.is_code(base, step)
 
 
 def _is_hex(text: str, digits: int) -> bool:

@@ -19,9 +19,11 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import ConfigError, ModelError, PenstockError
+from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.compressed_gpu import AnyCompressed, compress_for_gpu
 from penstock.weights import codec
 from penstock.weights.checksum import checksum
-from penstock.weights.compressed import TENSORS_KEY, VERSION_KEY, Original, metadata_of
+from penstock.weights.compressed import GPU, TENSORS_KEY, VERSION_KEY, Original, metadata_of
 from penstock.weights.header import LENGTH_BYTES, TensorInfo
 from penstock.weights.reader import INDEX, SINGLE, Checkpoint
 from penstock.weights.safetensors_file import SafetensorsFile
@@ -54,6 +56,7 @@ class Started(msgspec.Struct, frozen=True):
 
     source: str
     data_start: int
+    layout: str = ""
 
 
 Report = Callable[[Done], None]
@@ -75,18 +78,19 @@ def check_folders(source: Path, target: Path, *, force: bool) -> None:
         raise ConfigError(f"{target}: has a model already; --force replaces it")
 
 
-def compress_folder(source: Path, target: Path, *, threads: int, report: Report) -> list[Done]:
+def compress_folder(source: Path, target: Path, *, threads: int, report: Report, layout: str = "") -> list[Done]:
     """Writes ``target`` and returns what became of every tensor, in the order of the files.
 
-    Goes on with what an interrupted run has left there.  Raises ModelError for a source that cannot be read or is
-    compressed already, PenstockError if ``target`` cannot be written.
+    ``layout``: "gpu", or empty for the CPU's; a source in the other one is converted.  Goes on with what an interrupted
+    run has left there.  Raises ModelError for a source that cannot be read or is in that layout already, PenstockError
+    if ``target`` cannot be written.
     """
     done: list[Done] = []
     with Checkpoint(source) as checkpoint, _writing(target):
-        if any(file.is_compressed for file in checkpoint.files):
-            raise ModelError(f"{source}: is compressed already")
+        if any(file.is_compressed and layout in file.layouts for file in checkpoint.files):
+            raise ModelError(f"{source}: is compressed already, for the {(layout or 'cpu').upper()}")
         for file in checkpoint.files:
-            done += _compress_file(file, target / file.path.name, threads, report)
+            done += _compress_file(file, target / file.path.name, threads, report, layout)
         _copy_others(source, target)
     return done
 
@@ -153,10 +157,10 @@ class _writing:  # noqa: N801  (used as a statement)
             ) from error
 
 
-def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Report) -> list[Done]:
+def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Report, layout: str) -> list[Done]:
     infos = list(file.tensors.values())
     partial, journal = _beside(target, PARTIAL), _beside(target, JOURNAL)
-    started = Started(_identity(file), LENGTH_BYTES + _reserved_header(file, infos))
+    started = Started(_identity(file), LENGTH_BYTES + _reserved_header(file, infos, layout), layout)
     done = _resume(partial, journal, started, infos)
     for one in done:
         report(one)
@@ -166,11 +170,11 @@ def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Re
         out.seek(started.data_start + end)
         if not done:
             _log(out, log, started)
-        for info, packed in _in_order(file, infos[len(done) :], threads):
+        for info, packed in _in_order(file, infos[len(done) :], threads, layout):
             for section in packed.sections:
                 out.write(section)
             nbytes = sum(section.nbytes for section in packed.sections)
-            done.append(Done(info.name, packed.original, info.nbytes, end, nbytes))
+            done.append(Done(info.name, packed.original, file.original_bytes(info), end, nbytes))
             end += nbytes
             _log(out, log, done[-1])
             file.drop(info)
@@ -181,12 +185,14 @@ def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Re
     return done
 
 
-def _in_order(file: SafetensorsFile, infos: list[TensorInfo], threads: int) -> Iterator[tuple[TensorInfo, Packed]]:
+def _in_order(
+    file: SafetensorsFile, infos: list[TensorInfo], threads: int, layout: str
+) -> Iterator[tuple[TensorInfo, Packed]]:
     """Tensors packed by several threads, some ahead of the one that is wanted next."""
     with ThreadPoolExecutor(threads) as pool:
         waiting: list[tuple[TensorInfo, Future[Packed]]] = []
         for info in infos:
-            waiting.append((info, pool.submit(_pack, file, info)))
+            waiting.append((info, pool.submit(_pack, file, info, layout)))
             if len(waiting) > threads:
                 first, packed = waiting.pop(0)
                 yield first, packed.result()
@@ -194,17 +200,16 @@ def _in_order(file: SafetensorsFile, infos: list[TensorInfo], threads: int) -> I
             yield info, packed.result()
 
 
-def _pack(file: SafetensorsFile, info: TensorInfo) -> Packed:
+def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> Packed:
     raw = file.raw(info)
     digest = blake3(raw).hexdigest()
     if info.dtype == "BF16" and len(info.shape) == 2:
         weight = np.require(np.frombuffer(raw, np.uint16).reshape(info.shape), requirements=["C", "ALIGNED"])
-        matrix = codec.compress(weight)
+        matrix = compress_for_gpu(weight) if layout == GPU else codec.compress(weight)
         if matrix is not None:
-            original = Original(dtype=info.dtype, shape=info.shape, blake3=digest, code=(matrix.base, matrix.step))
-            sections = [
-                section.data.cast("B") for section in (matrix.counts, matrix.blocks, matrix.escapes) if section.size
-            ]
+            code = (matrix.base, matrix.step if isinstance(matrix, CompressedMatrix) else 1)
+            original = Original(dtype=info.dtype, shape=info.shape, blake3=digest, code=code, layout=layout)
+            sections = codec.sections(matrix)
             return Packed(_with_checksum(info.name, original, sections), sections)
     plain = Original(dtype=info.dtype, shape=info.shape, blake3=digest)
     return Packed(_with_checksum(info.name, plain, [raw]), [raw])
@@ -259,14 +264,15 @@ def _framed(header: bytes, length: int | None = None) -> bytes:
     return length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)
 
 
-def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo]) -> int:
+def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo], layout: str) -> int:
     """Bytes that no header of this file exceeds: everything in it that is not known yet is as long as can be."""
-    end = sum(info.nbytes for info in infos)
+    end = sum(file.original_bytes(info) for info in infos)
     worst = []
     for info in infos:
         code = (255, -1) if info.dtype == "BF16" and len(info.shape) == 2 else None
         original = Original(dtype=info.dtype, shape=info.shape, blake3="0" * 64, code=code, checksum="0" * 32)
-        worst.append(Done(info.name, original, info.nbytes, end, end))
+        original = msgspec.structs.replace(original, layout=layout if code else "")
+        worst.append(Done(info.name, original, file.original_bytes(info), end, end))
     return len(_header(file.metadata, worst, 0)) - LENGTH_BYTES + 7 & -8
 
 
@@ -306,7 +312,11 @@ def _is_written(file: int, data_start: int, one: Done) -> bool:
     else:
         n, k = one.original.shape
         try:
-            for part in codec.decoded(codec.sections_of(raw, (n, k), one.original.code, one.name), one.name):
+            if one.original.layout == GPU:
+                matrix: AnyCompressed = codec.gpu_sections_of(raw, (n, k), one.original.code[0], one.name)
+            else:
+                matrix = codec.sections_of(raw, (n, k), one.original.code, one.name)
+            for part in codec.decoded(matrix, one.name):
                 hasher.update(part.data.cast("B"))
         except ModelError:
             return False

@@ -13,9 +13,10 @@ from typing import Literal
 
 from penstock.kernels.kinds import Activation
 from penstock.kernels.operands import COLUMN_UNIT, segment_ends
+from penstock.weights.delta import Delta, DeltaPlace
 from penstock.weights.latent import Latent, LatentPlace
-from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
-from penstock.weights.moe import Moe, MoeNames, MoePlace
+from penstock.weights.layout import Groups, Matrix, Part, Vector, WeightLayout
+from penstock.weights.moe import GatedSharedMoe, Moe, MoeNames, MoePlace
 from penstock.weights.rope import Rope
 from penstock.weights.spec import Details, ModelSpec
 
@@ -54,6 +55,11 @@ class Attention(Details, frozen=True, kw_only=True):
     out_bias: bool = False
 
 
+class GatedAttention(Attention, frozen=True, kw_only=True):
+    """Attention whose output, before its last product, is multiplied by a logistic function of what the block reads,
+    number by number.  Rows of queries and of gates lie in one tensor, head by head; there are no biases."""
+
+
 class Mlp(Details, frozen=True, kw_only=True):
     """down(activation(gate(x)) * up(x)); not gated: down(activation(up(x)))."""
 
@@ -66,8 +72,8 @@ class Mlp(Details, frozen=True, kw_only=True):
 class Layer(Details, frozen=True, kw_only=True):
     """One attention block, one feed-forward block."""
 
-    attention: Attention | Latent
-    mlp: Mlp | Moe
+    attention: Attention | GatedAttention | Latent | Delta
+    mlp: Mlp | Moe | GatedSharedMoe
 
 
 class Norm(Details, frozen=True, kw_only=True):
@@ -123,8 +129,8 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
     ``i.q_norm``, ``i.k_norm``, ``i.sinks``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``,
-    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Of routed experts see ``moe.MoePlace``,
-    of latent attention ``latent.LatentPlace``.
+    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Gated attention has the matrix ``i.gate``.  Of
+    routed experts see ``moe.MoePlace``, of latent attention ``latent.LatentPlace``, of delta nets ``delta.DeltaPlace``.
 
     A model that only reads has no ``head``, and with labels the matrix ``score``.
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
@@ -196,13 +202,18 @@ class _Place:
         return made
 
 
-def _attention(decoder: Decoder, attention: Attention | Latent, place: _Place) -> list[Matrix | Vector]:
+def _attention(decoder: Decoder, attention: Attention | Latent | Delta, place: _Place) -> list[Matrix | Vector]:
     names, norm = place.names, decoder.norm
     weights = place.norm(norm, "attention_norm", names.attention_norm) if decoder.norm_before else []
     if isinstance(attention, Latent):
         return weights + LatentPlace(attention, place.tensors, place.weights, place.hidden).layout()
+    if isinstance(attention, Delta):
+        return weights + DeltaPlace(attention, place.tensors, place.weights, place.hidden).layout()
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    weights += place.inward("qkv", names.qkv, (queries, keys, keys), attention.qkv_bias)
+    if isinstance(attention, GatedAttention):
+        weights += _gated_inward(attention, place)
+    else:
+        weights += place.inward("qkv", names.qkv, (queries, keys, keys), attention.qkv_bias)
     if attention.sinks:
         weights.append(place.vector("sinks", names.sinks, sizes=(attention.heads,)))
     if attention.qk_norm in {QkNorm.HEAD, QkNorm.ALL}:
@@ -214,6 +225,22 @@ def _attention(decoder: Decoder, attention: Attention | Latent, place: _Place) -
     if decoder.norm_after:
         weights += place.norm(norm, "attention_norm_after", names.attention_norm_after)
     return weights
+
+
+def _gated_inward(attention: GatedAttention, place: _Place) -> list[Matrix | Vector]:
+    """``qkv`` and ``gate``: in the first tensor every head has rows of both."""
+    heads, size = attention.heads, attention.head_dim
+    both, *others = place.names.qkv
+
+    def rows(first: int) -> Part:
+        part = place.part(f"{both}.weight", 2 * heads * size, place.hidden)
+        return replace(part, groups=Groups(heads, first, first + size))
+
+    keys = [place.part(f"{name}.weight", attention.kv_heads * size, place.hidden) for name in others]
+    return [
+        Matrix(f"{place.weights}qkv", (rows(0), *keys)),
+        Matrix(f"{place.weights}gate", (rows(size),)),
+    ]
 
 
 def _mlp(decoder: Decoder, mlp: Mlp | Moe, place: _Place) -> list[Matrix | Vector]:

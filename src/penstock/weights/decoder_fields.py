@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from penstock.kernels.kinds import Activation
 from penstock.kernels.operands import KvShape
 from penstock.reach import EVERYTHING, Reach
 from penstock.weights.decoder import Attention, Decoder, Layer
+from penstock.weights.delta import Delta
 from penstock.weights.fields import Fields
 from penstock.weights.rope import Rope
 from penstock.weights.spec import ModelSpec
@@ -120,11 +121,24 @@ def decoder_spec(
         vocab=config.size("vocab_size"),
         hidden=sizes.hidden,
         layers=len(decoder.layers),
-        kv=(kv or sizes.kv()).grouped([reach_of(layer) for layer in decoder.layers]),
+        kv=_cache(config, kv or sizes.kv(), decoder),
         max_positions=max(positions, default=sizes.max_positions),
         tied=config.get("tie_word_embeddings", bool, tied),
         details=decoder,
     )
+
+
+def _cache(config: Fields, kv: KvShape, decoder: Decoder) -> KvShape:
+    """What layers keep of a sequence: keys and values in pages by reach, and the states of recurrent layers."""
+    recurrent = [layer.attention for layer in decoder.layers if isinstance(layer.attention, Delta)]
+    keyed = [layer for layer in decoder.layers if not isinstance(layer.attention, Delta)]
+    kv = replace(kv, layers=len(keyed)).grouped([reach_of(layer) for layer in keyed])
+    if not recurrent:
+        return kv
+    kv = replace(kv, states=recurrent[0].states(len(recurrent)))
+    if not kv.state_rows_a_page:
+        raise config.refuse("its pages of keys and values are too small for its states")
+    return kv
 
 
 def reach_of(layer: Layer) -> Reach:

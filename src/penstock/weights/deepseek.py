@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437) and Kimi K2 (arXiv:2507.20534): latent attention in its
-absorbed form, the first layers dense, then routed experts beside shared ones.
+"""DeepSeek-V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534) and the text model of Kimi
+K2.5: latent attention in its absorbed form, the first layers dense, then routed experts beside shared ones.
 
 The releases bring Python code along, which is not run: transformers has the same architectures under these names.
 """
@@ -7,6 +7,7 @@ The releases bring Python code along, which is not run: transformers has the sam
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 from penstock.kernels.kinds import Gate
@@ -31,6 +32,8 @@ from penstock.weights.moe_fields import parse_routing
 from penstock.weights.rope import parse_rope, rope_section
 from penstock.weights.spec import ModelSpec
 
+IMAGES = r"(model\.)?(vision_tower|mm_projector)\..*"
+
 
 def parse_v2(config: Fields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
@@ -52,6 +55,19 @@ def parse_v2(config: Fields) -> ModelSpec:
 
 def parse_v3(config: Fields) -> ModelSpec:
     """The same for V3, R1 and Kimi K2."""
+    return _parse_v3(config, "DeepseekV3ForCausalLM")
+
+
+def parse_kimi_with_images(config: Fields) -> ModelSpec:
+    """The text model of Kimi K2.5, which also reads images and films.  Raises ModelError as the others."""
+    refuse_variants(config, "kimi_k25")
+    text = config.section("text_config")
+    if text is None:
+        raise config.refuse("has no text_config, the section of the model that writes")
+    return _parse_v3(text, "KimiK25ForConditionalGeneration")
+
+
+def _parse_v3(config: Fields, architecture: str) -> ModelSpec:
     kind = config.get("model_type", str, "deepseek_v3")
     refuse_variants(config, "kimi_k2" if kind == "kimi_k2" else "deepseek_v3")
     if config.get("scoring_func", str, "sigmoid") != "sigmoid":
@@ -66,13 +82,26 @@ def parse_v3(config: Fields) -> ModelSpec:
         groups_kept=config.size("topk_group", 4),
         pairs=groups > 1,
     )
-    return _spec(config, "DeepseekV3ForCausalLM", moe, interleaved=config.get("rope_interleave", bool, True))
+    return _spec(config, architecture, moe, interleaved=config.get("rope_interleave", bool, True))
 
 
 def layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``.  The layers behind the last one predict further tokens and are not read."""
-    behind = rf"model\.layers\.{spec.layers}\..*"
-    return decoder.layout(spec, replace(Names(), ignored=rf"{behind}|.*\.rotary_emb\.inv_freq"))
+    return decoder.layout(spec, replace(Names(), ignored=_ignored(spec, "model.")))
+
+
+def layout_with_images(spec: ModelSpec) -> WeightLayout:
+    """The same inside a model that also reads images: what does is not loaded."""
+    published = Names(model="language_model.model.", head="language_model.lm_head")
+    newer = Names(model="model.language_model.")
+    return decoder.layout(
+        spec, *(replace(names, ignored=rf"{IMAGES}|{_ignored(spec, names.model)}") for names in (published, newer))
+    )
+
+
+def _ignored(spec: ModelSpec, model: str) -> str:
+    """Layers that predict further tokens, and what can be computed from the configuration."""
+    return rf"{re.escape(model)}layers\.{spec.layers}\..*|.*\.rotary_emb\.inv_freq"
 
 
 def _spec(config: Fields, architecture: str, moe: Moe, *, interleaved: bool) -> ModelSpec:

@@ -30,6 +30,8 @@ class Hashing:
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._stopped = False
+        self._lock = threading.Lock()
+        self.done = 0  # bytes in files
 
     def start(self, threads: int) -> None:
         """Begin; ``threads`` at most."""
@@ -70,9 +72,11 @@ class Hashing:
             self._stopped = True
 
     def _digest(self, name: str, buffer: bytearray) -> bytes:
-        if self._checkpoint.matrix(name) is not None:
-            return self._checkpoint.digest(name)
         place = self._checkpoint.place(name)
+        if self._checkpoint.matrix(name) is not None:
+            digest = self._checkpoint.digest(name)
+            self._count(place.nbytes)
+            return digest
         hasher = blake3()
         view = memoryview(buffer)
         done = 0
@@ -82,4 +86,9 @@ class Hashing:
                 raise ModelError(f"{self._checkpoint.path_of(name)}: tensor {name!r}: it ends before its time")
             hasher.update(view[:got])
             done += got
+            self._count(got)
         return hasher.digest()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes

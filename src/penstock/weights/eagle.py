@@ -55,6 +55,15 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     tapped: tuple[int, ...]  # it reads the model's hidden states behind so many layers
     target: str | None = None  # hash of the weights that it was trained for, if its file says
 
+    @property
+    def parameters(self) -> int:
+        """Weights of its tensors, an output matrix for tokens of its own among them."""
+        attention, width = self.attention, self.hidden
+        queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        inward = len(self.tapped) * width + 2 * (queries + 2 * keys) + 2 * self.mlp.intermediate
+        outward = queries + self.mlp.intermediate + (self.outputs if self.outputs != self.vocab else 0)
+        return (inward + outward + 4) * width
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:

@@ -30,9 +30,11 @@ from penstock.weights import (
     phi,
     qwen,
     qwen_moe,
+    qwen_next,
     qwen_vl,
     smollm,
     stablelm,
+    whisper,
 )
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
@@ -77,6 +79,7 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "Glm4MoeForCausalLM": _decoder(glm_moe.parse, glm_moe.layout),
         "GlmForCausalLM": _decoder(glm.parse_glm, glm.layout),
         "GptOssForCausalLM": _decoder(gpt_oss.parse, gpt_oss.layout),
+        "KimiK25ForConditionalGeneration": _decoder(deepseek.parse_kimi_with_images, deepseek.layout_with_images),
         "Llama4ForCausalLM": _decoder(llama4.parse_text, llama4.layout),
         "Llama4ForConditionalGeneration": _decoder(llama4.parse_with_images, llama4.layout),
         "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
@@ -90,13 +93,19 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
         "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.layout),
         "Qwen3MoeForCausalLM": _decoder(qwen_moe.parse, qwen_moe.layout),
+        "Qwen3NextForCausalLM": _decoder(qwen_next.parse, qwen_next.layout),
         "SmolLM3ForCausalLM": _decoder(smollm.parse, smollm.layout),
         "StableLmForCausalLM": _decoder(stablelm.parse, stablelm.layout),
     }
 )
 """Families that ``engine.models.decoder`` computes."""
 
-BUILT_IN: Mapping[str, CheckpointFormat] = DECODERS
+HEARERS: Mapping[str, CheckpointFormat] = MappingProxyType(
+    {"WhisperForConditionalGeneration": CheckpointFormat(whisper.parse, whisper.layout)}
+)
+"""Families that ``engine.models.whisper`` computes: they write what they hear."""
+
+BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType({**DECODERS, **HEARERS})
 
 _BERT = CheckpointFormat(bert.parse_bert, bert.layout_bert)
 _ROBERTA = CheckpointFormat(bert.parse_roberta, bert.layout_roberta)
@@ -123,7 +132,12 @@ READERS: Mapping[str, CheckpointFormat] = MappingProxyType(
 )
 """Decoders that are only read with (``weights.pooling``): their specification's architecture is that of the writer."""
 
-_KNOWN: Mapping[str, CheckpointFormat] = MappingProxyType({**READERS, **ENCODERS, **BUILT_IN})
+SYNONYMS: Mapping[str, CheckpointFormat] = MappingProxyType(
+    {"Kimi_K25ForConditionalGeneration": DECODERS["KimiK25ForConditionalGeneration"]}
+)
+"""What transformers calls an architecture whose makers call it otherwise."""
+
+_KNOWN: Mapping[str, CheckpointFormat] = MappingProxyType({**READERS, **ENCODERS, **SYNONYMS, **BUILT_IN})
 
 
 def installed_plugin(architecture: str) -> Plugin | None:

@@ -70,4 +70,6 @@ def _canonical(spec: ModelSpec) -> bytes:
         fields["quantization"] = spec.quantization.groups
     if spec.pooler is not None:
         fields["pooler"] = spec.pooler
+    if spec.sparse is not None:
+        fields["sparse"] = spec.sparse
     return msgspec.json.encode(fields, order="sorted")

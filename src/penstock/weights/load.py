@@ -6,6 +6,7 @@
     file --read--> BLAKE3                                    only where nobody vouches for it    beside it
 
 A backend that has a ``loading`` reads, checks and packs in one pass; any other is given one weight after the other.
+What comes as arrays all the same, as compressed weights do on a GPU, is checked by itself before.
 The hash of a tensor comes from a compressed file's table or from the manifest of the last load, and then the tensor's
 checksum must be the one that stands there too; else it is computed.  Compressed weights stay compressed in memory
 where the kernels decode them.  No thread is left when loading ends: the process is about to fork.
@@ -22,10 +23,11 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ModelError
+from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
-from penstock.weights.checksum import checksum_text
+from penstock.weights.checksum import checksum, checksum_text
 from penstock.weights.compressed import Original
 from penstock.weights.digests import Hashing
 from penstock.weights.family import checkpoint_format
@@ -112,11 +114,13 @@ class _Load:
             for name, entry in self._known.items()
             if name in self._unread or (name in checked and entry.checksum)
         }
+        told = [name for name in dict.fromkeys(self._tensors) if name in self._vouched and name not in checked]
+        known |= {name: self._vouched[name] for name in told}
         to_hash = [name for name in dict.fromkeys([*self._tensors, *self._unread]) if name not in known]
         with Hashing(self._checkpoint, to_hash) as hashing:
             hashing.start(threads)
             loaded = self._read(loading, threads)
-            digests = hashing.join(lambda: self._progress(0, 0))
+            digests = hashing.join(lambda: self._progress(hashing.done, hashing.done))
         for name, digest in digests.items():
             entry = self._entry(name, digest)
             if name in checked:
@@ -124,8 +128,9 @@ class _Load:
             self.found[name] = entry
         for name, entry in known.items():
             if name in checked:
-                self._check(name, entry, loading)
+                self._check(name, entry, loading.checksum(name, checksum_text(name, entry)))
             self.found[name] = entry
+        self._check_arrays(told)
         loaded |= self._packing.all([w for w in self._weights if w.name not in loaded], threads, self._progress)
         return {weight.name: loaded[weight.name] for weight in self._weights}
 
@@ -144,9 +149,16 @@ class _Load:
             names = ", ".join(map(repr, tensors))
             raise ModelError(f"{self._checkpoint.path_of(tensors[0])}: tensor {names}: {error.reason}") from error
 
-    def _check(self, name: str, entry: Original, loading: Loading) -> None:
-        """The tensor just read must be the one that was hashed."""
-        if loading.checksum(name, checksum_text(name, entry)) == entry.checksum:
+    def _check_arrays(self, names: list[str]) -> None:
+        """Tensors that come as arrays, and whose file says what their stored bytes are: nothing is decoded."""
+        for done, name in enumerate(names, 1):
+            with self._checkpoint.stored(name) as stored:
+                self._check(name, self._vouched[name], checksum(name, self._vouched[name], [stored]))
+            self._progress(done, done)
+
+    def _check(self, name: str, entry: Original, found: str) -> None:
+        """The tensor just read, whose checksum was ``found``, must be the one that was hashed."""
+        if found == entry.checksum:
             return
         where = f"{self._checkpoint.path_of(name)}: tensor {name!r}"
         if name in self._vouched:
@@ -215,9 +227,10 @@ def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: Loading) ->
     if not compressed:
         loading.matrix(weight.name, places, weight.segments)
         return True
-    if len(compressed) < len(places):
-        return False
-    return loading.compressed(weight.name, [(place, m) for place, m in compressed if m is not None], weight.segments)
+    own = [(place, matrix) for place, matrix in compressed if isinstance(matrix, CompressedMatrix)]
+    if len(own) < len(places):
+        return False  # some are plain, or in a layout that must be converted
+    return loading.compressed(weight.name, own, weight.segments)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:

@@ -27,6 +27,10 @@ class Moe(Details, frozen=True, kw_only=True):
     shared: int | None = None  # intermediate size of what every token passes
 
 
+class GatedSharedMoe(Moe, frozen=True, kw_only=True):
+    """The same, and the shared expert is multiplied by a logistic function of one number that a token makes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeNames:
     """How a family calls the tensors, without the layer's prefix; ``{}`` is an expert's number.
@@ -43,6 +47,7 @@ class MoeNames:
     stacked: bool = False
     shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
     shared_down: str = "mlp.shared_experts.down_proj.weight"
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class MoePlace:
 
     def layout(self) -> list[Matrix | Vector]:
         """As far as the block has them: ``router`` with ``router_bias`` and ``choice_bias``, ``experts.E.gate_up`` and
-        ``experts.E.down``, each with a bias ``experts.E.gate_up_bias``, ..., ``shared_gate_up`` and ``shared_down``.
+        ``experts.E.down``, each with a bias ``experts.E.gate_up_bias``, ..., ``shared_gate_up``, ``shared_down`` and
+        ``shared_gate``.
         """
         moe, names = self.moe, self.names
         experts = moe.routing.experts
@@ -73,6 +79,8 @@ class MoePlace:
             weights.append(self._matrix("shared_gate_up", *gate_up))
             down = self._part(names.shared_down, self.hidden, moe.shared)
             weights.append(self._matrix("shared_down", down, segments=segment_ends(moe.shared, COLUMN_UNIT)))
+        if isinstance(moe, GatedSharedMoe):
+            weights.append(self._matrix("shared_gate", self._part(names.shared_gate, 1, self.hidden)))
         return weights
 
     def _expert(self, expert: int) -> list[Matrix | Vector]:

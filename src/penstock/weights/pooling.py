@@ -42,6 +42,8 @@ def read_with(spec: ModelSpec, architecture: str, config: Fields, files: SmallFi
 
     ``files``: those beside the configuration, if there are any.  Raises ModelError for what cannot be served.
     """
+    if spec.source:  # it writes what it hears
+        return spec
     decodes = isinstance(spec.details, Decoder)
     causal = config.get("is_causal", bool, True) if decodes else False
     modules = _modules(files) if files is not None else None

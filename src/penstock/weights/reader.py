@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.compressed_gpu import AnyCompressed
 from penstock.weights.compressed import Original
 from penstock.weights.formats.coded import Coded
 from penstock.weights.formats.quantization import UNUSED, Quantization
@@ -57,7 +57,7 @@ class TensorFile(Protocol):
     def raw(self, info: TensorInfo) -> memoryview: ...
     def digest(self, info: TensorInfo) -> bytes: ...
     def original(self, info: TensorInfo) -> Original | None: ...
-    def matrix(self, info: TensorInfo) -> CompressedMatrix | None: ...
+    def matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
     def turned_heads(self, info: TensorInfo) -> int | None: ...
     def coded(self, info: TensorInfo) -> Coded | None: ...
     def drop(self, info: TensorInfo) -> None: ...
@@ -138,7 +138,7 @@ class Checkpoint:
         """The files' stamps by name."""
         return {file.path.name: file.stamp for file in self._files}
 
-    def matrix(self, name: str) -> CompressedMatrix | None:
+    def matrix(self, name: str) -> AnyCompressed | None:
         """The tensor in its compressed form, None if it is stored plain.  ``digest`` checks that it is sound."""
         file = self._file_of(name)
         return file.matrix(file.tensors[name])

@@ -14,9 +14,9 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import ModelError
-from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.compressed_gpu import AnyCompressed
 from penstock.weights import codec
-from penstock.weights.compressed import Original, original_info, parse_originals
+from penstock.weights.compressed import GPU, Original, original_info, parse_originals
 from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
 from penstock.weights.mapped import MappedFile, Place, Stamp
 
@@ -65,16 +65,23 @@ class SafetensorsFile:
         """Was the file written by ``penstock compress``?"""
         return self._originals is not None
 
+    @property
+    def layouts(self) -> set[str]:
+        """Of its compressed tensors, as ``Original.layout`` has it."""
+        return {original.layout for original in (self._originals or {}).values() if original.code is not None}
+
     def stored(self, info: TensorInfo) -> memoryview:
         """The bytes in the file, a read-only view of the mapping."""
         return self._file.view(info.start, info.stop)
 
-    def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
+    def matrix(self, info: TensorInfo) -> AnyCompressed | None:
         """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
         original = self.original(info)
         if original is None or original.code is None:
             return None
         n, k = info.shape
+        if original.layout == GPU:
+            return codec.gpu_sections_of(self.stored(info), (n, k), original.code[0], self._where(info))
         return codec.sections_of(self.stored(info), (n, k), original.code, self._where(info))
 
     def original_bytes(self, info: TensorInfo) -> int:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.kernels.operands import KvShape
+from penstock.kernels.sparse import Sparse
 from penstock.types import Task
 from penstock.weights.formats.quantization import Quantization
 
@@ -64,7 +65,7 @@ class Pooler(Details, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A transformer without cross-attention.  Sizes are checked by whoever makes one."""
+    """A transformer.  Sizes are checked by whoever makes one."""
 
     architecture: str
     vocab: int
@@ -81,10 +82,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sampling: SamplingDefaults = SamplingDefaults()
     quantization: Quantization | None = None  # how a folder's matrices are stored
     pooler: Pooler | None = None  # None: the model writes
+    source: int = 0  # first tokens of every sequence, which stand for a sound; 0: the model hears nothing
+    sparse: Sparse | None = None  # how little is read of long contexts; None: everything, as its makers meant it
 
     @property
     def task(self) -> Task:
         """What the model is served for."""
+        if self.source:
+            return Task.TRANSCRIBE
         return Task.GENERATE if self.pooler is None else self.pooler.task
 
     def own(self, kind: type[D]) -> D:

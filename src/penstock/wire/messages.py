@@ -8,13 +8,13 @@ Life of a split request::
     gateway --Submit(leg=decode, pages_from=P)--> D     D queues it until it has room for the whole prompt
     gateway --Submit(leg=prefill)---------------> P     P waits for D's credit
     D --PullPages (this is the credit)----------> P     P admits it and starts to compute
-    P --PageReady*, PrefillDone-----------------> D     D copies and verifies pages into memory of its own
+    P --PageReady*, PagesReady*, PrefillDone----> D     D copies and verifies pages into memory of its own
     P --Tokens(index=0)-------------------------> gateway
     D --PagesReceived---------------------------> P     P's lease ends
     D --Tokens(index=0…)------------------------> gateway   (token 0 again: whoever is first, it counts once)
 
 Credit before computing is what makes admission free of deadlock: P only ever holds pages for a D that has already
-reserved the room to take them.
+reserved the room to take them.  How an answer moves while it is written is told in ``wire.duties``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from typing import Annotated
 import msgspec
 
 from penstock.types import (
+    LOWER_TIERS,
+    UNCLAIMED,
     AdapterRef,
     BlockHash,
+    Claim,
     FinishReason,
     ImageHash,
     Leg,
+    Medium,
     ModelIdentity,
     PageId,
-    Picture,
     PlacedImage,
     PoolingParams,
     RequestId,
@@ -41,13 +44,13 @@ from penstock.types import (
     WorkerId,
     WorkerState,
 )
+from penstock.wire.base import Message
+from penstock.wire.duties import Assign, Relieve, StillWanted
+from penstock.wire.page_doors import OfFetching
+from penstock.wire.phases import Phase
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """First byte of every frame.  A peer of another version is refused, not guessed at."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
-    """Base of everything that crosses a process boundary."""
 
 
 class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,8 +75,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A gateway introduces itself, and again every ``GATEWAY_BEAT_S``.
 
     A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.  A message can
-    be lost with the connection that carried it, without either end hearing of it; so the gateway names the legs that
-    have been silent for a while, and the worker gives back (``UNKNOWN``) those that it does not know.
+    be lost with its connection, and neither end hear of it; so the gateway names the legs that have been silent for a
+    while, and the worker gives back (``UNKNOWN``) those that it does not know.
     """
 
     gateway: str
@@ -98,14 +101,17 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     emitted: tuple[int, ...] = ()
     root: BlockHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages
-    priority: int = 0
+    claim: Claim = UNCLAIMED
     adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
     pages_from: PageSource | None = None  # with leg=decode
+    apart: bool = False  # prompt and answer are computed in two numerics classes
+    joins: bool = False  # leg=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
-    pictures: tuple[Picture, ...] = ()  # one an image, where the prompt is read
+    pictures: tuple[Medium, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: int = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it
+    traced: bool = False  # ``TokenItem.phases`` are wanted
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -131,6 +137,7 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0  # prompt tokens that were not computed for this leg
     queued_s: float = 0.0  # with a leg's first tokens: from its arrival to its first computed token
     pooled: bytes | None = None  # see ``types.TokenBatch``; the one token beside it means nothing
+    phases: tuple[Phase, ...] = ()  # of a leg that is traced: what has ended since its last item
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
@@ -172,6 +179,7 @@ class KvEvents(Message, frozen=True, kw_only=True, tag="kv_events"):
     sequence: int
     stored: _Keys = b""
     removed: _Keys = b""
+    sunk: Annotated[tuple[_Keys, ...], msgspec.Meta(max_length=LOWER_TIERS)] = ()  # now nearest in these lower tiers
     part: int = 0
     parts: int = 0
 
@@ -186,10 +194,7 @@ class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):
-    """A worker as it is now: the answer to Hello, after every step (at most every REPORT_MIN_S), and when idle.
-
-    Counters only grow within one incarnation.
-    """
+    """A worker as it is now: the answer to Hello, after steps, and when idle.  Counters only grow in an incarnation."""
 
     worker: WorkerId
     incarnation: int
@@ -207,15 +212,21 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     kv_pages_used: int = 0
     kv_pages_free: int = 0  # cached pages count as free: they can be evicted
     kv_pages_leaked: int = 0
-    counters: dict[str, float] = {}  # name in telemetry.metrics -> value
+    counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
     prompt_tokens: int = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
     prompt_pairs: int = 0  # (query, key) pairs of their attention
+    batch_tokens: int = 0  # of prompt_tokens, those of batch work: they wait for interactive requests
+    batch_pairs: int = 0  # the same of prompt_pairs
     answers: int = 0  # requests whose answers are written here, or will be
     context_tokens: int = 0  # known tokens of those
     page_bytes: int = 0  # of one KV page
+    domain: str = ""  # workers of one domain take pages out of each other's caches
+    fetch_s: float = 0.0  # how long that takes this worker, a page
+    tier_s: Annotated[tuple[float, ...], msgspec.Meta(max_length=LOWER_TIERS)] = ()  # the same out of its lower tiers
     rates: StepRates = StepRates()
     measured: int = 0  # steps that the rates were learned from; before the first they are only a guess
     kv_sequence: int = 0  # of the last KvEvents
+    hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
     heard: int = 0  # the latest ``Submit.serial`` of the gateway that this is told to
     gateways: int = 1  # that give this worker work
 
@@ -235,13 +246,15 @@ class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
     skip_blocks: int
     identity: ModelIdentity
     layout: str  # kv.layout.KvLayout.name
-    carrier: str  # "shm", "tcp" or "memory"
+    carrier: str  # kv.transfer.port.PageCarrier.name
     incarnation: int  # of the sender that is meant
     resend: bool = False  # nothing came for a while: send what was sent from block ``skip_blocks`` on once more
+    tokens: int = 0  # of an answer that is being written: tokens that are computed at the sender, for all we know,
+    ahead: int = 0  # and for how many more there is room
 
 
 class PageReady(Message, frozen=True, kw_only=True, tag="page"):
-    """Prefill to decode: block ``block`` of the request is finished.  TCP sends the page as the frame's payload."""
+    """Prefill to decode: block ``block`` of the request is finished.  With "curve" the page is the frame's payload."""
 
     request: RequestId
     epoch: int
@@ -253,7 +266,10 @@ class PageReady(Message, frozen=True, kw_only=True, tag="page"):
 
 
 class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
-    """Prefill to decode: all ``blocks`` pages were announced, and this was the first token."""
+    """Prefill to decode: all ``blocks`` pages were announced, and this was the first token.
+
+    Of an answer that moves, ``first`` has all tokens that were written since it was to move, and may have none.
+    """
 
     request: RequestId
     epoch: int
@@ -277,17 +293,21 @@ class HandOverFailed(Message, frozen=True, kw_only=True, tag="hand_over_failed")
 
 
 class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
-    """Decode to prefill: I have copied everything, or want no more.  Ends the sender's lease."""
+    """Decode to prefill: I have copied everything, or want no more.  Ends the sender's lease.
+
+    Of an answer that moves, a gateway says it, too, when its receiver has gone.
+    """
 
     request: RequestId
     epoch: int
+    taken: bool = False  # the answer that was moving goes on here
 
 
 class EncodeImage(Message, frozen=True, kw_only=True, tag="encode"):
-    """Whoever reads a prompt to an encoder: what are the rows of this image?  Answered in any order."""
+    """Whoever reads a prompt to an encoder: what are the rows of this image, or sound?  Answered in any order."""
 
     content: ImageHash
-    picture: Picture
+    picture: Medium
     identity: ModelIdentity
 
 
@@ -320,6 +340,10 @@ AnyMessage = (
     | HandOverAlive
     | HandOverFailed
     | PagesReceived
+    | Assign
+    | Relieve
+    | StillWanted
+    | OfFetching
     | EncodeImage
     | ImageAlive
     | ImageEncoded
@@ -346,6 +370,7 @@ class WorkerDown(Message, frozen=True, kw_only=True, tag="worker_down"):
     incarnation: int
     state: WorkerState
     reason: str
+    fault: bool = False  # of what it did: it crashed, hung or ran out of memory, and was not ended from outside
 
 
 class Draining(Message, frozen=True, kw_only=True, tag="draining"):

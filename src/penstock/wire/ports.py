@@ -11,7 +11,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.types import FinishReason, ModelIdentity, RequestId, TokenBatch, ValidRequest
+from penstock.types import (
+    Claim,
+    Duty,
+    FinishReason,
+    ModelIdentity,
+    RequestId,
+    Role,
+    ServiceClass,
+    TokenBatch,
+    ValidRequest,
+)
 
 JsonObject = Mapping[str, Any]
 """A JSON object out of the strict parser: str, int, float, bool, None, lists and dicts, nothing else."""
@@ -29,6 +39,13 @@ class TokenStream(Protocol):
         ...
 
 
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a request would take to its first token if it came now, by what workers report."""
+
+    wait_s: float  # what lies before it, served in order of arrival
+    read_s: float  # its own prompt
+
+
 class TokenStreams(Protocol):
     """From ``ValidRequest`` to tokens, whatever happens to workers in between (``router.service``)."""
 
@@ -44,6 +61,10 @@ class TokenStreams(Protocol):
         """The caller has all it wants, such as a stop string: that it closes the stream now is no abort."""
         ...
 
+    def served_by(self, request: RequestId) -> ModelIdentity | None:
+        """By whose bits the answer to this request is made, once its stream has given a batch and until it ends."""
+        ...
+
     def identity(self) -> ModelIdentity | None:
         """What is served, or None while no worker has reported yet."""
         ...
@@ -56,6 +77,10 @@ class TokenStreams(Protocol):
         """None while all is well, else why not: something runs and nothing moves."""
         ...
 
+    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+        """For a prompt of so many tokens; None while nobody knows by experience how long anything takes."""
+        ...
+
     def workers(self) -> Sequence[dict[str, Any]]:
         """One mapping a worker, as ``penstock status --json`` prints it."""
         ...
@@ -66,6 +91,20 @@ class TokenStreams(Protocol):
 
     def explain_in_a_line(self, request: RequestId) -> str | None:
         """The latest of those decisions in printable ASCII, None for a request not remembered."""
+        ...
+
+
+class Posts(Protocol):
+    """What an operator may tell workers (``router.orders``)."""
+
+    async def assign(
+        self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
+    ) -> dict[str, Any]:
+        """Give a worker another role or duty, wait until it has taken it, and return its row of ``workers``.
+
+        Raises UnknownWorker; Conflict when it cannot, or when nobody would be left for a part of the service and
+        ``force`` is not given; NotTaken when the worker does not answer in time.
+        """
         ...
 
 
@@ -140,6 +179,30 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(request.prompt) for request in self.requests[:: self.reply.n])
 
 
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks, as far as it concerns how the request is served."""
+
+    tenant: str = ""  # a short name
+    weight: float = 1.0
+    salt: str = ""  # tenants with different ones share no cached pages
+    service: ServiceClass = ServiceClass.INTERACTIVE  # of a request that says nothing
+    asked: ServiceClass | None = None  # said outside the body, which goes before what stands in it
+    max_wait_s: float | None = None  # the same
+    waits_s: tuple[float | None, ...] = ()  # what the requests of each class may wait; nothing said: any time
+
+    def claim(self, said: ServiceClass | None = None) -> Claim:
+        """Of a request whose body says ``said``."""
+        service = self.service if said is None else said
+        service = service if self.asked is None else self.asked
+        wait_s = self.waits_s[service] if self.waits_s else None
+        return Claim(
+            tenant=self.tenant,
+            weight=self.weight,
+            service=service,
+            max_wait_s=wait_s if self.max_wait_s is None else self.max_wait_s,
+        )
+
+
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """What the edge knows of a request before it is checked."""
 
@@ -147,6 +210,13 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float  # monotonic seconds
     identity: ModelIdentity  # of the model as it is served now; goes into the block hashes
     session: str = ""  # that the client says the request belongs to
+    caller: Caller = Caller()
+    told: str = ""  # the answer's id for the client, when it is another one: a repeat has the same
+
+    @property
+    def name(self) -> str:
+        """The answer's id for the client."""
+        return self.told or self.id
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +266,60 @@ class Pools(Protocol):
 
     async def classify(self, body: JsonObject, envelope: Envelope) -> PoolWork:
         """A body of ``/classify``."""
+        ...
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a form (RFC 7578), by name."""
+
+    fields: Mapping[str, Sequence[str]]
+    files: Mapping[str, bytes]  # parts that have a file name
+
+
+class Listening(Protocol):
+    """One sound that is to be written down: checked, and heard window by window."""
+
+    model: str
+    task: str  # "transcribe" or "translate"
+    language: str  # "": not known yet
+    form: str  # of the answer, as OpenAI calls them
+    stream: bool
+    temperature: float
+    seed: int  # as the client gave it, or as it was drawn for them
+    tokens: int  # that stand for a window
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        ...
+
+    @property
+    def windows(self) -> Sequence[tuple[float, float]]:
+        """Begin and end of each, in seconds."""
+        ...
+
+    async def asks_language(self) -> ValidRequest | None:
+        """What to ask first; its one token is for ``tell_language``.  None where the language is known."""
+        ...
+
+    def tell_language(self, token: int) -> None:
+        """The model's answer."""
+        ...
+
+    async def window(self, index: int) -> tuple[ValidRequest, AnswerText]:
+        """The request for a window.  To be asked for one after another; raises RequestError, QueueFull."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is asked for.  Harmless when said twice."""
+        ...
+
+
+class Hears(Protocol):
+    """The intake of a model that hears; refusals as in ``Intake``."""
+
+    async def listen(self, form: Form, envelope: Envelope, *, translates: bool) -> Listening:
+        """A form of ``/v1/audio/transcriptions``, or of ``/v1/audio/translations``."""
         ...
 
 

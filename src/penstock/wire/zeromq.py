@@ -32,6 +32,8 @@ MALFORMED_PER_TURN = 64
 
 RECONNECT_FIRST_MS = 20
 RECONNECT_MAX_MS = 500
+"""Over TCP the pause doubles up to that.  On one host it does not: a worker that was forked anew is reached as soon as
+it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
 HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
 HEARTBEAT_TIMEOUT_MS = 10_000
 IPC_NAME_MAX = 100
@@ -125,7 +127,7 @@ class ZmqTransport:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
             socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS if endpoint.startswith("tcp://") else 0)
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)

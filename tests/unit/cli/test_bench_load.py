@@ -123,7 +123,7 @@ async def test_an_open_loop_charges_a_stall_to_every_request_behind_it():
         await one_answer(exchange)
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
-        load = LoadGenerator(client, "/v1/completions", timeout=5)
+        load = LoadGenerator(client, "/v1/completions", timeout=60)
         progress = Progress(10)
         jobs = [Job(BODY, at=n * 0.01) for n in range(10)]
         found = await load.run(jobs, max_concurrency=None, closed_loop=False, progress=progress)
@@ -149,7 +149,7 @@ async def test_waiting_for_a_slot_counts_in_an_open_loop_only(closed_loop: bool)
         await one_answer(exchange)
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
-        load = LoadGenerator(client, "/v1/completions", timeout=5)
+        load = LoadGenerator(client, "/v1/completions", timeout=60)
         found = await load.run([Job(BODY)] * 6, max_concurrency=2, closed_loop=closed_loop)
     assert most == 2
     waited = max(record.sent - record.due for record in found)
@@ -257,7 +257,7 @@ async def test_long_prompts_amid_running_answers():
         await exchange.end_stream()
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
-        load = LoadGenerator(client, "/v1/completions", timeout=5)
+        load = LoadGenerator(client, "/v1/completions", timeout=60)
         result = await run_stutter(
             load, Stutter(running=3, every=0.1, warmup=0.05), [b'{"prompt": "short"}'], [b'{"prompt": "long"}'] * 3
         )

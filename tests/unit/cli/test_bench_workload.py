@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from penstock.cli.benchmark.workload import RandomLengths, Wanted, arrivals, azure, mooncake, scaled, that_fit
+from penstock.cli.benchmark.workload import RandomLengths, Wanted, arrivals, of_trace, scaled, that_fit
+from penstock.errors import ConfigError
 
 
 def test_random_lengths_stay_in_their_range_and_repeat_with_their_seed():
@@ -49,46 +49,39 @@ def test_an_infinite_rate_has_all_due_at_once():
     assert arrivals(3, rate=float("inf"), burstiness=1.0, seed=0) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_mooncake_rows(tmp_path: Path, packed: bool):
-    rows = (
-        b'{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n\n'
-        b'{"timestamp": 1500, "input_length": 7, "output_length": 0, "hash_ids": [0]}'
-    )
-    path = tmp_path / ("t.jsonl.gz" if packed else "t.jsonl")
-    path.write_bytes(gzip.compress(rows) if packed else rows)
-    assert list(mooncake(path)) == [
-        Wanted(input_len=6758, output_len=500, at=0.0, blocks=(0, 1), block_tokens=512),
+MOONCAKE = """\
+{"timestamp": 500, "input_length": 1030, "output_length": 500, "hash_ids": [0, 1, 7]}
+
+{"timestamp": 2000, "input_length": 7, "output_length": 0, "hash_ids": [0]}"""
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:15:46.6805900,374,44\r\n"
+    "2023-11-16 18:16:46.9305901,396,109"
+)
+
+
+def test_rows_of_a_trace_are_requests(tmp_path: Path):
+    path = tmp_path / "trace"
+    path.write_text(MOONCAKE)
+    wanted = [
+        Wanted(input_len=1030, output_len=500, at=0.0, blocks=(0, 1, 7), block_tokens=512),
         Wanted(input_len=7, output_len=1, at=1.5, blocks=(0,), block_tokens=512),
     ]
-
-
-@pytest.mark.parametrize("row", ["{", "{}", '{"timestamp": "x"}', "[]"])
-def test_what_is_no_mooncake_row_is_named(tmp_path: Path, row: str):
-    path = tmp_path / "t.jsonl"
-    path.write_text(row)
-    with pytest.raises(ValueError, match="line 1"):
-        list(mooncake(path))
-
-
-def test_azure_rows(tmp_path: Path):
-    path = tmp_path / "t.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
-        "2023-11-16 18:15:46.6805900,374,44\r\n"
-        "2023-11-16 18:16:46.9305901,396,109"
-    )
-    first, second = azure(path)
+    assert of_trace(path, "mooncake", 10) == wanted
+    assert of_trace(path, "mooncake", 1) == wanted[:1]
+    path.write_text(AZURE)
+    first, second = of_trace(path, "azure", 10)
     assert first == Wanted(input_len=374, output_len=44, at=0.0)
     assert (second.input_len, second.output_len) == (396, 109)
     assert second.at == pytest.approx(60.25, abs=1e-6)
 
 
-def test_what_is_no_azure_row_is_named(tmp_path: Path):
-    path = tmp_path / "t.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n")
-    with pytest.raises(ValueError, match="line 2"):
-        list(azure(path))
+@pytest.mark.parametrize(("kind", "found"), [("azure", MOONCAKE), ("mooncake", AZURE)])
+def test_a_trace_of_the_other_kind_is_refused(tmp_path: Path, kind: str, found: str):
+    path = tmp_path / "trace"
+    path.write_text(found)
+    with pytest.raises(ConfigError, match=f"not '{kind}'"):
+        of_trace(path, kind, 1)
 
 
 def test_scaling_keeps_shared_blocks_shared():

@@ -92,9 +92,9 @@ def test_an_interrupted_run_goes_on(plain: Path, tmp_path: Path) -> None:
     packed: list[str] = []
     original = compressing._pack
 
-    def counted(file: Any, info: Any) -> Any:
+    def counted(file: Any, info: Any, layout: str) -> Any:
         packed.append(info.name)
-        return original(file, info)
+        return original(file, info, layout)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compressing, "_pack", counted)

@@ -8,6 +8,8 @@ import pytest
 
 from penstock.cli import doctor
 from penstock.cli.doctor import Check, Verdict
+from penstock.config.gpu import GpuReport
+from penstock.launch.gpu import gpu_report
 
 
 def machine(root: Path, *, thp: str, available_kib: int) -> Path:
@@ -55,9 +57,9 @@ def test_what_a_probe_raises_is_the_finding():
 
 
 def test_a_missing_driver_is_no_fault():
-    check = doctor.check_gpu(driver="libno-such-cuda.so.1")
+    check = doctor.check_gpu(gpu_report("libno-such-cuda.so.1"))
     assert check.verdict is Verdict.OK
-    assert check.found.startswith("no CUDA driver")
+    assert check.found == "there is no CUDA driver; the processor is used"
 
 
 def test_kernels_that_do_not_exist_cannot_serve():
@@ -89,8 +91,8 @@ def test_versions_of_packages(monkeypatch: pytest.MonkeyPatch):
 def test_the_exit_code_says_whether_it_serves(
     verdict: Verdict, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(doctor, "examine", list)
-    monkeypatch.setattr(doctor, "check_plan", lambda _: Check("x", verdict, "found", "mend"))
+    monkeypatch.setattr(doctor, "examine", lambda _: [])
+    monkeypatch.setattr(doctor, "check_plan", lambda *_: Check("x", verdict, "found", "mend"))
     assert doctor.run(argparse.Namespace(json=False, model=None)) == code
     assert "-> mend" in capsys.readouterr().out
     assert doctor.run(argparse.Namespace(json=True, model=None)) == code
@@ -102,13 +104,15 @@ def test_the_exit_code_says_whether_it_serves(
 
 
 def test_this_machine_is_examined_whole():
-    assert len({check.name for check in doctor.examine()}) >= 12
+    assert len({check.name for check in doctor.examine(GpuReport())}) >= 12
 
 
 def test_it_tells_what_would_be_served():
     check = doctor.check_plan()
     assert check.verdict is Verdict.OK
-    assert check.found.startswith("would serve storyteller (10.2 M parameters, context 2048) with prefill-0, decode-0;")
+    assert check.found.startswith(
+        "would serve storyteller (10.2 M parameters, context 2048) on the processor with prefill-0, "
+    )
 
 
 @pytest.mark.parametrize(("model", "words"), [("/no/such/folder", "no such folder"), ("org/name", "on the Hub")])

@@ -159,7 +159,7 @@ async def test_cancelling_hangs_up():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(hung_up.wait(), 5)
+        await asyncio.wait_for(hung_up.wait(), 60)
 
 
 async def test_a_body_without_length_ends_with_the_connection():

@@ -1,22 +1,64 @@
 from __future__ import annotations
 
-import argparse
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from penstock.cli import keys
-from penstock.errors import ConfigError
+from penstock.cli.main import main
+from penstock.config.api_keys import load_keys
 from penstock.wire.keys import Keys
 
 
 def test_keys_are_written_once_and_for_their_owner_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = tmp_path / "keys"
-    assert keys.run(argparse.Namespace(folder=folder)) == 0
+    assert main(["keys", str(folder)]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     assert {path.parent for path in paths} == {folder}
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
     first = Keys.load(folder)
-    with pytest.raises(ConfigError, match="File exists"):
-        keys.run(argparse.Namespace(folder=folder))
+    assert main(["keys", str(folder)]) == 2
+    assert "File exists" in capsys.readouterr().err
     assert Keys.load(folder) == first
+
+
+def test_a_tenants_keys_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "made" / "keys.json"
+    words = ["--tenant", "nightly", "--classes", "batch", "--weight", "0.5", "--tokens-per-minute", "1000"]
+    assert main(["keys", "add", str(path), *words]) == 0
+    key, line = capsys.readouterr().out.splitlines()
+    name = line.split()[0]
+    assert main(["keys", "add", str(path), "--tenant", "nightly"]) == 0
+    assert main(["keys", "add", str(path), "--tenant", "search", "--weight", "3"]) == 0
+    file = load_keys(path, 10)
+    assert file.keys[0].sha256 == hashlib.sha256(key.encode()).hexdigest()
+    assert file.tenants["nightly"].weight == 0.5, "a second key leaves its tenant as it is"
+    capsys.readouterr()
+    assert main(["keys", "list", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1].split()[:6] == [name, "nightly", file.tenant_id("nightly"), "batch", "0.5", "1000"]
+    assert len(shown.splitlines()) == 4
+    assert main(["keys", "revoke", str(path), name]) == 0
+    assert [own.tenant for own in load_keys(path, 10).keys] == ["nightly", "search"]
+    assert main(["keys", "revoke", str(path), name]) == 2
+    assert f"has no key {name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["add", "FILE"], "Add --tenant NAME"),
+        (["add", "FILE", "--tenant", "a b"], "--tenant 'a b': a name has letters"),
+        (["add", "FILE", "--tenant", "a", "--classes", "urgent"], "expected interactive, batch, or both"),
+        (["add", "FILE", "--tenant", "a", "--weight", "-1"], "weight"),
+        (["add"], "expected FILE"),
+        (["list", "FILE"], "No such file"),
+        (["revoke", "FILE"], "expected FILE and ID"),
+        (["remove", "FILE"], "expected one of add, list, revoke, or one folder"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "keys.json"
+    assert main(["keys", *(str(path) if word == "FILE" else word for word in words)]) == 2
+    assert says in capsys.readouterr().err
+    assert not path.exists()

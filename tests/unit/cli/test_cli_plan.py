@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.bundled import storyteller
+from penstock.cli import plan
 from penstock.cli.main import main
+from penstock.config.gpu import GpuFacts, GpuReport
+from penstock.config.schema import ServeConfig
+from penstock.launch import compose
+from penstock.launch.facts import free_memory
+from penstock.weights.checkpoint import inspect_model
+from penstock.weights.eagle import inspect_head
+from penstock.weights.outline import read_outline
+from penstock.weights.reader import Checkpoint
+from tiny_adapters import write_adapter
 from tiny_models import llama_config
 
 LLAMA_8B = {
@@ -47,6 +59,44 @@ def test_the_arithmetic_adds_up(model: str, capsys: pytest.CaptureFixture[str]) 
     assert found["plan"]["stages"][0]["layers"] == [0, 32]
 
 
+def test_without_devices_it_is_planned_for_what_is_here(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = answer(capsys, model)
+    assert found["devices"]["name"] == "cpu"
+    assert 0 < found["devices"]["memory_bytes"] <= 1.01 * free_memory()
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8_e4m3"])
+def test_the_plan_of_a_gpu_here_is_what_would_be_served(
+    kept: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One arithmetic: pages are what weights, the largest step and the runtime leave of what is free."""
+    facts = GpuFacts(name="NVIDIA H200", capability=(9, 0), total_bytes=150 * 10**9, free_bytes=149 * 10**9)
+    for module in (plan, compose):
+        monkeypatch.setattr(module, "gpu_report", lambda: GpuReport(gpu=facts, why_not=""))
+    _, found = answer(capsys, model, "--kv-dtype", kept)
+    assert found["devices"] == {"count": 1, "name": "NVIDIA H200", "memory_bytes": facts.free_bytes}
+    served = compose.decide(ServeConfig(dtype="bf16", kv_dtype=kept), "llama", read_outline(Path(model)).spec)  # type: ignore[arg-type]
+    assert served.device == "cuda"
+    assert found["kv_tokens"] == pytest.approx(16 * served.scheduler.pages, abs=16)
+    assert served.scheduler.pages * served.page_bytes == pytest.approx(found["kv_bytes"], rel=1e-4)
+
+
+def test_codes_take_half_the_pages_bytes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a byte for each token's key and value of a head; on processors nobody has kernels for them."""
+    _, plain = answer(capsys, model, "--devices", "H100")
+    code, coded = answer(capsys, model, "--devices", "H100", "--kv-dtype", "fp8_e4m3")
+    assert code == 0
+    assert (plain["kv_dtype"], coded["kv_dtype"]) == ("bf16", "fp8_e4m3")
+    assert coded["kv_bytes"] == plain["kv_bytes"]
+    assert coded["kv_tokens"] == coded["kv_bytes"] // (2 * 32 * 8 * (128 + 1)) // 16 * 16
+    small = ("--devices", "18GiB")
+    (offered,) = [line for line in answer(capsys, model, *small)[1]["remedies"] if line.startswith("--kv-dtype")]
+    assert offered.startswith("--kv-dtype fp8_e4m3 (")
+    assert f"({answer(capsys, model, *small, '--kv-dtype', 'fp8_e4m3')[1]['kv_tokens']:,} tokens, other" in offered
+    assert main(["plan", model, "--devices", "cpu:64GiB", "--kv-dtype", "fp8_e4m3"]) == 2
+    assert "it takes a GPU" in capsys.readouterr().err
+
+
 def test_two_devices_divide_layers_and_keep_norms_twice(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, one = answer(capsys, model, "--devices", "1x24GiB")
     _, two = answer(capsys, model, "--devices", "2x24GiB")
@@ -76,9 +126,40 @@ def test_a_smaller_context_is_offered_when_that_is_what_fits(model: str, capsys:
     assert "the same answers)" in shown
 
 
+def test_what_is_loaded_beside_the_model_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = storyteller()
+    adapter = write_adapter(tmp_path / "tales", model)
+    words = (str(model), "--devices", "cpu:1GiB")
+    _, alone = answer(capsys, *words)
+    _, found = answer(capsys, *words, "--speculate", "auto", "--lora", f"tales={adapter}")
+    spec = inspect_model(model)
+    head = inspect_head(model / "head", spec)
+    with Checkpoint(model / "head") as checkpoint:
+        assert head.parameters == sum(
+            math.prod(checkpoint.info(name).shape) for name in checkpoint.names if name not in ("d2t", "t2d")
+        )
+    a_token = 2 * 2 * head.attention.kv_heads * head.attention.head_dim
+    size = (adapter / "adapter_model.safetensors").stat().st_size
+    assert found["beside"] == [
+        {"name": "draft head", "bytes": 2 * head.parameters + 2 * 16 * 1024 * a_token},
+        {"name": "LoRA adapters", "bytes": size},
+    ]
+    assert alone["kv_bytes"] - found["kv_bytes"] == found["beside_bytes"] == sum(b["bytes"] for b in found["beside"])
+    _, more = answer(capsys, *words, "--lora", f"tales={adapter}", "--allow-lora-updating", "--lora-memory", "32MiB")
+    assert more["beside_bytes"] == size + 2 * ((32 << 20) - size)
+    _, drafted = answer(capsys, *words, "--speculate", "draft", "--draft-model", str(model))
+    assert drafted["beside_bytes"] > 2 * spec.parameters
+    assert main(["plan", *words, "--speculate", "head"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"M weights in bf16; in each worker 16 contexts of 1,024 tokens, {a_token} bytes each" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["{model}", "--devices", "H100", "--speculate", "draft"], "--speculate draft needs --draft-model"),
+        (["{model}", "--devices", "H100", "--draft-model", "x"], "--draft-model x: only used by --speculate head"),
+        (["{model}", "--devices", "H100", "--speculate", "yes"], "--speculate: "),
         (["missing/", "--devices", "H100"], "no such file or folder"),
         (["{model}", "--devices", "8xH900"], "device 'H900' is not known; expected COUNTxNAME"),
         (["{model}", "--devices", "H100", "--max-model-len", "0"], "--max-model-len must be at least 1"),
@@ -148,8 +229,9 @@ def test_kimi_on_eight_h100(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """As K2.5 is stored: a model with eyes around a text model, of which the routed experts have 4 bits."""
     inner = json.loads((CONFIGS / "kimi_k2_bf16.json").read_text())
     path = tmp_path / "config.json"
-    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": inner}
-    path.write_text(json.dumps({**whole, "quantization_config": KIMI_STORED}))
+    inner["quantization_config"] = KIMI_STORED
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": inner}
+    path.write_text(json.dumps(whole))
     code, found = answer(capsys, str(path), "--devices", "8xH100", "--max-model-len", "131072")
     assert (code, found["weights"], found["plan"]["tensor"]) == (0, "int4", 8)
     assert found["parameters"] == pytest.approx(1.026e12, rel=1e-3)

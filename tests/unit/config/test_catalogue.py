@@ -49,6 +49,14 @@ def test_an_entry_is_a_service_of_its_own(tmp_path: Path) -> None:
     assert (two.pinned, two.workers, two.settings.kv_memory) == (False, 3, DEFAULT_KV_BYTES)
 
 
+def test_one_model_may_have_the_gpu_with_all_that_is_free_there(tmp_path: Path) -> None:
+    text = '[[model]]\nname = "a"\npath = "a"\n[[model]]\nname = "b"\npath = "b"\ndevice = "cuda"\ngpu_lanes = "auto"\n'
+    one, two = entries(tmp_path, text)
+    assert (one.settings.device, one.settings.gpu_lanes, one.settings.kv_memory) == ("auto", "off", DEFAULT_KV_BYTES)
+    assert (two.settings.device, two.settings.gpu_lanes, two.settings.kv_memory) == ("cuda", "auto", None)
+    assert (one.workers, two.workers) == (2, 1)
+
+
 MODEL = '[[model]]\nname = "a"\npath = "b"\n'
 REFUSED = {
     "no table": ("", "expected 1 to"),

@@ -81,6 +81,9 @@ def test_bad_values_name_their_source() -> None:
     refused("--prefill: expected int >= 1", flags={"prefill": "0"})
     refused("--kv-memory: expected int >= 1", flags={"kv_memory": "0"})
     refused("--transfer: invalid enum value 'rdma'", flags={"transfer": "rdma"})
+    refused(
+        "--kv-dtype: invalid enum value 'fp8', got 'fp8'; expected one of auto, fp8_e4m3", flags={"kv_dtype": "fp8"}
+    )
     refused("PENSTOCK_AGGREGATED: expected bool", env={"PENSTOCK_AGGREGATED": "perhaps"})
 
 
@@ -141,6 +144,16 @@ def test_off_the_loopback_a_key_is_a_must() -> None:
 def test_aggregated_excludes_counts() -> None:
     refused("leave out --prefill", flags={"aggregated": True, "prefill": 2})
     refused("leave out --prefill", flags={"aggregated": True}, env={"PENSTOCK_DECODE": "1"})
+
+
+def test_stored_responses_and_traces(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("[trace]\nmax_queued_spans = 7\n", encoding="utf-8")
+    config = load_serve({"response_cache": "2MiB", "trace_sample": "0.25"}, {"PENSTOCK_TRACE_FILE": "spans"}, path)
+    assert (config.response_cache, config.trace_sample, config.trace_file) == (2 << 20, 0.25, "spans")
+    assert config.trace.max_queued_spans == 7
+    refused("--trace-sample", flags={"trace_sample": "1.5"})
+    refused("leave one of them out", flags={"response_cache": "1MiB", "allow_mixed_numerics": True})
 
 
 @pytest.mark.parametrize(

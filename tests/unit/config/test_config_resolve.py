@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.beside import Beside
 from penstock.config.cores import Core
+from penstock.config.gpu import CAPTURED_ROWS, RUNTIME_BYTES, GpuFacts, GpuReport, is_ruled_out
 from penstock.config.load import parse_size
-from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, resolve_worker, show_bytes
-from penstock.config.schema import PoolingConfig, ServeConfig, WorkerServeConfig
+from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, kv_store, resolve, resolve_worker
+from penstock.config.room import show_bytes
+from penstock.config.schema import Limits, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId
@@ -28,7 +31,12 @@ STORY = ModelFacts(
     name="storyteller", max_positions=2048, parameters=10_000_000, auto_dtype="bf16", page_bytes_bf16=32 << 10
 )
 LLAMA = ModelFacts(
-    name="llama-8b", max_positions=131_072, parameters=8_000_000_000, auto_dtype="bf16", page_bytes_bf16=2 << 20
+    name="llama-8b",
+    max_positions=131_072,
+    parameters=8_000_000_000,
+    auto_dtype="bf16",
+    page_bytes_bf16=2 << 20,
+    page_bytes_fp8=129 << 13,
 )
 
 
@@ -118,18 +126,175 @@ def test_an_unknown_family_names_those_there_are() -> None:
     refused("penstock doctor", machine=msgspec.structs.replace(LAPTOP, kernel_families=()))
 
 
-def test_a_gpu_serves_from_one_worker() -> None:
-    refused("add --aggregated", device="cuda")
-    machine = msgspec.structs.replace(LAPTOP, kernel_families=("reference",))
-    assert plan(machine, device="cuda", aggregated=True).family == "reference"
+def test_pages_of_codes_are_a_gpus() -> None:
+    """Twice as many of them; refused by name where nobody has kernels for them, or states would have to be codes."""
+    plain, coded = (plan(GPU_SERVER, LLAMA, kv_dtype=kept) for kept in ("auto", "fp8_e4m3"))
+    assert (plain.kv_dtype, coded.kv_dtype) == ("bf16", "fp8_e4m3")
+    assert (plain.page_bytes, coded.page_bytes) == (LLAMA.page_bytes_bf16, LLAMA.page_bytes_fp8)
+    room = H200.free_bytes - 2 * LLAMA.parameters - RUNTIME_BYTES
+    assert coded.scheduler.pages == room // coded.page_bytes
+    assert plan(kv_dtype="auto", dtype="fp32").kv_dtype == "fp32"
+    tried = plan(msgspec.structs.replace(LAPTOP, kernel_families=("avx2", "reference")), LLAMA,
+                 kernels="reference", kv_dtype="fp8_e4m3", kv_memory=GIB // 4, max_model_len=256)  # fmt: skip
+    assert (tried.family, tried.kv_dtype) == ("reference", "fp8_e4m3")
+    refused("--kv-dtype fp8_e4m3: the kernels of processors (avx512)", "--kernels reference", kv_dtype="fp8_e4m3")
+    refused("it takes a GPU (NVIDIA H200 is not used: --threads is", machine=GPU_SERVER, kv_dtype="fp8_e4m3", threads=2)
+    recurrent = msgspec.structs.replace(LLAMA, name="qwen", reaches=(EVERYTHING, Reach(window=1, cell=512)))
+    refused("qwen has recurrent layers", machine=GPU_SERVER, model=recurrent, kv_dtype="fp8_e4m3", device="cuda")
+
+
+H200 = GpuFacts(name="NVIDIA H200", capability=(9, 0), total_bytes=140 * GIB, free_bytes=139 * GIB)
+GPU_SERVER = msgspec.structs.replace(SERVER, gpu=GpuReport(gpu=H200, why_not=""))
+
+
+def test_a_gpu_is_found_and_serves_both_phases_from_what_is_free() -> None:
+    model = msgspec.structs.replace(LLAMA, activation_bytes=GIB // 2)
+    made = plan(GPU_SERVER, model)
+    assert (made.device, made.family, made.split) == ("cuda", "triton", False)
+    assert [(w.worker, w.role) for w in made.workers] == [("both-0", Role.BOTH)]
+    left = H200.free_bytes - 2 * LLAMA.parameters - GIB // 2 - RUNTIME_BYTES
+    assert made.scheduler.pages == left // LLAMA.page_bytes_bf16
+    assert "on NVIDIA H200: 139.0 of 140.0 GiB free; found by itself" in made.notes[0]
+    assert plan(GPU_SERVER, model, device="cuda").notes[0].endswith("as --device cuda says")
+    small = plan(GPU_SERVER, model, kv_memory=GIB, max_model_len=512)
+    assert small.scheduler.pages == GIB // LLAMA.page_bytes_bf16
+    refused("are free beside the weights", machine=GPU_SERVER, model=model, kv_memory=130 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"prefill": 1}, "--prefill asks for workers of one phase"),
+        ({"decode_cores": "0-3"}, "--decode-cores asks for workers of one phase"),
+        ({"kernels": "avx512_bf16"}, "--kernels avx512_bf16 are a processor's"),
+        ({"kv_host": GIB}, "--kv-host is for workers on processors"),
+    ],
+)
+def test_a_gpu_is_left_alone_where_that_was_meant(flags: dict[str, object], why: str) -> None:
+    made = plan(GPU_SERVER, STORY, **flags)
+    assert (made.device, made.split) == ("cpu", True)
+    assert made.notes[0] == f"NVIDIA H200 is not used: {why}; --device cuda would have it used"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"parameters": 80 * 10**9}, "llama-8b needs 149GiB for its weights, 139GiB are free there"),
+        ({"sees": True}, "reads images or sounds"),
+    ],
+)
+def test_a_model_that_does_not_suit_a_gpu_is_served_beside_it(changes: dict[str, object], why: str) -> None:
+    made = plan(GPU_SERVER, msgspec.structs.replace(LLAMA, **changes))
+    assert made.device == "cpu"
+    assert why in made.notes[0]
+
+
+def test_a_model_with_recurrent_layers_suits_a_gpu() -> None:
+    recurrent = msgspec.structs.replace(LLAMA, reaches=(EVERYTHING, Reach(window=1, cell=512)))
+    assert plan(GPU_SERVER, recurrent).device == "cuda"
+
+
+def test_a_gpu_that_was_asked_for_is_used_or_refused_with_the_reason() -> None:
+    refused("--device cuda: --prefill asks for workers of one phase", machine=GPU_SERVER, device="cuda", prefill=1)
+    refused("NVIDIA H200 has 139GiB free", machine=GPU_SERVER, model=msgspec.structs.replace(
+        LLAMA, parameters=80 * 10**9), device="cuda")  # fmt: skip
+    refused("a GPU has triton and, to check them, reference", machine=GPU_SERVER, device="cuda", kernels="avx2")
+    assert plan(GPU_SERVER, device="cuda", kernels="reference").family == "reference"
+    lacking = msgspec.structs.replace(SERVER, gpu=GpuReport(why_not="there is a CUDA driver, but no torch", mend="pip"))
+    refused("--device cuda: there is a CUDA driver, but no torch; pip", machine=lacking, device="cuda")
+    assert plan(lacking).notes[0] == "no GPU is used: there is a CUDA driver, but no torch (pip)"
+    with pytest.raises(ConfigError, match="--kv-disk with --device cuda: pages in its memory are not stored"):
+        kv_store(ServeConfig(kv_disk="/d"), "cuda", writes=True)
+
+
+def test_a_mooncake_store_is_asked_for_by_its_master() -> None:
+    key = ServeConfig(kv_mooncake="moon:50051", kv_mooncake_size=64 << 20, kv_key="/k")
+    made = kv_store(key, "cpu", writes=True)
+    assert (made.mooncake, made.mooncake_bytes, made.key_file) == ("moon:50051", 64 << 20, "/k")
+    assert kv_store(ServeConfig(), "cpu", writes=True).mooncake is None
+    with pytest.raises(ConfigError, match="add --kv-mooncake HOST:PORT"):
+        kv_store(ServeConfig(kv_mooncake_size=1), "cpu", writes=True)
+    with pytest.raises(ConfigError, match="--kv-key is for pages on disk or in a remote tier"):
+        kv_store(ServeConfig(kv_key="/k", kv_host=1 << 20), "cpu", writes=True)
+    with pytest.raises(ConfigError, match="--kv-mooncake with --device cuda"):
+        kv_store(ServeConfig(kv_mooncake="moon:50051"), "cuda", writes=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "changes", "why"),
+    [
+        (SERVER, {}, {}, "no GPU is used"),
+        (GPU_SERVER, {"device": "cuda", "kernels": "reference"}, {}, "--kernels reference compute one step at a time"),
+        (GPU_SERVER, {"speculate": "lookup"}, {}, "--speculate lookup guesses between steps"),
+        (GPU_SERVER, {"lora": ("a=/a",)}, {}, "steps with adapters are computed operation by operation there"),
+        (
+            GPU_SERVER,
+            {"allow_lora_updating": True},
+            {},
+            "steps with adapters are computed operation by operation there",
+        ),
+        (GPU_SERVER, {"max_running": 300}, {}, "--max-running 300 is more than the 256 answers of a captured step"),
+        (GPU_SERVER, {"device": "cuda"}, {"sees": True}, "llama-8b reads images or sounds"),
+    ],
+)
+def test_lanes_are_left_aside_where_they_cannot_be(
+    machine: MachineFacts, flags: dict[str, object], changes: dict[str, object], why: str
+) -> None:
+    made = plan(machine, msgspec.structs.replace(LLAMA, **changes), gpu_lanes="green", **flags)
+    assert made.lanes == "off"
+    assert f"--gpu-lanes green is left aside: {why}" in made.notes
+
+
+def test_lanes_are_there_only_where_they_were_asked_for() -> None:
+    assert plan(GPU_SERVER, LLAMA).lanes == "off"
+    assert plan(GPU_SERVER, LLAMA, gpu_lanes="auto").lanes == "auto"
+    assert ServeConfig().max_running == CAPTURED_ROWS
+
+
+def test_no_gpu_is_looked_for_where_flags_rule_it_out() -> None:
+    """``--device cuda`` is told what is wrong with them."""
+    assert not is_ruled_out(ServeConfig())
+    assert is_ruled_out(ServeConfig(device="cpu"))
+    for flags in ({"prefill": 1}, {"threads": 2}, {"kv_disk": "/d"}, {"kernels": "avx2"}):
+        assert is_ruled_out(ServeConfig(**flags))
+        assert not is_ruled_out(ServeConfig(device="cuda", **flags))
 
 
 def test_a_joined_worker_has_the_machine_to_itself_and_speaks_tcp() -> None:
     made = resolve_worker(WorkerServeConfig(role=Role.DECODE), WorkerId("d"), LAPTOP, STORY)
     assert [(w.worker, w.role, w.threads) for w in made.workers] == [("d", Role.DECODE, 2)]
     assert made.carrier == "tcp"
-    with pytest.raises(ConfigError, match="use --role both"):
-        resolve_worker(WorkerServeConfig(role=Role.DECODE, device="cuda"), WorkerId("d"), LAPTOP, STORY)
+    with pytest.raises(ConfigError, match="--role decode serves one phase"):
+        resolve_worker(WorkerServeConfig(role=Role.DECODE, device="cuda"), WorkerId("d"), GPU_SERVER, STORY)
+    there = resolve_worker(WorkerServeConfig(), WorkerId("b"), GPU_SERVER, STORY)
+    assert (there.device, there.workers[0].role) == ("cuda", Role.BOTH)
+
+
+@pytest.mark.parametrize(
+    ("listen", "transfer", "encrypts", "carrier"),
+    [
+        ("tcp://127.0.0.1:9000", "auto", False, "tcp"),
+        ("tcp://127.0.0.1:9000", "curve", True, "curve"),
+        ("tcp://10.0.0.1:9000", "auto", True, "tcp-sealed"),
+        ("tcp://10.0.0.1:9000", "auto", False, "curve"),
+        ("tcp://10.0.0.1:9000", "tcp", True, "tcp-sealed"),
+        ("tcp://10.0.0.1:9000", "tcp-clear", True, "tcp"),
+        ("tcp://0.0.0.0:9000", "auto", True, "tcp-sealed"),
+        ("tcp://[::1]:9000", "tcp", False, "tcp"),
+    ],
+)
+def test_pages_leave_the_host_encrypted_unless_asked_otherwise(
+    listen: str, transfer: str, encrypts: bool, carrier: str
+) -> None:
+    config = WorkerServeConfig(listen=listen, transfer=transfer, pages_port=9001)
+    made = resolve_worker(config, WorkerId("d"), msgspec.structs.replace(LAPTOP, encrypts=encrypts), STORY)
+    assert (made.carrier, made.pages_port) == (carrier, 9001)
+
+
+def test_what_cannot_be_encrypted_is_refused_with_what_would_work() -> None:
+    config = WorkerServeConfig(listen="tcp://10.0.0.1:9000", transfer="tcp")
+    with pytest.raises(ConfigError, match=r"penstock\[encryption\].*--transfer curve.*tcp-clear"):
+        resolve_worker(config, WorkerId("d"), LAPTOP, STORY)
 
 
 def test_a_long_context_is_cut_to_the_memory_and_told() -> None:
@@ -151,6 +316,14 @@ def test_windows_take_less_and_leave_longer_contexts() -> None:
     assert small.scheduler.max_model_len == 16_384
     refused("one context of 16384 tokens needs", "--max-model-len 112", model=windowed, max_model_len=16_384,
             kv_memory=15 * STORY.page_bytes_bf16)  # fmt: skip
+
+
+def test_nothing_is_guessed_for_a_model_that_keeps_states() -> None:
+    model = msgspec.structs.replace(STORY, reaches=(EVERYTHING, Reach(window=1, cell=512)))
+    made = plan(model=model, speculate="lookup")
+    assert made.scheduler.max_draft_tokens == 0
+    assert any("--speculate is off" in note for note in made.notes)
+    assert not any("--speculate" in note for note in plan(model=model).notes)
 
 
 def test_a_context_that_was_asked_for_fits_or_is_refused() -> None:
@@ -187,3 +360,21 @@ def test_one_full_context_always_fits(memory: int, cores: int, prefill: int, dec
 @given(st.integers(1, 1 << 45))
 def test_a_shown_size_can_be_given_back(count: int) -> None:
     assert parse_size(show_bytes(count)) <= count <= parse_size(show_bytes(count, up=True))
+
+
+def test_what_is_loaded_beside_the_model_takes_its_room() -> None:
+    head = Beside(name="draft head", shared_bytes=40 * GIB, worker_bytes=10 * GIB, why="")
+    both = msgspec.structs.replace(LLAMA, beside=(head,))
+    alone, beside = (plan(SERVER, model, max_model_len=8192).scheduler.pages for model in (LLAMA, both))
+    fewer = (alone - beside) * LLAMA.page_bytes_bf16
+    assert fewer == pytest.approx(0.1 * (40 + 2 * 10) * GIB / 2, rel=1e-3)
+    adapters = msgspec.structs.replace(head, name="LoRA adapters", shared_bytes=200 * GIB)
+    wide = msgspec.structs.replace(LLAMA, beside=(head, adapters))
+    refused("60GiB for draft head", "220GiB for LoRA adapters", "leave out", machine=SERVER, model=wide)
+    assert head.bytes(2, number_bytes=4) == 2 * head.bytes(2)
+
+
+def test_a_prompt_that_is_read_gently_has_its_first_token_in_time() -> None:
+    assert plan(limits=Limits(first_byte_s=30.0)).scheduler.gentle_read_s == 15.0
+    worker = resolve_worker(WorkerServeConfig(role=Role.BOTH), WorkerId("b"), LAPTOP, STORY)
+    assert worker.scheduler.gentle_read_s == Limits().first_byte_s / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import Limits
-from penstock.edge.admission import Admission, Permit
+from penstock.edge.admission import Admission, Party, Permit
 from penstock.errors import QueueFull
 
 LIMITS = Limits(max_queued_requests=5, max_queued_tokens=100, max_pending_body_bytes=1000)
@@ -30,7 +30,7 @@ def test_the_count_is_exact_after_anything(steps: list[tuple[str, list[int]]]):
                 assert not alone, "an empty queue takes anything"
             else:
                 scopes.append((stack, permit, dict(enumerate(costs))))
-                assert alone or (admission.requests <= 5 and admission.tokens <= 100)
+                assert alone or not costs or (admission.requests <= 5 and admission.tokens <= 100)
         elif step == "start" and scopes:
             _, permit, waiting = scopes[0]
             choice = costs[0] if costs else 0
@@ -82,4 +82,44 @@ def test_when_to_come_back_follows_how_long_others_waited():
             permit.started(0)
     with admission.admit([1] * 5), pytest.raises(QueueFull) as refused:
         admission.check()
-    assert refused.value.retry_after == 60
+    assert 900 <= refused.value.retry_after <= 1000
+
+
+ROOMY = Limits(max_queued_requests=8, max_queued_tokens=1000)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.integers(1, 200)), max_size=40))
+def test_there_is_always_room_for_a_party_that_comes_new(arrivals: list[tuple[str, int, int]]):
+    admission = Admission(ROOMY, VirtualClock())
+    with ExitStack() as stack:
+        for tenant, service, tokens in arrivals:
+            with suppress(QueueFull):
+                stack.enter_context(admission.admit([tokens], Party(service, tenant), bounded=True))
+        held = {(service, tenant) for tenant, service, _ in arrivals}
+        if len(held) <= 3 and admission.requests:
+            assert admission.requests < ROOMY.max_queued_requests
+            stack.enter_context(admission.admit([0], Party(0, "new"), bounded=True))
+
+
+def test_a_refusal_for_others_sake_says_so():
+    admission = Admission(ROOMY, VirtualClock())
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(admission.admit([1], Party(tenant="greedy"), bounded=True))
+        with pytest.raises(QueueFull, match=r"4 requests of yours are waiting and this one adds 1; of the 4 places"):
+            stack.enter_context(admission.admit([1], Party(tenant="greedy"), bounded=True))
+        stack.enter_context(admission.admit([300], Party(tenant="other"), bounded=True))
+        with pytest.raises(QueueFull, match=r"300 prompt tokens of yours .* adds 500; of the 696 that may still come"):
+            stack.enter_context(admission.admit([500], Party(tenant="other"), bounded=True))
+
+
+def test_what_goes_before_a_request_is_its_fair_part_of_what_waits():
+    admission = Admission(ROOMY, VirtualClock())
+    noisy, quiet, heavy = Party(tenant="noisy"), Party(tenant="quiet"), Party(tenant="heavy", weight=3.0)
+    batch = Party(service=1, tenant="night")
+    assert admission.share_before(quiet, 10) == 1.0
+    with admission.admit([90, 90], noisy), admission.admit([120], batch):
+        assert admission.share_before(quiet, 18) == pytest.approx(18 / 180)
+        assert admission.share_before(heavy, 18) == pytest.approx(6 / 180)
+        assert admission.share_before(noisy, 18) == pytest.approx(1.0)
+        assert admission.share_before(Party(service=1, tenant="day"), 60) == pytest.approx((180 + 60) / 300)

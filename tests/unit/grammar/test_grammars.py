@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from grammar_world import BYTES, END, admits, allowed, compiled, grammar_of, schema_grammar, wander
 from penstock.errors import GrammarRefused
+from penstock.grammar.matcher import CompiledGrammar, mask_words
 from penstock.grammar.tools import CallShape, Tool, tool_call_grammar
+from penstock.grammar.vocabulary import token_trie
 
 CHOICES = ["yes", "no.", "a|b", "a\nb", "é😀", "(x)[y]{z}^$*+?\\", "#&-~/ ", "<|end|>"]
 EBNF = 'root ::= "a" item*\nitem ::= [0-9]+ ","'
@@ -147,3 +150,21 @@ def test_a_tool_that_cannot_be_followed_is_named() -> None:
         tool_call_grammar([CLOCK, Tool(name="bad", parameters={"minProperties": 1})], HERMES, several=False)
     with pytest.raises(ValueError, match="no tool"):
         tool_call_grammar([], HERMES, several=True)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("ebnf", EBNF), ("regex", "[a-c]+"), ("json_schema", '{"type": "object"}')])
+@pytest.mark.parametrize("more", [0, 16])  # 272 tokens, and 288: whole words
+def test_every_answer_begins_with_the_mask_that_was_made_when_compiling(kind: str, text: str, more: int) -> None:
+    vocabulary = structs.replace(BYTES, tokens=[*BYTES.tokens, *(b"#%d#" % i for i in range(more))])
+    grammar = CompiledGrammar(grammar_of(kind, text), token_trie(vocabulary))
+    one, words = grammar.matcher(), np.zeros(mask_words(len(vocabulary.tokens)), np.uint32)
+    assert one.write_mask(words)
+    first = words.tobytes()
+    assert first == one.mask()[: words.nbytes]  # worked out anew
+    (token, *_) = allowed(one)
+    assert one.take([token])
+    assert one.write_mask(words)
+    assert words.tobytes() == one.mask()[: words.nbytes]
+    one.give_back(1)
+    assert one.write_mask(words)
+    assert words.tobytes() == first == one.mask()[: words.nbytes]

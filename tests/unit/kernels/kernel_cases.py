@@ -2,29 +2,99 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import pytest
+import torch
 from numpy.typing import NDArray
+from quick_interpreter import quicken
 
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.operands import KvShape, StepBatch
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.select import REFERENCE
+from penstock.kernels.select import REFERENCE, TRITON, TRITON_INTERPRETER, make_ops
+from penstock.types import FP8_E4M3
 
 COMPUTE = ("bf16", "fp32")
 NATIVE = [(family, compute) for family in families() for compute in COMPUTE]
 EVERY = [*NATIVE, *((REFERENCE, compute) for compute in COMPUTE)]
+
+INTERPRETED = "TRITON_INTERPRET" in os.environ  # see tests/conftest.py: there is no GPU
+TRITONS = [(TRITON_INTERPRETER if INTERPRETED else TRITON, compute) for compute in COMPUTE]
+"""The GPU's kernels: on a GPU, or interpreted, which is slow: what it runs by default must be small."""
+
+ON_GPU = [] if INTERPRETED else TRITONS
+"""The same where the interpreter would take too long; it faces smaller tests of the same in test_triton_*.py."""
+
+SLOW_TRITONS = [
+    *EVERY,
+    *(pytest.param(pair, marks=[] if not INTERPRETED else pytest.mark.long) for pair in TRITONS),
+]
+SLOW_PAIRS = [
+    *EVERY,
+    *(pytest.param(*pair, marks=[] if not INTERPRETED else pytest.mark.long) for pair in TRITONS),
+]
+"""The same, two parameters."""
+
+CODED = [
+    *((REFERENCE, compute, FP8_E4M3) for compute in COMPUTE),
+    *(pytest.param((*pair, FP8_E4M3), marks=[] if not INTERPRETED else pytest.mark.long) for pair in TRITONS),
+]
+"""Who keeps keys and values as codes of 8 bits."""
 
 TOLERANCE = {"bf16": 1.2e-2, "fp32": 2e-5}
 """Relative to values around 1: two roundings to bf16 that fell apart, or sums of fp32 in another order."""
 
 
 @cache
-def make(family: str, compute: str) -> Any:
-    return ReferenceOps(compute_dtype=compute) if family == REFERENCE else NativeOps(family, compute)
+def make(family: str, compute: str, kv_dtype: str | None = None) -> Any:
+    if family == TRITON_INTERPRETER:
+        quicken()
+    if family in (TRITON, TRITON_INTERPRETER):
+        where = "cuda" if family == TRITON else "cpu"
+        return make_ops(family=family, compute_dtype=compute, device=where, kv_dtype=kv_dtype)
+    if family == REFERENCE:
+        return ReferenceOps(compute_dtype=compute, kv_dtype=kv_dtype)
+    return NativeOps(family, compute)
+
+
+def kept(ops: Any, rows: NDArray[Any]) -> NDArray[np.float64]:
+    """What KV memory keeps of rows of keys or values: rounded to the compute type, or to codes (``kv_types``)."""
+    if ops.kv_dtype != FP8_E4M3:
+        return np.asarray(ops.to_numpy(ops.compute(rows)), np.float64)
+    largest = np.abs(rows).max(-1, keepdims=True, initial=2.0**-100)
+    scale = 2.0 ** np.ceil(np.log2(largest / 448))
+    return (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+
+def short(ops: Any, lengths: list[int], instead: list[int]) -> list[int]:
+    """What the interpreter takes instead: a token takes it milliseconds."""
+    return instead if "interpreter" in ops.numerics else lengths
+
+
+def kv_over(ops: Any, shape: KvShape, memory: bytearray) -> Any:
+    """KV memory over these bytes; on a GPU, filled with them."""
+    pages = len(memory) // ops.page_bytes(shape)
+    if not on_gpu(ops):
+        return ops.new_kv(shape, pages=pages, memory=memoryview(memory))
+    kv = ops.new_kv(shape, pages=pages)
+    bytes_on_gpu(kv)[:] = torch.frombuffer(memory, dtype=torch.uint8).to(ops.device)
+    return kv
+
+
+def on_gpu(ops: Any) -> bool:
+    return getattr(ops, "device", torch.device("cpu")).type == "cuda"
+
+
+def bytes_on_gpu(kv: Any) -> torch.Tensor:
+    """All of KV memory, to read or to spoil."""
+    storage = kv.keys.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=kv.keys.device).set_(storage, 0, (storage.nbytes(),))
 
 
 def normal(seed: int, *shape: int) -> NDArray[np.float32]:
@@ -102,10 +172,21 @@ class Story:
             self.table[s, :count] = order[sum(blocks[:s]) : sum(blocks[: s + 1])]
         nbytes = pages * ops.page_bytes(heads.shape)
         self.memory = bytearray((b"\xff" if poison else b"\x00") * nbytes)  # all ones: NaN in every type
-        self.kv = ops.new_kv(heads.shape, pages=pages, memory=memoryview(self.memory))
+        self.kv = kv_over(ops, heads.shape, self.memory)
         self.prepare(way)
         self.qkv = [normal(seed + 7 * s + length, length, heads.width) for s, length in enumerate(lengths)]
         self.out = [np.full((length, heads.query * heads.value_dim), np.nan, np.float32) for length in lengths]
+
+    def spoil(self, page: int) -> None:
+        """Fill a page with NaN."""
+        size = self.ops.page_bytes(self.heads.shape)
+        self.memory[page * size : (page + 1) * size] = b"\xff" * size
+        if on_gpu(self.ops):
+            bytes_on_gpu(self.kv)[page * size : (page + 1) * size] = 255
+
+    def written(self) -> bytes:
+        """What the memory holds."""
+        return bytes_on_gpu(self.kv).cpu().numpy().tobytes() if on_gpu(self.ops) else bytes(self.memory)
 
     def prepare(self, way: Way) -> None:
         """What the operations need beside the batch."""

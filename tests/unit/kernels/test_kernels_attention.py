@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,27 +9,29 @@ import pytest
 from kernel_cases import (
     EVERY,
     NATIVE,
+    ON_GPU,
     PLAIN,
+    SLOW_TRITONS,
     TOLERANCE,
     Heads,
     Story,
     Way,
     assert_close,
     assert_same_bits,
+    kept,
     make,
     normal,
+    short,
 )
+from kernel_ways import assert_any_cut_is_the_same, assert_recorded_as_run
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError
-from penstock.kernels import _native
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+@pytest.fixture(params=SLOW_TRITONS, ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 
@@ -61,6 +62,8 @@ def seen(tokens: int, masks: dict[str, Any]) -> NDArray[np.bool_]:
         visible &= keys > positions - masks["window"]
     if "chunk" in masks:
         visible &= keys // masks["chunk"] == positions // masks["chunk"]
+    if "read" in masks:
+        visible &= masks["read"]
     return visible
 
 
@@ -88,7 +91,7 @@ def plain_attention(ops: Any, heads: Heads, way: Way, qkv: NDArray[np.float32]) 
     q = q * (1 + way.stretched * np.arange(tokens))[:, None, None]
     v = v.reshape(tokens, heads.kv, heads.value_dim)
     repeat = heads.query // heads.kv
-    k, v = (rounded(ops, x).repeat(repeat, axis=1) for x in (k, v))
+    k, v = (kept(ops, x).repeat(repeat, axis=1) for x in (k, v))
     return mixed(rounded(ops, q), k, v, heads.dim**-0.5, way.arguments(heads))
 
 
@@ -129,7 +132,7 @@ WAYS = {
     ids=str,
 )
 def test_attention(ops: Any, heads: Heads) -> None:
-    story = Story(ops, heads, [1, 17, 150, 600], poison=True)
+    story = Story(ops, heads, short(ops, [1, 17, 150, 600], [1, 70]), poison=True)
     for got, qkv in zip(story.whole(), story.qkv, strict=True):
         assert_close(got, plain_attention(ops, heads, PLAIN, qkv), 2 * TOLERANCE[ops.compute_dtype])
 
@@ -137,44 +140,29 @@ def test_attention(ops: Any, heads: Heads) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_attention_in_other_ways(ops: Any, name: str) -> None:
     heads, way = WAYS[name]
-    story = Story(ops, heads, [1, 33, 600], way, poison=True)
+    story = Story(ops, heads, short(ops, [1, 33, 600], [1, 79]), way, poison=True)
     for got, qkv in zip(story.whole(), story.qkv, strict=True):
         assert_close(got, plain_attention(ops, heads, way, qkv), 2 * TOLERANCE[ops.compute_dtype])
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize(("family", "compute"), EVERY)
+@pytest.mark.parametrize(("family", "compute"), [*EVERY, *ON_GPU])
 def test_any_cut_in_any_company(family: str, compute: str, name: str) -> None:
     """Law 1: token by token, in pieces, beside others, with more threads, partitions apart."""
     ops, (heads, way) = make(family, compute), WAYS[name]
-    lengths = [30, 150] if family == "reference" else [30, 150, 1100]
-    together = Story(ops, heads, lengths, way, poison=True).whole()
-    apart = Story(ops, heads, lengths, way, poison=True)
-    apart.step([(1, 0, 77), (0, 0, 29)])
-    for position in range(77, 150):
-        apart.step([(1, position, position + 1)])
-    apart.step([(0, 29, 30)])
-    if len(lengths) > 2:
-        apart.step([(2, 0, 1000)])
-        _native.set_threads(4)
-        for start in range(1000, 1100, 20):
-            apart.step([(2, start, start + 20)])
-        _native.set_threads(1)
-    for a, b in zip(together, apart.out, strict=True):
-        assert_same_bits(a, b, f"{len(a)} tokens")
+    lengths = [30, 150, 1100] if (family, compute) in NATIVE else [30, 150]
+    assert_any_cut_is_the_same(lambda own: Story(ops, heads, own, way, poison=True), lengths, last=100)
 
 
-@pytest.mark.parametrize(("family", "compute"), EVERY)
+@pytest.mark.parametrize(("family", "compute"), [*EVERY, *ON_GPU])
 def test_what_is_not_seen_is_not_read(family: str, compute: str) -> None:
     """Pages that fell out of the window may be anybody's: filled with NaN, they change no bit."""
     ops, heads, way = make(family, compute), Heads(4, 2, 16), Way(masks=(("window", 51),), sinks=True)
     kept, lost = (Story(ops, heads, [700], way) for _ in range(2))
-    size = ops.page_bytes(heads.shape)
     for story in (kept, lost):
         story.step([(0, 0, 640)])
     for block in range((641 - 51) // 16):
-        page = int(lost.table[0, block])
-        lost.memory[page * size : (page + 1) * size] = b"\xff" * size
+        lost.spoil(int(lost.table[0, block]))
     for story in (kept, lost):
         story.step([(0, 640, 641)])
         story.step([(0, 641, 700)])
@@ -243,16 +231,5 @@ class Layer:
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
 def test_recorded_steps_have_the_bits_of_direct_ones(family: str, compute: str, name: str) -> None:
     ops, (heads, way) = make(family, compute), WAYS[name]
-    hidden = []
-    for program in (type(ops).record, DirectProgram):
-        story = Story(ops, heads, [150, 40], way)
-        run = program(ops, Layer(story), story.kv)
-        assert isinstance(run, DirectProgram) == (program is DirectProgram)
-        for parts in ([(0, 0, 140)], [(0, 140, 150), (1, 0, 40)]):
-            batch = story.batch(parts)
-            tokens_T = (batch.positions_T * 7 % 40).astype(np.int32)
-            wanted_R = np.arange(len(tokens_T), dtype=np.int32)
-            run.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), len(wanted_R), [], Picks.empty(0))
-            hidden.append(np.array(ops.to_numpy(run.hidden())))
-    for got, wanted in zip(hidden[:2], hidden[2:], strict=True):
-        assert_same_bits(got, wanted)
+    steps = ([(0, 0, 140)], [(0, 140, 150), (1, 0, 40)])
+    assert_recorded_as_run(ops, lambda: Story(ops, heads, [150, 40], way), Layer, steps)

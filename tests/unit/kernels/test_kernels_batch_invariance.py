@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import EVERY, NATIVE, Heads, Story, assert_same_bits, make, normal
+from kernel_cases import EVERY, NATIVE, ON_GPU, Heads, Story, assert_same_bits, make, normal
 
 from penstock.kernels import _native
 from penstock.kernels.draws import SampleRow
@@ -16,7 +16,7 @@ from penstock.kernels.operands import segment_ends
 BATCHES = (1, 2, 3, 7, 16, 17, 64, 300)
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+@pytest.fixture(params=[*EVERY, *ON_GPU], ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 
@@ -98,7 +98,7 @@ def test_attention_in_any_chunks(family: str, compute: str, heads: Heads) -> Non
     _native.set_threads(1)
 
 
-@pytest.mark.parametrize(("family", "compute"), EVERY)
+@pytest.mark.parametrize(("family", "compute"), [*EVERY, *ON_GPU])
 def test_attention_token_by_token_and_in_company(family: str, compute: str) -> None:
     ops, heads, lengths = make(family, compute), Heads(4, 2, 24), [30, 70, 140]
     together = Story(ops, heads, lengths, poison=True).whole()

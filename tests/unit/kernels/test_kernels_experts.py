@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import EVERY, NATIVE, TOLERANCE, assert_close, assert_same_bits, make, normal
+from kernel_cases import EVERY, NATIVE, ON_GPU, TOLERANCE, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
@@ -19,10 +19,10 @@ from penstock.kernels.draws import Picks
 from penstock.kernels.kinds import SILU, SWIGLU_OAI, Gate
 from penstock.kernels.native import families
 from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch, segment_ends
-from penstock.kernels.ops import Ops, PackedExperts
+from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
-from penstock.kernels.routing import Routing, Score
+from penstock.kernels.routing import PackedExperts, Routing, Score
 
 ROUTINGS = {
     "mixtral": Routing(experts=8, top_k=2, normalised=True),
@@ -37,7 +37,7 @@ ROUTINGS = {
 }
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+@pytest.fixture(params=[*EVERY, *ON_GPU], ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 

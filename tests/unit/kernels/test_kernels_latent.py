@@ -7,14 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import EVERY, NATIVE, PLAIN, TOLERANCE, Story, Way, assert_close, assert_same_bits, make, normal
+from kernel_cases import (
+    EVERY,
+    NATIVE,
+    ON_GPU,
+    PLAIN,
+    SLOW_TRITONS,
+    TOLERANCE,
+    Story,
+    Way,
+    assert_close,
+    assert_same_bits,
+    kept,
+    make,
+    normal,
+    short,
+)
+from kernel_ways import assert_any_cut_is_the_same, assert_recorded_as_run
 from numpy.typing import NDArray
 
-from penstock.kernels import _native
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import Array, KvShape, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
 from penstock.kv.layout import KvLayout
 
 EPS = 1e-6
@@ -90,7 +103,7 @@ class LatentStory(Story):
         query, latent = self.parts(qkv.astype(np.float64))
         plain, rest = latent[:, : heads.values], latent[:, None, heads.values :]
         normed = plain / np.sqrt((plain**2).mean(1, keepdims=True) + EPS) * self.weight
-        k_SC = rounded(np.concatenate([normed, turned(rest)[:, 0]], axis=1))
+        k_SC = kept(ops, np.concatenate([normed, turned(rest)[:, 0]], axis=1))
         q_THN = query.reshape(tokens, heads.query, -1)
         absorb_HVK = rounded(self.absorb).reshape(heads.query, heads.values, heads.plain)
         absorbed = np.einsum("thk,hvk->thv", rounded(q_THN[..., : heads.plain]), absorb_HVK)
@@ -105,7 +118,7 @@ class LatentStory(Story):
 SHAPES = [Latent(4, 48, 32, 16), Latent(3, 30, 22, 6), Latent(20, 24, 8, 12), Latent(2, 576, 512, 128)]
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+@pytest.fixture(params=SLOW_TRITONS, ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 
@@ -117,30 +130,17 @@ def test_pages_have_the_bytes_of_their_layout(ops: Any) -> None:
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_latent_attention(ops: Any, heads: Latent) -> None:
-    story = LatentStory(ops, heads, [1, 33, 560], PLAIN, poison=True)  # type: ignore[arg-type]
+    story = LatentStory(ops, heads, short(ops, [1, 33, 560], [1, 33]), PLAIN, poison=True)  # type: ignore[arg-type]
     for got, qkv in zip(story.whole(), story.qkv, strict=True):
         assert_close(got, story.plain_attention(qkv), 2 * TOLERANCE[ops.compute_dtype])
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-@pytest.mark.parametrize(("family", "compute"), EVERY)
+@pytest.mark.parametrize(("family", "compute"), [*EVERY, *ON_GPU])
 def test_any_cut_in_any_company(family: str, compute: str, heads: Latent) -> None:
     ops = make(family, compute)
-    lengths = [30, 90] if family == "reference" else [30, 90, 700]
-    together = LatentStory(ops, heads, lengths, PLAIN, poison=True).whole()  # type: ignore[arg-type]
-    apart = LatentStory(ops, heads, lengths, PLAIN, poison=True)  # type: ignore[arg-type]
-    apart.step([(1, 0, 77), (0, 0, 29)])
-    for position in range(77, 90):
-        apart.step([(1, position, position + 1)])
-    apart.step([(0, 29, 30)])
-    if len(lengths) > 2:
-        apart.step([(2, 0, 650)])
-        _native.set_threads(4)
-        for start in range(650, 700, 10):
-            apart.step([(2, start, start + 10)])
-        _native.set_threads(1)
-    for a, b in zip(together, apart.out, strict=True):
-        assert_same_bits(a, b, f"{len(a)} tokens")
+    lengths = [30, 90, 700] if (family, compute) in NATIVE else [30, 90]
+    assert_any_cut_is_the_same(lambda own: LatentStory(ops, heads, own, PLAIN, poison=True), lengths, last=50)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("heads", "n", "k"), [(4, 16, 8), (3, 5, 32), (5, 40, 64), (2, 128, 512), (7, 24, 6)])
@@ -179,19 +179,8 @@ class LatentLayer:
 
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
 def test_recorded_steps_have_the_bits_of_direct_ones(family: str, compute: str) -> None:
-    ops, hidden = make(family, compute), []
-    for program in (type(ops).record, DirectProgram):
-        story = LatentStory(ops, SHAPES[0], [150, 40], PLAIN)  # type: ignore[arg-type]
-        run = program(ops, LatentLayer(story), story.kv)
-        assert isinstance(run, DirectProgram) == (program is DirectProgram)
-        for parts in ([(0, 0, 140)], [(0, 140, 150), (1, 0, 40)]):
-            batch = story.batch(parts)
-            tokens_T = (batch.positions_T * 7 % 40).astype(np.int32)
-            wanted_R = np.arange(len(tokens_T), dtype=np.int32)
-            run.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), len(wanted_R), [], Picks.empty(0))
-            hidden.append(np.array(ops.to_numpy(run.hidden())))
-    for got, wanted in zip(hidden[:2], hidden[2:], strict=True):
-        assert_same_bits(got, wanted)
+    ops, steps = make(family, compute), ([(0, 0, 140)], [(0, 140, 150), (1, 0, 40)])
+    assert_recorded_as_run(ops, lambda: LatentStory(ops, SHAPES[0], [150, 40], PLAIN), LatentLayer, steps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("family", "compute"), NATIVE[:2])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import EVERY, NATIVE, TOLERANCE, assert_close, assert_same_bits, make, normal
+from kernel_cases import NATIVE, SLOW_TRITONS, TOLERANCE, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
 
 from penstock.kernels.draws import Picks
@@ -26,7 +26,7 @@ Wide = NDArray[np.float64]
 erf = np.vectorize(math.erf)
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+@pytest.fixture(params=SLOW_TRITONS, ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import EVERY, make, normal
+from kernel_cases import EVERY, ON_GPU, make, normal
 
 from penstock.kernels import _native
 from penstock.kernels.draws import SampleRow
@@ -38,7 +38,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], wa
     assert _native.philox(seed, counter) == wanted
 
 
-@pytest.fixture(params=NATIVE_NAMES, ids="-".join)
+@pytest.fixture(params=[*NATIVE_NAMES, *ON_GPU[1:]], ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 
@@ -71,7 +71,7 @@ def test_draws_follow_the_distribution(ops: Any, temperature: float) -> None:
     logits = np.linspace(-1.5, 1.5, 10, dtype=np.float32)
     draws = 4000
     rows = [SampleRow(seed=1234, position=i, choice=0, temperature=temperature) for i in range(draws)]
-    drawn = ops.sample(np.repeat(logits[None], draws, axis=0), rows)
+    drawn = ops.sample(ops.hidden(np.repeat(logits[None], draws, axis=0)), rows)
     counts = np.bincount([d.token for d in drawn], minlength=10)
     weights = np.exp(logits.astype(np.float64) / temperature)
     wanted = weights / weights.sum() * draws
@@ -81,7 +81,7 @@ def test_draws_follow_the_distribution(ops: Any, temperature: float) -> None:
 def test_draws_do_not_follow_each_other(ops: Any) -> None:
     """Choices and seeds of one position are independent: pairs over 3 x 3 cells (4 degrees of freedom)."""
     draws = 3000
-    logits = np.zeros((draws, 3), np.float32)
+    logits = ops.hidden(np.zeros((draws, 3), np.float32))
     first = ops.sample(logits, [SampleRow(seed=1, position=i, choice=0, temperature=1) for i in range(draws)])
     second = ops.sample(logits, [SampleRow(seed=1, position=i, choice=1, temperature=1) for i in range(draws)])
     pairs = np.bincount([a.token * 3 + b.token for a, b in zip(first, second, strict=True)], minlength=9)
@@ -137,7 +137,7 @@ def test_rules_against_the_oracle(ops: Any, rule: str, vocabulary: int) -> None:
     draws = 40
     logits = normal(21, draws, vocabulary) * 3
     rows = [replace(BASE, position=i, **RULES[rule]) for i in range(draws)]
-    for got, logits_V, row in zip(ops.sample(logits, rows), logits, rows, strict=True):
+    for got, logits_V, row in zip(ops.sample(ops.hidden(logits), rows), logits, rows, strict=True):
         wanted = sample_row(logits_V, row)
         assert got.token == wanted.token
         assert got.logprob == pytest.approx(wanted.logprob, abs=2e-5)
@@ -154,7 +154,7 @@ def test_a_mask_leaves_nothing_else(ops: Any, rule: str, allowed: Sequence[int])
     words[-1] |= np.uint32(0xF0) << np.uint32(24)
     logits = normal(22, draws, vocabulary) * 3
     rows = [replace(BASE, position=i, allowed=words, **RULES[rule]) for i in range(draws)]
-    for got, logits_V, row in zip(ops.sample(logits, rows), logits, rows, strict=True):
+    for got, logits_V, row in zip(ops.sample(ops.hidden(logits), rows), logits, rows, strict=True):
         assert got.token == sample_row(logits_V, row).token
         assert got.token in allowed
         assert got.logprob == pytest.approx(with_logprobs(logits_V, got.token, 0).logprob, abs=2e-5)  # as if unmasked
@@ -189,12 +189,12 @@ def test_ties_go_to_the_lower_id(values: list[int], top_k: int | None, top_p: fl
 def test_a_certain_token_is_always_drawn(ops: Any) -> None:
     logits = np.full((1, 50), -1e4, np.float32)
     logits[0, 31] = 1e4
-    assert ops.sample(logits, [SampleRow(3, 1, 0, 1.0, logprobs=1)])[0].token == 31
+    assert ops.sample(ops.hidden(logits), [SampleRow(3, 1, 0, 1.0, logprobs=1)])[0].token == 31
     only = np.full((1, 50), -np.inf, np.float32)
     only[0, 7] = 0.0
-    assert ops.sample(only, [SampleRow(3, 1, 0, 1.0)])[0].token == 7
+    assert ops.sample(ops.hidden(only), [SampleRow(3, 1, 0, 1.0)])[0].token == 7
 
 
 def test_refuses_ids_outside_the_vocabulary(ops: Any) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        ops.sample(np.zeros((1, 10), np.float32), [replace(BASE, banned_ids=ids_of(10))])
+        ops.sample(ops.hidden(np.zeros((1, 10), np.float32)), [replace(BASE, banned_ids=ids_of(10))])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 import pytest
-from kernel_cases import normal
+from kernel_cases import INTERPRETED, TRITONS, make, normal
 
 from penstock.errors import KernelError
-from penstock.kernels import _native
+from penstock.kernels import _native, select
 from penstock.kernels.memory import StepBuffers, WeightArena
 from penstock.kernels.native import NativeOps, families
-from penstock.kernels.select import available_families, make_ops
+from penstock.kernels.select import TRITON, TRITON_INTERPRETER, available_families, make_ops
 
 
 def test_the_best_family_is_taken() -> None:
@@ -40,12 +41,33 @@ def test_what_cannot_run_is_refused_by_name() -> None:
         make_ops(family="portable", compute_dtype="bf16", device="cuda")
 
 
+def test_triton_runs_where_it_is_asked_to() -> None:
+    ops = make(*TRITONS[0])
+    assert ops.numerics.startswith("triton-")
+    assert ops.numerics.endswith("-bf16")
+    assert ("interpreter" in ops.numerics) == INTERPRETED
+    assert f"-torch{version('torch')}" in ops.numerics, "what has no kernel is torch's"
+    with pytest.raises(KernelError, match=r"'triton' runs on a CUDA device, .* not on 'cpu'"):
+        make_ops(family=TRITON)
+    with pytest.raises(KernelError, match="'triton-interpreter' runs on the device 'cpu', not on 'cuda'"):
+        make_ops(family=TRITON_INTERPRETER, device="cuda")
+    other, device = (TRITON, "cuda") if INTERPRETED else (TRITON_INTERPRETER, "cpu")
+    with pytest.raises(KernelError, match=r"cannot run in this process: .* (un)?set TRITON_INTERPRET"):
+        make_ops(family=other, device=device)
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "find_spec", lambda name: None if name == "triton" else object())
+    with pytest.raises(KernelError, match=r"needs triton, not installed; install 'penstock\[gpu\]'"):
+        make_ops(family=TRITON, device="cuda")
+
+
 def test_serving_imports_no_torch() -> None:
     code = """
 import sys
 from penstock.kernels.select import make_ops
 make_ops(compute_dtype="bf16")
-assert "torch" not in sys.modules
+assert "torch" not in sys.modules and "triton" not in sys.modules
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.kernels import _native, compression
+from penstock.kernels import _native, compression, sums
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.stored import LoadFailed, StoredTensor
@@ -49,13 +49,23 @@ def rows_of(ops: NativeOps, weight: PackedLinear) -> NDArray[np.float32]:
 @settings(max_examples=200)
 @given(data=st.binary(max_size=3000))
 def test_xxh3_is_the_one_of_the_library(data: bytes) -> None:
-    assert _native.xxh3_128(data) == xxhash.xxh3_128_digest(data)
+    assert sums.xxh3_128(data) == xxhash.xxh3_128_digest(data)
 
 
 def test_xxh3_at_every_length_that_takes_another_path() -> None:
     raw = np.random.default_rng(1).integers(0, 256, 1 << 18, np.uint8).tobytes()
     for size in [*range(300), 1023, 1024, 1025, 1088, 1089, 2048, 4095, 65536, len(raw)]:
-        assert _native.xxh3_128(raw[:size]) == xxhash.xxh3_128_digest(raw[:size]), size
+        assert sums.xxh3_128(raw[:size]) == xxhash.xxh3_128_digest(raw[:size]), size
+
+
+def test_small_records_are_summed_with_their_seed() -> None:
+    raw = np.random.default_rng(2).integers(0, 256, 128, np.uint8).tobytes()
+    for size in range(97, 129):
+        for seed in (0, 1, size << 20, (1 << 64) - 1):
+            assert sums.xxh3_64(raw[:size], seed) == xxhash.xxh3_64_intdigest(raw[:size], seed), (size, seed)
+    for size in (0, 96, 129):
+        with pytest.raises(ValueError, match="97 to 128"):
+            sums.xxh3_64(bytes(size), 0)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import EVERY, NATIVE, assert_close, assert_same_bits, make, normal
+from kernel_cases import EVERY, NATIVE, ON_GPU, assert_close, assert_same_bits, make, normal
 from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels import _native
@@ -26,7 +26,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     _native.set_threads(1)
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+@pytest.fixture(params=[*EVERY, *ON_GPU], ids="-".join)
 def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 

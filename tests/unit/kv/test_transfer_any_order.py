@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.late_pages import LateCarrier
 
-from penstock.config.schema import HandOverConfig
+from penstock.config.hand_over import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
+from penstock.kv.transfer.curve import CurveCarrier
 from penstock.kv.transfer.effects import (
     FirstToken,
     Granted,
@@ -34,7 +37,6 @@ from penstock.kv.transfer.memory import MemoryCarrier
 from penstock.kv.transfer.port import PageCarrier, PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
-from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.messages import HandOverFailed, PageSource, PagesReceived, PullPages, TokenItem
 
@@ -75,15 +77,18 @@ def content(request: RequestId, epoch: int, block: int) -> bytes:
 class HandOvers(RuleBasedStateMachine):
     """The scheduler on both sides, the wire, and the clock."""
 
-    @initialize(carrier=st.sampled_from(["memory", "tcp"]))
+    @initialize(carrier=st.sampled_from(["memory", "curve", "late"]))
     def build(self, carrier: str) -> None:
         self.now = 0.0
         self.theirs = KvMemory.anonymous(LAYOUT, PAGES)
         self.own = KvMemory.anonymous(LAYOUT, PAGES)
         send: PageCarrier = MemoryCarrier(self.theirs, {}, SEAL)
         take: PageCarrier = MemoryCarrier(self.own, {SOURCE.worker: self.theirs}, SEAL)
-        if carrier == "tcp":
-            send, take = TcpCarrier(self.theirs, SEAL), TcpCarrier(self.own, SEAL)
+        self.late = LateCarrier(self.own, {SOURCE.worker: self.theirs}, SEAL)
+        if carrier == "curve":
+            send, take = CurveCarrier(self.theirs, SEAL), CurveCarrier(self.own, SEAL)
+        elif carrier == "late":
+            take = self.late
         self.sender = HandOverSender(CONFIG, send, incarnation=1)
         self.receiver = HandOverReceiver(CONFIG, take)
         self.to_sender: deque[tuple[bytes, PullPages | PagesReceived]] = deque()
@@ -188,6 +193,7 @@ class HandOvers(RuleBasedStateMachine):
     def copy(self, budget: int) -> None:
         allowed = {page for expected in self.expected.values() for page in expected.pages[expected.skip :]}
         before = bytes(self.own.buffer)
+        self.late.land(budget)
         turn = self.receiver.work(self.now, budget * LAYOUT.page_bytes)
         after, size = bytes(self.own.buffer), LAYOUT.page_bytes
         for page in range(PAGES):
@@ -333,6 +339,15 @@ class HandOvers(RuleBasedStateMachine):
 
 
 HandOvers.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestHandOvers = HandOvers.TestCase
+
+
+@pytest.mark.long
+class TestHandOversForLong(HandOvers.TestCase):
+    """The same, for longer."""
+
+    settings = settings(
+        max_examples=1000, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )

@@ -35,7 +35,7 @@ def say(*words: object) -> None:
 
 
 class FakeJobs:
-    def gateway(self, incarnation: int, channel: Channel) -> Job:
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
         return Job(body=lambda: gateway(incarnation, channel), keep=())
 
     def worker(self, worker: WorkerId, incarnation: int) -> Job:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.launch.board import SLOT_BYTES, Board
-from penstock.types import WorkerState
+from penstock.types import Role, WorkerState
 
 
 def test_slots_do_not_touch_each_other() -> None:
@@ -27,6 +27,16 @@ def test_slots_do_not_touch_each_other() -> None:
         assert other.read().steps == 0
         assert other.read().state is WorkerState.STARTING
         assert other.read_last_words() == ""
+
+
+def test_a_role_that_was_given_outlives_the_process() -> None:
+    one, other = Board(2).slots
+    assert one.assigned is None
+    for role in Role:
+        one.assign(role)
+        one.reset(2, 0)
+        assert one.assigned is role
+    assert other.assigned is None
 
 
 @given(st.text())

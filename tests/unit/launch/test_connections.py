@@ -63,7 +63,7 @@ async def exchange(port: int, *pieces: bytes, then_read: bool = True) -> tuple[b
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
     try:
@@ -153,7 +153,7 @@ async def test_a_client_that_never_reads_is_hung_up_on() -> None:
     async with serving() as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
-        await asyncio.wait_for(app.gone.wait(), 10)
+        await asyncio.wait_for(app.gone.wait(), 60)
         writer.close()
         assert reader.at_eof() is False
 
@@ -169,4 +169,4 @@ async def test_a_slow_reader_is_not() -> None:
             await asyncio.sleep(idle_client_s / 50)
         assert not app.gone.is_set()
         writer.close()
-        await asyncio.wait_for(app.gone.wait(), 10)
+        await asyncio.wait_for(app.gone.wait(), 60)

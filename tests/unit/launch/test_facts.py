@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config.cores import Core
+from penstock.errors import ConfigError
+from penstock.kv.transfer.tcp_frames import aead
 from penstock.launch.facts import free_memory, machine_facts, process_began, topology, usable_cores
 
 MEMINFO = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"
@@ -102,3 +104,19 @@ def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     )
     assert before - 0.02 <= float(said.stdout) <= time.monotonic()
     assert process_began(tmp_path) == pytest.approx(time.monotonic(), abs=1.0)
+
+
+def test_only_a_library_that_encrypts_into_buffers_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_facts((), machine.root).encrypts
+
+    class Old:
+        """As it was before it could."""
+
+        encrypt = decrypt = None
+
+    monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", Old)
+    assert not machine_facts((), machine.root).encrypts
+    with pytest.raises(ConfigError, match=r"a recent one: pip install 'penstock\[encryption\]'"):
+        aead()
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    assert not machine_facts((), machine.root).encrypts

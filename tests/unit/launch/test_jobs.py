@@ -1,8 +1,9 @@
-"""What a run's incarnations are counted from."""
+"""What a run's incarnations are counted from, and when a worker that loads for itself says that it is alive."""
 
 from __future__ import annotations
 
-from penstock.launch.jobs import incarnations_before
+from penstock.launch.board import Board
+from penstock.launch.jobs import GettingOn, incarnations_before
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams, WorkerId
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.messages import PageSource, Submit
@@ -27,3 +28,19 @@ def test_what_comes_of_it_travels_for_centuries() -> None:
         pages_from=source,
     )
     assert decode_peer(encode(submit)) == submit
+
+
+def test_a_worker_that_loads_beats_while_it_gets_on() -> None:
+    (slot,) = Board(1).slots
+    slot.reset(1, now_ns=1)
+    watch = GettingOn(slot)
+    watch(0, 0)
+    assert slot.read().beat_s == 1e-9
+    watch(5, 10)
+    first = slot.read()
+    assert first.beat_s > 1e-9
+    assert first.predicted_end_s == first.beat_s
+    watch(5, 10)
+    assert slot.read() == first, "what stands still may hang"
+    watch(6, 10)
+    assert slot.read().beat_s > first.beat_s

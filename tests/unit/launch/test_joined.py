@@ -37,16 +37,29 @@ class Line:
         return None
 
 
+def report_of(worker: str, numerics: str = "n", incarnation: int = 5) -> Report:
+    return Report(
+        worker=WorkerId(worker),
+        incarnation=incarnation,
+        role=Role.DECODE,
+        state=WorkerState.READY,
+        pid=7,
+        identity=ModelIdentity(fingerprint="f", numerics=numerics),
+        max_model_len=64,
+    )
+
+
 class Town:
     """Two mailboxes, what the router is told, and a real fleet that takes it in."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, mixed: bool = False) -> None:
         self.clock = VirtualClock(1000.0)
         self.told: list[SupervisorMessage] = []
         self.fleet = Fleet()
         self.lines: list[Line] = []
         hello = Hello(gateway="gateway-0-join", incarnation=1)
         self.joined = JoinedWorkers([A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S)
+        self.joined.uses_mixed = mixed
 
     def _connect(self, endpoint: str) -> Line:
         self.lines.append(Line(endpoint))
@@ -60,15 +73,7 @@ class Town:
             assert self.fleet.down(message)
 
     def report(self, endpoint: str, worker: str, incarnation: int) -> None:
-        report = Report(
-            worker=WorkerId(worker),
-            incarnation=incarnation,
-            role=Role.DECODE,
-            state=WorkerState.READY,
-            pid=7,
-            identity=ModelIdentity(fingerprint="f", numerics="n"),
-            max_model_len=64,
-        )
+        report = report_of(worker, incarnation=incarnation)
         self.joined.on_report(endpoint, report)
         self.fleet.report(report, self.clock.now())
 
@@ -98,6 +103,19 @@ def test_everybody_is_greeted_again_and_again(town: Town) -> None:
     town.pass_time(1.0)
     assert [len(line.sent) for line in town.lines] == [4, 4]
     assert town.news() == []
+
+
+def test_a_worker_of_a_mixed_fleet_is_used_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town()
+    for _ in range(3):
+        town.joined.on_report(A, report_of("d", "triton-1>cpp-1"))
+    assert town.news() == []
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "tcp://a:1 is not used" in told
+    assert "triton-1>cpp-1; --allow-mixed-numerics would have it used" in told
+    town = Town(mixed=True)
+    town.joined.on_report(A, report_of("d", "triton-1>cpp-1"))
+    assert town.news() == [("up", "d", 5)]
 
 
 def test_the_first_report_is_an_arrival_and_the_next_is_none(town: Town) -> None:

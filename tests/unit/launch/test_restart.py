@@ -10,6 +10,7 @@ from restart_bench import CONFIG, Bench, of_type, ready_bench
 from penstock.launch.board import Heartbeat
 from penstock.launch.events import (
     HOPELESS,
+    Died,
     Done,
     Effect,
     Exit,
@@ -39,7 +40,7 @@ def test_the_first_restart_is_at_once_and_under_the_next_incarnation() -> None:
     effects = bench.die("decode-0")
     (down,) = of_type(Tell, effects)
     assert down.message == WorkerDown(
-        worker="decode-0", incarnation=1, state=WorkerState.DEAD, reason="killed by SIGSEGV"
+        worker="decode-0", incarnation=1, state=WorkerState.DEAD, reason="killed by SIGSEGV", fault=True
     )
     assert of_type(Fork, effects) == [Fork("decode-0", 2)]
 
@@ -142,13 +143,14 @@ def test_a_stopped_process_gets_no_credit_for_its_prediction() -> None:
     assert killed == [Kill(GATEWAY, 1, signal.SIGKILL)]
 
 
-def silent_for(bench: Bench, seconds: float, cpu_share: float) -> list[Effect]:
-    """decode-0 says nothing, and has ``cpu_share`` of a processor all the while."""
+def silent_for(bench: Bench, seconds: float, cpu_share: float, queued_share: float = 0.0) -> list[Effect]:
+    """decode-0 says nothing, has ``cpu_share`` of a processor all the while, and queues for ``queued_share``."""
     beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)
     effects, began = [], bench.now
     while bench.now < began + seconds:
         bench.now += 0.1
-        vitals = Vitals(cpu_s=7.0 + cpu_share * (bench.now - began))
+        past = bench.now - began
+        vitals = Vitals(cpu_s=7.0 + cpu_share * past, queued_s=3.0 + queued_share * past)
         effects += bench.send(Looked({"decode-0": beat}, {"decode-0": vitals}))
     return effects
 
@@ -160,6 +162,38 @@ def test_a_step_far_longer_than_predicted_is_not_a_wedge_while_it_computes() -> 
     assert len(of_type(Kill, silent_for(bench, 2.0, cpu_share=0.9))) == 1
     bench = ready_bench()
     assert len(of_type(Kill, silent_for(bench, CONFIG.wedge_s + 0.5, cpu_share=0.02))) == 1
+
+
+def test_a_worker_that_others_leave_no_processor_is_slow_and_not_stuck() -> None:
+    """With a niceness of 10 beside three busy processes at each processor it gets a thirtieth of one."""
+    bench = ready_bench()
+    assert of_type(Kill, silent_for(bench, CONFIG.busy_s - 1, cpu_share=0.03, queued_share=0.9)) == []
+    assert of_type(Kill, bench.send(Suspected("decode-0", 1, "no tokens"))) == []
+    assert len(of_type(Kill, silent_for(bench, 2.0, cpu_share=0.03, queued_share=0.9))) == 1
+
+
+def test_one_that_queued_and_then_hung_is_not_busy_for_having_queued() -> None:
+    bench = ready_bench()
+    beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)
+    began, killed = bench.now, 0.0
+    while not killed and bench.now < began + CONFIG.busy_s:
+        bench.now += 0.1
+        vitals = Vitals(cpu_s=7.0, queued_s=3.0 + 0.9 * min(10.0, bench.now - began))
+        if of_type(Kill, bench.send(Looked({"decode-0": beat}, {"decode-0": vitals}))):
+            killed = bench.now - began
+    assert 10.0 < killed <= 10.5 + 2 * CONFIG.wedge_s
+
+
+def test_one_that_computes_again_and_again_is_not_taken_for_stuck() -> None:
+    """A second of each two, which no look at the last tenth of a second would tell."""
+    bench = ready_bench()
+    beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)
+    began = bench.now
+    while bench.now < began + CONFIG.busy_s - 1:
+        bench.now += 0.1
+        past = bench.now - began
+        vitals = Vitals(cpu_s=7.0 + past // 2 + min(1.0, past % 2))
+        assert of_type(Kill, bench.send(Looked({"decode-0": beat}, {"decode-0": vitals}))) == []
 
 
 def test_time_in_which_the_supervisor_did_not_look_counts_for_nobody() -> None:
@@ -260,6 +294,26 @@ def test_stopping_while_the_gateway_is_down_does_not_wait() -> None:
 def test_stopping_before_anything_runs_is_done_at_once() -> None:
     machine = Restarts.of(CONFIG)
     assert machine.handle(StopAsked(), 0.0) == [Done(0)]
+
+
+def test_workers_alone_have_time_to_hand_over_and_a_second_signal_means_now() -> None:
+    def told() -> tuple[Restarts, list[Effect]]:
+        machine = Restarts.of(CONFIG, ())
+        machine.admit(["decode-0"])
+        machine.handle(Tick(), 0.0)
+        machine.handle(Looked({"decode-0": Heartbeat(1, WorkerState.READY, 0.1, 0.2, 1)}), 0.1)
+        return machine, machine.handle(StopAsked(), 1.0)
+
+    term, kill = (Kill("decode-0", 1, signum) for signum in (signal.SIGTERM, signal.SIGKILL))
+    machine, effects = told()
+    assert effects == [term]
+    assert machine.handle(Tick(), 1.0 + CONFIG.drain_s - 0.1) == []
+    assert machine.handle(Tick(), 1.0 + CONFIG.drain_s) == [kill]
+    machine, _ = told()
+    assert of_type(Kill, machine.handle(StopAsked(), 2.0)) == [term]
+    assert machine.handle(Tick(), 2.0 + CONFIG.grace_s) == [kill]
+    machine, _ = told()
+    assert machine.handle(Died("decode-0", 1, Exit(code=0)), 3.0)[-1] == Done(0)
 
 
 def test_how_a_process_ended_in_words() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Service:

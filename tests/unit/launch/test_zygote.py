@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
 
 PRELUDE = """
 import os, select, signal, socket, sys, time
@@ -22,7 +25,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", PRELUDE + textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
         check=False,
     )
@@ -63,6 +66,24 @@ def test_what_a_child_computes_is_counted() -> None:
         process.kill(signal.SIGKILL)
         wait(process)
         assert read_vitals(process.pid) == read_vitals(2**22 + 1)
+    """)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count who queues")
+def test_how_long_a_child_queues_for_a_processor_is_counted() -> None:
+    run("""
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        def spin():
+            while True:
+                pass
+        processes = [fork(f"spins {i}", spin) for i in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(read_vitals(process.pid).queued_s > 0.02 for process in processes):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        for process in processes:
+            process.kill(signal.SIGKILL)
+            wait(process)
     """)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
+from penstock.engine.service.kv_log import KvLog
 from penstock.hashing import block_hashes, chain_root
-from penstock.kernels.blocks import keys_of
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import (
@@ -19,7 +19,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
 )
-from penstock.wire.messages import KvEvents, Report, WorkerUp
+from penstock.wire.messages import Report, WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 OTHER = ModelIdentity(fingerprint="0" * 64, numerics="null-1")
@@ -84,9 +84,16 @@ def chain(blocks: int, branch: str = "a", fork: int = 0) -> list[BlockHash]:
     return [BlockHash(blake2b(name.encode(), digest_size=32).digest()) for name in names]
 
 
-def holds(index: PrefixIndex, slot: int, hashes: Sequence[BlockHash], incarnation: int = 1) -> None:
-    """The worker of this slot has begun, and told that these blocks are all that it has."""
+def holds(
+    index: PrefixIndex,
+    slot: int,
+    hashes: Sequence[BlockHash],
+    incarnation: int = 1,
+    lower: Mapping[BlockHash, int] | None = None,
+) -> None:
+    """The worker of this slot has begun, and told that these blocks are all that it has; ``lower``: in which tier."""
     index.follow(slot, incarnation)
-    stored = keys_of(hashes)
-    told = KvEvents(worker=WorkerId("w"), incarnation=incarnation, sequence=0, stored=stored, parts=1)
-    index.take(slot, told)
+    below = lower or {}
+    log = KvLog(WorkerId("w"), incarnation, lambda: hashes, below.items, max(below.values(), default=0))
+    for message in log.snapshot():
+        index.take(slot, message)

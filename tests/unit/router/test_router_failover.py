@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
-from flight_words import B0, D0, D1, NOBODY, P0, P1, WHOLE, flying, item, said, split, started, waiting
+from flight_words import B0, D0, D1, NOBODY, P0, P1, PATIENCE, WHOLE, flying, item, said, split, started, waiting
 from router_words import IDENTITY, OTHER, ROOT, request
 
 from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest, WorkerLost
@@ -13,7 +14,7 @@ from penstock.hashing import chain_root
 from penstock.router.decide import Decision
 from penstock.router.effects import CancelLeg, Deliver, Fail, Send, WaitForWorker
 from penstock.router.failover import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, Phase
-from penstock.types import FinishReason, TokenBatch, TokenLogprob
+from penstock.types import Claim, FinishReason, ServiceClass, TokenBatch, TokenLogprob
 from penstock.wire.messages import PageSource
 
 # --- submitting ---------------------------------------------------------------------------------------------------
@@ -271,7 +272,8 @@ def test_a_returned_leg_takes_the_other_with_it(who, reason):
     other = D0 if who == P0 else P0
     assert said(flight.returned(1, reason, who, 1, 2.0)) == [f"end {who} e1", f"cancel {other} e1", "wait 2"]
     avoided = {(who, 1)} if reason == "draining" else set()
-    assert flight.ask(99.0).avoid == avoided
+    assert flight.ask(2.0).avoid == avoided
+    assert flight.ask(2.0 + BUSY_S).avoid == set()
 
 
 @pytest.mark.parametrize("who", [P0, D0])
@@ -355,3 +357,41 @@ def test_every_token_renews_patience():
     for index in range(5):
         assert flight.tick(index * 9.0) == ()
         flight.tokens(item(index, 1), B0, 1, index * 9.0)
+
+
+# --- deadlines and classes ------------------------------------------------------------------------------------------
+
+
+def in_time(seconds: float | None):
+    return msgspec.structs.replace(request(), claim=Claim(max_wait_s=seconds, service=ServiceClass.BATCH))
+
+
+def test_a_worker_is_told_what_is_left_of_the_wait():
+    flight = waiting(in_time(9.0))
+    (send,) = flight.placed(WHOLE, ROOT, 2.5)
+    assert isinstance(send, Send)
+    assert send.submit.claim == Claim(max_wait_s=6.5, service=ServiceClass.BATCH)
+    flight.tokens(item(0, 1), B0, 1, 3.0)
+    flight.lost(B0, 1, "died", 4.0)
+    (again,) = flight.placed(WHOLE, ROOT, 5.0)
+    assert isinstance(again, Send)
+    assert again.submit.claim.max_wait_s is None, "who has a token waits for no first one"
+
+
+def test_who_waits_for_as_long_as_it_may_is_told():
+    flight = flying(asked=in_time(9.0))
+    assert flight.tick(9.0) == ()
+    assert said(flight.tick(9.1)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "fail DeadlineMissed"]
+
+
+def test_a_worker_may_say_it_first():
+    flight = flying(WHOLE, in_time(9.0))
+    assert said(flight.returned(1, "deadline", B0, 1, 9.0)) == ["end both-0 e1", "fail DeadlineMissed"]
+
+
+def test_yielding_is_no_failure():
+    flight = flying(WHOLE, in_time(None))
+    for epoch in range(1, 3 * PATIENCE.max_attempts):
+        again = said(flight.returned(epoch, "yielded", B0, 1, 1.0))
+        assert again == [f"end both-0 e{epoch}", "wait 1"], "at once, and as often as it takes"
+        assert said(flight.placed(WHOLE, ROOT, 1.0)) == [f"send both-0 whole e{epoch + 1}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -299,4 +300,11 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+class TestAnyOrderForLong(AnyOrder.TestCase):
+    """The same, for longer."""
+
+    settings = settings(max_examples=2000, stateful_step_count=40, deadline=None)

@@ -126,10 +126,10 @@ def test_work_of_other_gateways_counts_as_far_as_it_is_reported():
 def test_only_a_worker_with_work_is_missed():
     fleet = fleet_of("prefill-0", "prefill-1")
     fleet.charge(P0, 1, A, 1)
-    assert list(fleet.silent(2.0, 2.0)) == []
-    assert list(fleet.silent(2.1, 2.0)) == [0]
+    assert list(fleet.silent(2.0, 2.0, 3.0)) == []
+    assert list(fleet.silent(2.1, 2.0, 3.0)) == [0]
     fleet.forgive(1.0)
-    assert list(fleet.silent(2.1, 2.0)) == []
+    assert list(fleet.silent(2.1, 2.0, 3.0)) == []
 
 
 def test_a_suspect_that_speaks_again_is_only_slow():
@@ -139,15 +139,15 @@ def test_a_suspect_that_speaks_again_is_only_slow():
     assert fleet.load == [0]
     assert fleet.ready(Role.PREFILL, None) == ()
     fleet.charge(P0, 1, A, 1)
-    assert list(fleet.silent(3.0, 2.0)) == []  # once is enough
+    assert list(fleet.silent(3.0, 2.0, 3.0)) == []  # once is enough
     assert fleet.report(report("prefill-0"), 3.0)
     assert fleet.ready(Role.PREFILL, None) == (0,)
-    assert list(fleet.silent(8.9, 2.0)) == []
-    assert list(fleet.silent(9.1, 2.0)) == [0]
+    assert list(fleet.silent(8.9, 2.0, 3.0)) == []
+    assert list(fleet.silent(9.1, 2.0, 3.0)) == [0]
     fleet.suspect(0, "silent")
     fleet.report(report("prefill-0"), 500.0)
     fleet.charge(P0, 1, A, 1)
-    assert list(fleet.silent(500.0 + 16.1, 2.0)) == [0]
+    assert list(fleet.silent(500.0 + 16.1, 2.0, 3.0)) == [0]
 
 
 def test_identities_are_ordered_by_how_many_serve_them():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from router_words import chain, fleet_of, holds, report, request, up
 from penstock.router.columns import Due
 from penstock.router.decide import Ask, Decision, How, can_serve, decide
 from penstock.router.fleet import Fleet
+from penstock.router.forecast import forecast
 from penstock.router.policy.named import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
-from penstock.types import Leg, RequestId, Role, ValidRequest, WorkerId, WorkerState
+from penstock.types import Claim, Leg, RequestId, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
 from penstock.wire.messages import StepRates
 
 ALL = [How(policy=policy_named(name)) for name in NAMES]
@@ -173,6 +175,11 @@ Steps = st.lists(
 )
 
 
+def batch_of(there: dict[str, tuple[int, int]], heard: int) -> list[int]:
+    """Prompt tokens of batch work (those of odd names) that are still to read, of requests sent up to ``heard``."""
+    return [tokens for name, (number, tokens) in there.items() if number <= heard and int(name[1:]) % 2]
+
+
 @given(Steps)
 def test_between_two_reports_nothing_counts_twice_and_nothing_is_forgotten(steps):
     """The worker's own numbers are always those that are shown, though it reports only now and then, and late."""
@@ -186,7 +193,8 @@ def test_between_two_reports_nothing_counts_twice_and_nothing_is_forgotten(steps
             case ("send", _, tokens):
                 serial += 1
                 there[name] = (serial, tokens)
-                due = Due(tokens=tokens, pairs=3, rows=1, context=9, pages=2)
+                batch = tokens if step[1] % 2 else 0
+                due = Due(tokens=tokens, pairs=3, rows=1, context=9, pages=2, batch_tokens=batch)
                 fleet.charge(worker, 1, RequestId(name), tokens, due=due, serial=serial)
             case ("begin", _) if name in there:
                 there[name] = (there[name][0], 0)
@@ -198,11 +206,33 @@ def test_between_two_reports_nothing_counts_twice_and_nothing_is_forgotten(steps
                 heard = min(serial, heard + more)
                 known = [tokens for number, tokens in there.values() if number <= heard]
                 said = {"prompt_tokens": sum(known), "answers": len(known), "kv_pages_free": 100 - 2 * len(known)}
+                said["batch_tokens"] = sum(batch_of(there, heard))
                 fleet.report(report("both-0", heard=heard, **said), 0.0)
         load = fleet.columns.at(slots)[0]
         assert load.tokens.tolist() == [sum(tokens for _, tokens in there.values())]
+        assert load.batch_tokens.tolist() == [sum(batch_of(there, serial))]
         assert load.rows.tolist() == [len(there)]
         assert load.pages.tolist() == [100 - 2 * len(there)]
     fleet.suspect(0, "silent")
     fleet.report(report("both-0", heard=serial), 0.0)
-    assert [float(column[0]) for column in fleet.columns.at(slots)[0]] == [0.0, 0.0, 0.0, 0.0, 100.0]
+    assert [float(column[0]) for column in fleet.columns.at(slots)[0]] == [0.0, 0.0, 0.0, 0.0, 100.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("service", "taken"), [(ServiceClass.INTERACTIVE, "both-0"), (ServiceClass.BATCH, "both-1")])
+def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: ServiceClass, taken: str):
+    fleet = fleet_of("both-0", "both-1")
+    rates = StepRates(1e-3, 1e-5, 0.0, 1e-6)
+    fleet.report(report("both-0", prompt_tokens=9000, batch_tokens=9000, rates=rates, measured=9), 0.0)
+    fleet.report(report("both-1", prompt_tokens=500, rates=rates, measured=9), 0.0)
+    asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), claim=Claim(service=service))
+    decision = decide(Ask(request=asked), fleet, PrefixIndex(100, 4), 0.0)
+    assert picked(decision) == [(Leg.WHOLE, WorkerId(taken))]
+    assert decision.legs[0].due.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
+    seen = forecast(fleet, 100, service)
+    assert seen is not None
+    assert seen.wait_s == pytest.approx(0.0 if service is ServiceClass.INTERACTIVE else 0.005)
+    assert seen.read_s == pytest.approx(0.002, rel=0.01)
+
+
+def test_nothing_is_foreseen_before_anything_was_measured():
+    assert forecast(fleet_of("both-0"), 100, ServiceClass.BATCH) is None

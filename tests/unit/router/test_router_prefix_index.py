@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,70 @@ def test_changes_are_taken_in_order_and_once():
     index.take(0, told(2, chain(12)[10:], chain(12)[8:10]))
     assert hits(index, chain(12)) == [8]
     assert not index.lacking(0, 0.0)
+
+
+def test_blocks_sink_through_tiers_and_come_back():
+    index, blocks, lower = PrefixIndex(), chain(9), dict[BlockHash, int]()
+    index.follow(0, 1)
+    log = KvLog(WorkerId("w"), 1, list, lower.items, 2)
+
+    def known() -> list[int]:
+        for message in log.take():
+            index.take(0, message)
+        return [hits(index, blocks)[0], *(int(depths[0]) for depths in index.below(blocks, 1))]
+
+    for message in log.snapshot():
+        index.take(0, message)
+    for block in blocks:
+        log.note(block, known=True)
+    assert known() == [9, 9, 9]
+    for block, tier in zip(blocks[5:], (1, 1, 2, 2), strict=True):
+        log.sank(block, tier)
+    assert known() == [5, 7, 9]
+    log.note(blocks[8], known=False)
+    assert known() == [5, 7, 8]
+    log.sank(blocks[6], 2)
+    assert known() == [5, 6, 8]
+    log.note(blocks[5], known=True)
+    assert known() == [6, 6, 8]
+    assert not index.lacking(0, 0.0)
+    index.drop(0)
+    assert known() == [0, 0, 0]
+
+
+def test_a_snapshot_tells_of_all_tiers():
+    blocks = chain(2 * KV_EVENT_BLOCKS)
+    lower = dict.fromkeys(blocks[100:], 1) | dict.fromkeys(blocks[-50:], 2)
+    index = PrefixIndex()
+    index.follow(0, 1)
+    for message in KvLog(WorkerId("w"), 1, lambda: blocks[:100], lower.items, 2).snapshot():
+        index.take(0, message)
+    assert [hits(index, blocks)[0], *(int(depths[0]) for depths in index.below(blocks, 1))] == [
+        100,
+        len(blocks) - 50,
+        len(blocks),
+    ]
+
+
+def test_tiers_that_come_as_a_surprise_are_told_anew():
+    index = followed(snapshot=chain(4))
+    index.take(0, msgspec.structs.replace(told(1, chain(6)[4:]), sunk=(keys_of(chain(8)[6:]),)))
+    assert hits(index, chain(8)) == [6]
+    assert index.lacking(0, 0.0)
+
+
+def test_tiers_that_there_is_no_room_for_are_not_asked_for_again_and_again():
+    index, blocks = PrefixIndex(4096, max_workers=2), chain(12)
+    index.follow(0, 1)
+    log = KvLog(WorkerId("w"), 1, list, tuple, 2)
+    for message in log.snapshot():
+        index.take(0, message)
+    for block in blocks[:10]:
+        log.note(block, known=True)
+        for message in log.take():
+            index.take(0, message)
+        assert not index.lacking(0, 0.0)
+    assert (hits(index, blocks), index.gaps) == ([10], 0)
 
 
 def test_a_gap_is_told_anew():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from penstock.hashing import block_hashes, chain_root
 from penstock.router.decide import Chosen, Decision
 from penstock.router.submission import submissions
 from penstock.types import (
+    Grammar,
+    GrammarKind,
     Leg,
     ModelIdentity,
     Picture,
@@ -52,6 +55,30 @@ def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
     assert sent.pictures == ((PICTURE,) if reads else ())
     assert sent.encoders == ((ENCODER,) if reads else ())
     assert sent.block_hashes == request().block_hashes  # the first block begins with the image
+
+
+MIXED = ModelIdentity(fingerprint="f", numerics="reads>writes")
+
+
+def both(identity: ModelIdentity) -> Decision:
+    legs = [one for leg in (Leg.PREFILL, Leg.DECODE) for one in chosen(leg).legs]
+    return Decision(at=0.0, policy="none", identity=identity, legs=tuple(legs))
+
+
+def test_who_reads_the_prompt_of_an_answer_again_cannot_end_it():
+    """Its first token may be another than the client's, which another class has drawn."""
+    sampling = SamplingParams(
+        seed=1, max_tokens=4, stop_token_ids=(2, 5), min_tokens=1, grammar=Grammar(kind=GrammarKind.REGEX, text="a|b")
+    )
+    asked = msgspec.structs.replace(request(), sampling=sampling)
+    reads, writes = submissions(asked, 2, (9,), both(MIXED), ROOT)
+    assert (reads.emitted, writes.emitted) == ((), (9,))
+    assert (reads.sampling.stop_token_ids, reads.sampling.grammar) == ((), None)
+    assert reads.sampling.max_tokens >= 2
+    assert writes.sampling == sampling
+    for emitted, identity in (((), MIXED), ((9,), ModelIdentity(fingerprint="f", numerics="n"))):
+        sent = submissions(asked, 2, emitted, both(identity), ROOT)
+        assert all((leg.sampling, leg.emitted) == (sampling, emitted) for leg in sent)
 
 
 def test_hashes_of_another_identity_stay_away():

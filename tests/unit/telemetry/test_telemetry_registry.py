@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.telemetry import metrics as names
 from penstock.telemetry.metrics import Family, Kind
-from penstock.telemetry.registry import Metrics, WorkerTotals
+from penstock.telemetry.registry import Metrics, ResponseFigures, WorkerTotals
 
 DASHBOARD = {  # vLLM's names, as its dashboards ask for them
     "num_requests_running",
@@ -48,12 +48,14 @@ ROW = {
     "kv_pages_used": 25,
     "kv_pages_free": 75,
     "kv_pages_leaked": 0,
+    "kv_tiers": [{"tier": "disk", "pages": 7}],
 }
 
 
 def declared() -> list[Family]:
     alone = [value for value in vars(names).values() if isinstance(value, Family)]
-    return [*alone, *names.BY_WORKER_COUNTER.values(), *names.BY_WORKER_MAXIMUM.values()]
+    by_name = (names.BY_WORKER_COUNTER, names.BY_WORKER_MAXIMUM, names.BY_TIER_FIGURE)
+    return [*alone, *(family for families in by_name for family in families.values())]
 
 
 def scrape(metrics: Metrics) -> dict[str, dict[tuple[str, ...], float]]:
@@ -91,13 +93,22 @@ def test_workers_need_no_metrics_library_to_count():
 def test_all_declared_families_are_shown():
     metrics = Metrics(model_name="m")
     metrics.rows = lambda: [ROW]
-    metrics.worker_report("decode-0", 1, dict.fromkeys((*names.WORKER_COUNTERS, *names.WORKER_MAXIMA), 1.0))
+    counters = (*names.WORKER_COUNTERS, *names.WORKER_MAXIMA, *names.TIER_COUNTERS)
+    metrics.worker_report("decode-0", 1, dict.fromkeys(counters, 1.0))
     metrics.worker_died("decode-0")
     metrics.worker_suspected("decode-0")
+    metrics.worker_probed("decode-0", "sent")
+    metrics.retried(delayed=False)
+    metrics.fenced("epoch")
+    metrics.met("new")
+    metrics.responses = lambda: ResponseFigures({"hit": 1})
+    metrics.spans = lambda: {"ended": 1}
     shown = scrape(metrics)
     for family in declared():
         suffix = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}[family.kind]
         assert names.PREFIX + family.name + suffix in shown
+    assert shown["penstock:kv_store_pages"] == {("disk", "decode-0"): 7.0}
+    assert shown["penstock:kv_store_pages_read_total"][("redis", "decode-0")] == 1.0
 
 
 def test_what_workers_are_is_looked_up_when_somebody_asks():

@@ -13,7 +13,7 @@ from penstock.errors import ModelError
 from penstock.kv.layout import KvLayout
 from penstock.parallel.devices import Devices
 from penstock.parallel.plan import ModelSize, lay_out
-from penstock.reach import tokens_held
+from penstock.reach import most_pages, tokens_held
 from penstock.weights.census import STEP_TOKENS, Form, coding, model_size, stored_coding
 from penstock.weights.fields import Fields
 from penstock.weights.layout import Matrix
@@ -41,6 +41,19 @@ def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
         vectors = sum(checkpoint.info(n).nbytes for n in checkpoint.names if len(checkpoint.info(n).shape) == 1)
     size = size_in(read_outline(tmp_path), Form.STORED)
     assert size.weight_bytes == stored + vectors, "norms are held in fp32, twice their bytes"
+
+
+def test_states_are_counted_with_the_cells_that_a_step_enters() -> None:
+    """Of Qwen3-Next: 36 layers of 2 MiB and some inputs, five cells of 512 tokens in a step of 2048, and one more."""
+    outline = read_outline(CONFIGS / "qwen_3_next_80b_a3b.json")
+    size, layout = size_in(outline, Form.BF16), KvLayout.of(outline.spec.kv, "bf16")
+    states = layout.shape.kept_states
+    assert states.nbytes == 36 * (32 * 128 * 128 + 3 * 8192) * 4
+    cells = most_pages(layout.shape.reaches, 1 << 40, ahead=STEP_TOKENS, page_tokens=16) - (1 << 36)
+    assert cells == 6 * layout.shape.state_parts == 6 * 201
+    fixed = [layer.cache.fixed for layer in size.layers]
+    assert [index for index, own in enumerate(fixed) if not own] == list(range(3, 48, 4))
+    assert sum(fixed) == pytest.approx(cells * layout.page_bytes, rel=1e-6)
 
 
 def test_the_bundled_model_is_counted_as_it_was_before_it_was_compressed() -> None:

@@ -245,9 +245,9 @@ def test_a_changed_weight_names_file_and_tensor(folders: tuple[Path, Path], tmp_
 def test_an_unknown_version_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     raw = (folders[1] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(
-        raw.replace(b'"penstock.compression":"1"', b'"penstock.compression":"2"')
+        raw.replace(b'"penstock.compression":"1"', b'"penstock.compression":"3"')
     )
-    with pytest.raises(ModelError, match="version '2'"):
+    with pytest.raises(ModelError, match="version '3'"):
         Checkpoint(tmp_path)
 
 

@@ -35,6 +35,8 @@ def windows(spec: ModelSpec) -> list[int | None]:
     return [layer.attention.window for layer in spec.own(Decoder).layers]
 
 
+NEXT = "qwen_3_next_80b_a3b"
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another type": ("qwen_3_4b", {"model_type": "qwen2"}, "model_type is 'qwen2', not 'qwen3'"),
     "positions of images": ("qwen_2_7b", {"use_mrope": True}, "use_mrope is true"),
@@ -60,6 +62,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an odd latent vector": ("kimi_k2_bf16", {"kv_lora_rank": 511}, "kv_lora_rank must be even"),
     "another choice": ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
     "weights that are normalised": ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob is true"),
+    "nothing recurrent": (NEXT, {"layer_types": ["full_attention"] * 48}, "layer_types must name 48 layers .* each"),
+    "heads of states": (NEXT, {"linear_num_value_heads": 24}, r"linear_num_value_heads \(24\) must be a multiple of"),
+    "odd values of states": (NEXT, {"linear_value_head_dim": 120}, "linear_value_head_dim, .* multiples of 16"),
+    "too long a convolution": (NEXT, {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim must be from 2 to 8"),
+    "another gate": (NEXT, {"hidden_act": "gelu"}, "hidden_act is gelu; delta nets can be served with silu only"),
     "an odd part of a head": ("glm_4_9b_0414", {"partial_rotary_factor": 0.09}, "0.09 of heads of 128 is no even"),
 }
 

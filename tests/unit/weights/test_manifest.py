@@ -19,9 +19,11 @@ from penstock.errors import ModelError
 from penstock.kernels.native import NativeOps, families
 from penstock.weights import digests
 from penstock.weights.checkpoint import inspect_model
+from penstock.weights.compressed import GPU
 from penstock.weights.compressing import compress_folder
 from penstock.weights.load import load_model
 from penstock.weights.manifest import FOLDER, MAX_MANIFESTS, RACY_NS, Manifests
+from penstock.weights.reader import Checkpoint
 from tiny_models import llama_config, random_tensors, write_model, write_weights
 
 LATER_NS = 3600 * 10**9
@@ -190,6 +192,32 @@ def test_plain_and_compressed_are_the_same_weights(stage: Stage, tmp_path: Path)
     (stage.folder / "model.safetensors").write_bytes(raw)
     with pytest.raises(ModelError, match="damaged, its bytes are not those that were compressed"):
         stage.load()
+
+
+def test_what_comes_as_arrays_is_checked_by_its_checksum(stage: Stage, tmp_path: Path) -> None:
+    """As compressed weights do on a GPU, and everywhere those in another device's layout."""
+    wide = llama_config(num_hidden_layers=1, vocab_size=64, hidden_size=128, intermediate_size=256)
+    stage.folder = write_model(tmp_path / "wide", wide)
+    first, _ = stage.load()
+    compress_folder(stage.folder, tmp_path / "small", threads=1, report=lambda _: None, layout=GPU)
+    (tmp_path / "small/model.safetensors").replace(stage.folder / "model.safetensors")
+    shutil.rmtree(stage.cache)
+    assert stage.load() == (first, 0)
+    with Checkpoint(stage.folder) as checkpoint:
+        assert checkpoint.matrix(NAME) is not None
+        place = checkpoint.place(NAME)
+    raw = bytearray((stage.folder / "model.safetensors").read_bytes())
+    raw[place.offset + place.nbytes - 1] ^= 1
+    (stage.folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ModelError, match=f"'{NAME}': damaged, its bytes are not those that were compressed"):
+        stage.load()
+
+
+def test_a_long_hashing_can_be_seen_to_get_on(tmp_path: Path) -> None:
+    with Checkpoint(write_model(tmp_path, CONFIG)) as checkpoint, digests.Hashing(checkpoint, checkpoint.names) as own:
+        own.start(2)
+        assert own.join(lambda: None).keys() == set(checkpoint.names)
+        assert own.done == sum(checkpoint.place(name).nbytes for name in checkpoint.names)
 
 
 def test_the_oldest_are_forgotten(stage: Stage) -> None:

@@ -5,19 +5,18 @@ Knows nothing about servers, tokens' text or clocks.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
-MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+from penstock.errors import ConfigError
+from penstock.sim.trace import read_trace
+
+TRACES = ("mooncake", "azure")
+"""Kinds of trace files that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +59,25 @@ class RandomLengths:
         return rng.integers(low, high, count, endpoint=True)
 
 
-def mooncake(path: Path) -> Iterator[Wanted]:
-    """Rows of a Mooncake trace (JSON lines, plain or gzipped): milliseconds, lengths, prefix blocks.
+def of_trace(path: Path, kind: str, count: int) -> list[Wanted]:
+    """The first ``count`` requests of a trace file, in order of arrival.  ``kind``: of ``TRACES``.
 
-    Raises ValueError naming the line that is not one.
+    Raises ConfigError that names file, line and reason, also where the file is of the other kind.
     """
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                yield Wanted(
-                    input_len=int(row["input_length"]),
-                    output_len=max(1, int(row["output_length"])),
-                    at=row["timestamp"] / 1000,
-                    blocks=tuple(row["hash_ids"]),
-                    block_tokens=MOONCAKE_BLOCK_TOKENS,
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no row of a Mooncake trace: {error!r}") from error
-
-
-def azure(path: Path) -> Iterator[Wanted]:
-    """Rows of an Azure LLM inference trace (CSV): a date with seven decimals of seconds, and both lengths.
-
-    Raises ValueError naming the line that is not one.
-    """
-    first: float | None = None
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), 2):
-            try:
-                whole, _, decimals = row["TIMESTAMP"].partition(".")
-                moment = datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{decimals or 0}")
-                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no row of an Azure trace: {error!r}") from error
-            first = moment if first is None else first
-            yield Wanted(input_len=max(1, lengths[0]), output_len=max(1, lengths[1]), at=moment - first)
+    trace = read_trace(path, count)
+    found = "mooncake" if trace.block_tokens else "azure"
+    if found != kind:
+        raise ConfigError(f"{path}: this is a trace of the kind {found!r}, not {kind!r}")
+    return [
+        Wanted(
+            input_len=job.prompt,
+            output_len=job.answer,
+            at=job.at,
+            blocks=job.blocks,
+            block_tokens=trace.block_tokens,
+        )
+        for job in trace.jobs
+    ]
 
 
 def scaled(wanted: Wanted, *, length: float = 1.0, time: float = 1.0) -> Wanted:

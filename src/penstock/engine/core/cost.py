@@ -21,7 +21,9 @@ SCALE: Vector = (1.0, 256.0, 262_144.0, 16.0)
 PRIOR: Vector = (1e-3, 64e-3, 1e-3, 1e-3)
 """Seconds for each unit, before anything was measured: slow, so that the first chunk on an unknown machine is short."""
 
-NOISE = 0.05  # relative variance of a measured step
+NOISE = 0.05  # relative variance of a measured step at most, and before it is known
+LEAST_NOISE = 2e-3  # the same at least; a steady machine lets steps of nearly one length tell the weights apart
+NOISE_SHARE = 0.05  # of the last step's in what is known of it
 SPEED_DRIFT = 4e-3  # variance of the machine's speed, in its logarithm, from one step to the next
 SPEED_IGNORANCE = 64.0  # the same before anything was measured: the first step tells the speed
 DRIFT = 2e-4  # relative variance of each weight's own walk in one step
@@ -73,8 +75,13 @@ class StepCost:
         self._prior = prior
         self._weights = list(prior)
         self._speed_spread = SPEED_IGNORANCE
+        self._noise = NOISE
         self._spread = [[((IGNORANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
         self.measured = 0
+
+    def fresh(self) -> StepCost:
+        """One that expects what this one expected at first, and has measured nothing."""
+        return StepCost(self._prior)
 
     def predict(self, work: Work) -> float:
         """Seconds of one step."""
@@ -128,7 +135,9 @@ class StepCost:
         self._drift([max(w, small) for w, small in zip(self._weights, least, strict=True)])
         surprise = ratio - sum(w * v for w, v in zip(self._weights, x, strict=True))
         px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._spread]
-        scale = NOISE + sum(v * p for v, p in zip(x, px, strict=True))
+        odd = min(surprise * surprise, NOISE)  # one step that is unlike the others teaches no more than a noisy one
+        self._noise += NOISE_SHARE * (odd - self._noise)
+        scale = max(self._noise, odd, LEAST_NOISE) + sum(v * p for v, p in zip(x, px, strict=True))
         self._weights = [
             max(w + p / scale * surprise, small) for w, p, small in zip(self._weights, px, least, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""The pages of one request in one group of layers, by block.
+"""The pages of one request in one group of layers, by block; of a group of states, by cell of the grid.
 
 ::
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.types import PageId
+from penstock.types import PAGE_TOKENS, PageId
 
 NOWHERE = PageId(0)
 """Stands for a page that was never held; tables must name pages that there are."""
@@ -19,10 +19,12 @@ NOWHERE = PageId(0)
 class Holding:
     """Grows at its end, gives back at its front."""
 
-    __slots__ = ("begin", "pages")
+    __slots__ = ("begin", "page_tokens", "pages")
 
-    def __init__(self, begin: int = 0, pages: Sequence[PageId] = ()) -> None:
+    def __init__(self, begin: int = 0, pages: Sequence[PageId] = (), page_tokens: int = PAGE_TOKENS) -> None:
+        """``page_tokens``: of one page."""
         self.begin = begin
+        self.page_tokens = page_tokens
         self.pages: list[PageId] = [NOWHERE] * begin
         self.pages.extend(pages)
 

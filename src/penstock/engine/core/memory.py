@@ -11,20 +11,26 @@
 Layers that read equally far back are a group with pages of its own (``penstock.reach``); all groups' pages come out of
 one pool.  What a group with a window does not read any more is given back while the request goes on.  While a prompt is
 being read such a group holds as many pages as it will ever need at once, and takes a new one for each that fell out: so
-a request that was admitted never waits for others' memory before its prompt is read.
+a request that was admitted never waits for others' memory before its prompt is read.  Pages of states stand for a cell
+of many blocks; what is shared of them ends with a cell.
 
-Knows nothing about steps, budgets or the order of service.
+Pages of a request that goes while a lane computes something of it are held until that is over: nobody else may be given
+a page that is still written to.
+
+Knows nothing about budgets or the order of service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from penstock.engine.core.blocks import BlockPool, Leaks, Lease, Shortfall
+from penstock.engine.core.guard import PageGuard, Trust
 from penstock.engine.core.holding import Holding, all_pages
 from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.core.request import Request
+from penstock.errors import ConfigError
 from penstock.hashing import block_hash, image_marks
 from penstock.reach import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
 from penstock.types import BlockHash, Leg, PageId
@@ -49,7 +55,10 @@ class PageMemory:
         ahead: int = 1,
         shares_prefixes: bool = True,
     ) -> None:
-        """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most."""
+        """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most.
+
+        Raises ConfigError for cells of a state that are not whole blocks, or not all equally long.
+        """
         self.page_tokens = page_tokens
         self.reaches = tuple(reaches)
         self._shares_prefixes = shares_prefixes
@@ -57,7 +66,18 @@ class PageMemory:
         self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
         self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
         self.found_tokens = 0
+        self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
+        self._written: dict[Request, list[PageId]] = {}  # given up while a lane was still writing to them
+        self.owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
+        self.guard: PageGuard = Trust()
+        self.damaged = 0  # cached pages that were not what they had been, found before they were used
         self._ahead = ahead
+        self._sizes = [reach.tokens(page_tokens) for reach in self.reaches]  # tokens of a page of each group
+        longest = max(self._sizes)
+        self._stride = longest // page_tokens  # blocks from one point to the next at which shared prefixes can end
+        if longest % page_tokens or not set(self._sizes) <= {page_tokens, longest}:
+            raise ConfigError(f"cells of a state must all have one multiple of {page_tokens} tokens, got {self._sizes}")
+        self._by_block = [group for group, size in enumerate(self._sizes) if size == page_tokens]
         self._moving = [group for group, reach in enumerate(self.reaches) if reach.span is not None]
         self._being_computed: dict[BlockHash, Request] = {}
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
@@ -71,16 +91,22 @@ class PageMemory:
         """Groups of layers: pages that one more block takes."""
         return len(self.reaches)
 
+    @property
+    def keeps_states(self) -> bool:
+        """Are there recurrent layers?"""
+        return self._stride > 1
+
     def most_pages(self, tokens: int) -> int:
         """Pages that a request of so many tokens holds at most at any time."""
         return most_pages(self.reaches, tokens, ahead=self._ahead, page_tokens=self.page_tokens)
 
     def missing_pages(self, request: Request, tokens: int) -> int:
         """Pages that ``request`` lacks for its first ``tokens`` tokens."""
-        blocks, missing = blocks_of(tokens, self.page_tokens), 0
+        missing = 0
         for own in request.held:
-            if blocks > len(own.pages):
-                missing += blocks - len(own.pages)
+            lacks = blocks_of(tokens, own.page_tokens) - len(own.pages)
+            if lacks > 0:
+                missing += lacks
         return missing
 
     def pieces(self, request: Request) -> Pieces:
@@ -97,23 +123,36 @@ class PageMemory:
             return Refusal.NO_ROOM
         request.waits_for = None
         if self._shares_prefixes:
-            self._hash(request, request.known // self.page_tokens)
+            self._hash(request, self._nameable(request, request.known))
         limit = self._shareable(request)
         match = self.prefix.match(request.hashes, limit, self._next(request))
         found = match.blocks
         with match.lease as shared:
-            if found < limit and request.leg is not Leg.DECODE and request.hashes[found] in self._being_computed:
-                request.waits_for = request.hashes[found]
+            last = found + self._stride - 1  # the next block that could be shared with those before it
+            if last < limit and request.leg is not Leg.DECODE and request.hashes[last] in self._being_computed:
+                request.waits_for = request.hashes[last]
                 return Refusal.BEING_COMPUTED
             spans = [self._span(request, group, found) for group in range(self.groups)]
-            fresh = self.pool.reserve(sum(end - max(begin, found) for begin, end in spans), spare=spare)
+            fresh = self.pool.reserve(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
             if isinstance(fresh, Shortfall):
                 self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
                 return Refusal.NO_ROOM
             with fresh:
-                request.adopt(_dealt(spans, found, shared.take(), fresh.take()), page_tokens=self.page_tokens)
+                sound = self._sound(shared.pages)
+                if sound:
+                    request.adopt(_dealt(spans, self._sizes, shared.take(), fresh.take()))
+        if not sound:
+            return self.admit(request, spare=spare)
         self._count_found(request, found, limit)
         return None
+
+    def _sound(self, pages: Sequence[PageId]) -> bool:
+        """Are these cached pages what they were?  Those that are not leave the cache, and are computed again."""
+        broken = [page for page in pages if not self.guard.intact(page)]
+        for page in broken:
+            self.prefix.forget(page)
+        self.damaged += len(broken)
+        return not broken
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
@@ -123,17 +162,17 @@ class PageMemory:
         fresh = self.pool.reserve(missing)
         if isinstance(fresh, Shortfall):
             return False
-        self._extend(request, [blocks_of(tokens, self.page_tokens)] * len(request.held), fresh)
+        self._extend(request, [blocks_of(tokens, size) for size in self._sizes], fresh)
         return True
 
     def read_on(self, request: Request) -> None:
         """A piece of a prompt was read and settled: have pages for the next in place of those that fell out."""
         if not self._moving:
             return
-        blocks = blocks_of(request.known, self.page_tokens)
         ends = [len(own.pages) for own in request.held]
         missing = 0
         for group in self._moving:
+            blocks = blocks_of(request.known, self._sizes[group])
             end = min(blocks, request.held[group].begin + self._ring(group, request.known))
             missing += max(0, end - ends[group])
             ends[group] = max(end, ends[group])
@@ -145,17 +184,19 @@ class PageMemory:
         """Name the pages that have become full and final, offer them to the prefix cache, and give back what no later
         position reads."""
         full = request.computed // self.page_tokens if self._shares_prefixes else 0
-        self._hash(request, full)
+        named = self._nameable(request, full * self.page_tokens)
+        self._hash(request, named)
         while request.settled < full:
             block = request.settled
+            if block >= named:
+                request.settled = full
+                break
             name = request.hashes[block]
-            for group, own in enumerate(request.held):
-                if block >= own.begin:
-                    self.prefix.insert(name, own.pages[block], group)
+            self._name(request, block)
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
             request.settled += 1
-        for group in self._moving:
+        for group in () if request.kept else self._moving:
             self.pool.release(request.held[group].drop(self.reaches[group].kept(request.computed, self.page_tokens)))
 
     def release(self, request: Request) -> None:
@@ -164,25 +205,59 @@ class PageMemory:
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
         if request.held:
-            self.pool.release(request.surrender())
+            pages = request.surrender()
+            if request.under_way:
+                self._written[request] = pages
+            else:
+                self.pool.release(pages)
+
+    def landed(self, requests: Iterable[Request]) -> None:
+        """No lane computes anything of them any more: pages that they gave up meanwhile are free now."""
+        for request in requests:
+            request.under_way = False
+            self.pool.release(self._written.pop(request, ()))
+
+    def _still_written(self) -> Sequence[PageId]:
+        return [page for pages in self._written.values() for page in pages]
 
     def check(self, requests: Iterable[Request]) -> Leaks:
-        """The pool's integrity check, with ``requests`` as all the owners there are."""
-        return self.pool.check(all_pages(request.held) for request in requests)
+        """The pool's integrity check, with ``requests`` and ``owners`` as all the owners there are."""
+        return self.pool.check((*(all_pages(request.held) for request in requests), *(own() for own in self.owners)))
+
+    @property
+    def importing(self) -> bool:
+        """Does anybody hold pages who is no request?"""
+        return any(own() for own in self.owners)
 
     def _next(self, request: Request) -> int:
-        """The position that is computed next after the known ones, if those are computed elsewhere; else 0."""
-        return request.known if request.leg is Leg.DECODE else 0
+        """The position that is computed next after those that are computed elsewhere; 0 when there are none."""
+        if request.leg is not Leg.DECODE:
+            return 0
+        return request.known - 1 if request.ahead else request.handed
 
     def _ring(self, group: int, tokens: int) -> int:
         """Blocks that a group holds at most at once while so many tokens are read."""
         return most_blocks(self.reaches[group], tokens, ahead=self._ahead, page_tokens=self.page_tokens)
 
-    def _span(self, request: Request, group: int, found: int) -> tuple[int, int]:
-        """Blocks [begin, end) that a group needs to begin with, the first ``found`` blocks being known."""
+    def _span(self, request: Request, group: int, found: int) -> tuple[int, int, int]:
+        """Pages [begin, end) that a group needs to begin with, the first ``found`` blocks being known, and in the
+        middle the first that is not."""
         begin = self.prefix.needed(group, found, self._next(request))
-        blocks = blocks_of(request.known, self.page_tokens)
-        return begin, min(blocks, begin + self._ring(group, request.known))
+        known, blocks = self.prefix.full(group, found), blocks_of(request.known + request.ahead, self._sizes[group])
+        if request.ahead:
+            return begin, known, blocks
+        return begin, known, min(blocks, begin + self._ring(group, request.known))
+
+    def _name(self, request: Request, block: int) -> None:
+        """Offer the pages that end with this block, which is full and final."""
+        name = request.hashes[block]
+        end = block + 1
+        for group in self._by_block if end % self._stride else range(self.groups):
+            own = request.held[group]
+            page = self.prefix.full(group, end) - 1
+            if page >= own.begin and self.prefix.insert(name, own.pages[page], group):
+                self.guard.seal(own.pages[page])
+                self.on_final(request, page, group)
 
     def _extend(self, request: Request, ends: Sequence[int], fresh: Lease) -> None:
         """Give each group's table so many blocks."""
@@ -193,14 +268,19 @@ class PageMemory:
                 if missing > 0:
                     own.pages += pages[:missing]
                     del pages[:missing]
-            request.measure(self.page_tokens)
+            request.measure()
 
     def _shareable(self, request: Request) -> int:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
         if request.leg is Leg.DECODE:
-            return request.known // self.page_tokens
+            return self._nameable(request, self._next(request))
         alone = request.wants_prompt_logprobs or not self._shares_prefixes
         return 0 if alone else (request.known - 1) // self.page_tokens
+
+    def _nameable(self, request: Request, tokens: int) -> int:
+        """Full pages of the first ``tokens`` tokens that have a name."""
+        border = request.nameless_from
+        return (tokens if border is None else min(tokens, border)) // self.page_tokens
 
     def _count_found(self, request: Request, found: int, limit: int) -> None:
         request.computed = found * self.page_tokens
@@ -210,7 +290,7 @@ class PageMemory:
         if not request.preempted:
             request.cached_tokens = min(request.computed, len(request.prompt))
         if request.leg is not Leg.DECODE and self._shares_prefixes:
-            for name in request.hashes[found : request.known // self.page_tokens]:
+            for name in request.hashes[found : self._nameable(request, request.known)]:
                 if name not in self.prefix:
                     self._being_computed.setdefault(name, request)
 
@@ -224,15 +304,19 @@ class PageMemory:
             hashes.append(block_hash(parent, request.tokens(start, start + size), marks))
 
 
+def _untold(request: Request, block: int, group: int) -> None:
+    pass
+
+
 def _dealt(
-    spans: Sequence[tuple[int, int]], found: int, known: Sequence[PageId], new: Sequence[PageId]
+    spans: Sequence[tuple[int, int, int]], sizes: Sequence[int], known: Sequence[PageId], new: Sequence[PageId]
 ) -> list[Holding]:
-    """Blocks [begin, end) of each group: below ``found`` the pages that are known, from there on new ones."""
+    """Pages [begin, end) of each group: at first those that are known, then new ones."""
     held: list[Holding] = []
     shared = taken = 0
-    for begin, end in spans:
+    for (begin, found, end), size in zip(spans, sizes, strict=True):
         old, fresh = max(0, found - begin), end - max(begin, found)
-        held.append(Holding(begin, [*known[shared : shared + old], *new[taken : taken + fresh]]))
+        held.append(Holding(begin, [*known[shared : shared + old], *new[taken : taken + fresh]], size))
         shared += old
         taken += fresh
     return held

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.types import (
+    UNCLAIMED,
     AdapterRef,
     BlockHash,
+    Claim,
     FinishReason,
     Leg,
-    Picture,
+    Medium,
     PlacedImage,
     PoolingParams,
     RequestId,
@@ -42,16 +45,18 @@ class Arrive:
     leg: Leg
     prompt: Sequence[int]
     sampling: SamplingParams
-    arrival: float  # order of service among equals of one priority
+    arrival: float  # order of service among the requests of one tenant and class
     root: BlockHash
     hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
     emitted: Sequence[int] = ()  # output tokens that the client has already
-    priority: int = 0
+    claim: Claim = UNCLAIMED
     images: Sequence[PlacedImage] = ()
-    pictures: Sequence[Picture] = ()  # one an image, where the prompt is read
+    pictures: Sequence[Medium] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
+    ahead: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
+    apart: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,16 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeHere:
+    """leg=decode: what another worker computed is too slow to come.  What has not come is computed here, like any
+    prompt; the answer goes on behind ``token``, which that worker drew."""
+
+    id: RequestId
+    epoch: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """leg=prefill: the receiver has the pages (or its lease ended); free what was held for it."""
 
@@ -100,7 +115,41 @@ class Cancelled:
     epoch: int
 
 
-Event = Arrive | Granted | PagesArrived | FirstToken | Released | Cancelled
+class How(Enum):
+    """What an answer that is being written does next (``moving``)."""
+
+    KEEP = auto()  # its pages: another worker copies them
+    STOP = auto()  # until the other has everything
+    GO_ON = auto()  # here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """An answer that is being written here is to go on elsewhere."""
+
+    id: RequestId
+    epoch: int
+    how: How
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """leg=decode: everything of an answer that moved is here; ``tokens`` are those of it from ``index`` on."""
+
+    id: RequestId
+    epoch: int
+    index: int
+    tokens: tuple[int, ...]
+
+
+Event = Arrive | Granted | PagesArrived | FirstToken | ComputeHere | Released | Cancelled | Moving | Joined
+
+
+class Lane(Enum):
+    """Where the rows of a plan are computed, in an engine that computes two plans side by side (``lanes``)."""
+
+    READING = auto()  # rows of several tokens, and whoever is let in
+    WRITING = auto()  # rows that miss one token
 
 
 # --- plan: what to compute now ---------------------------------------------------------------------------------------
@@ -139,6 +188,7 @@ class Plan:
     returned: tuple[ReturnedRequest, ...] = ()  # could not stay or could not be taken
     preempted: int = 0  # requests whose pages were taken back in making this plan
     gone: tuple[RequestId, ...] = ()  # forgotten since the last plan, however they ended; the runner forgets them too
+    lane: Lane | None = None  # None: nothing else is computed meanwhile
 
 
 # --- outcome: what came of it ----------------------------------------------------------------------------------------

@@ -1,19 +1,27 @@
-"""Who is granted what in the next step: running rows first, then prompt chunks, then new requests.
+"""Who is granted what in the next step: rows of answers first, then prompts, be they running or let in now.
 
 There are no phases, only counts: ``known - computed`` of a request is what a step may grant it, whether those are
 prompt tokens, tokens to recompute after a preemption, or the one token that was drawn last.
+
+The first class that has anything to do is planned as if it were alone; lower ones fill what it leaves of the step's
+time, and give their pages and places to it.  So they yield with the next step that is planned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost
 from penstock.engine.core.draft import Draft
-from penstock.engine.core.plan import Row
+from penstock.engine.core.memory import Refusal
+from penstock.engine.core.plan import Lane, Row
 from penstock.engine.core.request import OrderKey, Request, Status
 from penstock.engine.core.speculation import Speculator
 from penstock.engine.core.table import RequestTable
-from penstock.types import Leg
+from penstock.engine.core.yielding import Yielding
+from penstock.types import Leg, ServiceClass
+
+ALL_RANKS = range(len(ServiceClass))
 
 
 def order(request: Request) -> OrderKey:
@@ -29,14 +37,12 @@ def grows(request: Request) -> bool:
 class Planner:
     """Drafts steps from the table, and moves requests in it by admission and preemption."""
 
-    def __init__(
-        self, config: SchedulerConfig, cost: StepCost, table: RequestTable, speculator: Speculator | None = None
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, table: RequestTable, speculator: Speculator | None = None) -> None:
         self._config = config
-        self._cost = cost
         self._table = table
         self._memory = table.memory
         self._speculator = speculator
+        self._yielding = Yielding(table, config.batch_patience_s)
         # Each running request gets at least one token of a step, so a long prompt never starves behind many answers.
         self._max_active = min(config.max_running, config.max_step_tokens)
 
@@ -45,33 +51,56 @@ class Planner:
         head = self._table.queue.head()
         return (head is None or head.leg is Leg.DECODE) and all(r.missing == 1 for r in self._table.running.values())
 
-    def draft(self, max_steps: int, *, resting: bool = False) -> Draft:
+    def fill(self, draft: Draft, max_steps: int, now: float, *, resting: bool = False) -> None:
         """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
 
-        No one is admitted in a step that preempted: the room is for those who needed it.  ``resting``: nothing is
-        computed, but room is given to those who wait for pages from elsewhere.
+        No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
+        nothing is computed, but room is given to those who wait for pages from elsewhere.  Of a lane's draft only those
+        take part who belong there, and prompts are let in by the lane that reads them.
         """
-        draft = Draft(self._config, self._cost)
-        if resting:
-            self._admit(draft, resting=True)
-            return draft
-        chunked = sorted(self._grant_single_tokens(draft), key=order)
         table = self._table
-        only_answers = bool(draft.rows) and not chunked and not table.queue
+        first = self._yielding.look(now)
+        if resting or first is None:
+            self._grant_prompts(draft, [], ALL_RANKS, resting=True)
+            return
+        mine = [request for request in self._here(draft) if request.rank == first]
+        chunked = self._grant_single_tokens(draft, mine)
+        below = len(mine) < len(table.running)
+        only_answers = bool(draft.rows) and not chunked and not table.queue and not below
         if self._speculator is not None and only_answers and not draft.preempted:
             self._speculate(draft, self._speculator)
-        draft.close_decodes()
+        draft.close_decodes(batch=first > ServiceClass.INTERACTIVE, contended=table.fair.contended(first, now))
         if max_steps > 1 and only_answers and not table.reserved and not draft.drafted:
             self._grant_several(draft, max_steps)
-        granted = [draft.add_chunk(request) for request in chunked]
-        if all(granted) and not draft.preempted:
-            self._admit(draft)
-        return draft
+        self._grant_prompts(draft, chunked, range(first, first + 1))
+        if below or table.queue.ranks() - {first}:
+            self._fill_up(draft, first)
+        if self._config.stoppable and max_steps > 1 and draft.only_answers and draft.steps == 1 and not below:
+            self._grant_several(draft, max_steps)  # whoever waits will be let in by an event or an end, not by a step
+        self._account(draft, now)
 
-    def _grant_single_tokens(self, draft: Draft) -> list[Request]:
-        """A row for every running request with one missing token, and a page if it needs one; returns the others."""
+    def _here(self, draft: Draft) -> Collection[Request]:
+        """Who takes part: those that miss one token are written, others read, and nobody by two lanes at once, nor who
+        is to give way to the other one."""
+        running, lane = self._table.running.values(), draft.lane
+        if lane is None:
+            return running
+        free = (request for request in running if not request.under_way and request not in draft.kept_out)
+        return [request for request in free if (request.missing == 1) == (lane is Lane.WRITING)]
+
+    def _account(self, draft: Draft, now: float) -> None:
+        self._yielding.served({row.request.rank for row in draft.rows}, now)
+        if self._table.queue:
+            for row in draft.rows:
+                if row.count == 1 and row.samples:
+                    self._table.fair.wrote(row.request.line, draft.steps, row.request.claim.weight)
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def _grant_single_tokens(self, draft: Draft, requests: Iterable[Request]) -> list[Request]:
+        """A row for every one with one missing token, and a page if it needs one; returns the others."""
         rows, others, needy = draft.rows, list[Request](), list[Request]()
-        for request in self._table.running.values():
+        for request in requests:
             computed = request.computed
             if request.known - computed != 1:
                 others.append(request)
@@ -85,22 +114,32 @@ class Planner:
         return others
 
     def _make_room(self, needy: list[Request], draft: Draft) -> bool:
-        """A block for each of ``needy``, oldest first, taken from the youngest when none is left.
+        """A block for each of ``needy``, oldest first, taken from the youngest of the last class when none is left.
 
         True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
-        need no further page, and they end by themselves.  Who could take from nobody but itself misses a step.
+        need no further page, and they end by themselves.  Who could take from nobody but itself misses a step, and so
+        does who would take from one of whom the other lane computes something now.
         """
         disturbed = False
         table = self._table
         for request in sorted(needy, key=order):
             while request.status is Status.RUNNING and not self._memory.grow(request, request.computed + 1):
                 disturbed = True
-                victims = [r for r in (*table.running.values(), *table.reserved.values()) if r.leg is not Leg.PREFILL]
-                if len(victims) == 1:
+                victims = self._victims()
+                victim = max(victims, key=order)
+                if victim.under_way:
+                    draft.pressed.add(victim)
+                if len(victims) == 1 or victim.under_way:
                     break
-                table.preempt(max(victims, key=order))
+                table.preempt(victim, yielding=victim.rank > request.rank)
                 draft.preempted += 1
         return disturbed
+
+    def _victims(self, above: int = -1) -> list[Request]:
+        """Whose pages can be taken, of classes after ``above``."""
+        table = self._table
+        active = (*table.running.values(), *table.reserved.values())
+        return [request for request in active if request.leg is not Leg.PREFILL and request.rank > above]
 
     def _speculate(self, draft: Draft, speculator: Speculator) -> None:
         """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
@@ -130,23 +169,101 @@ class Planner:
             for row in draft.rows:
                 self._memory.grow(row.request, row.start + steps)
 
-    def _admit(self, draft: Draft, *, resting: bool = False) -> None:
-        """Let in whoever waits, strictly in order, while there is room, and work left to grant in this step.
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def _grant_prompts(self, draft: Draft, chunked: list[Request], ranks: range, *, resting: bool = False) -> None:
+        """Chunks of prompts, and new requests of these classes, in turn: the fair clock says whose it is.
+
+        At equal times those who run go first.  Nobody is let in after a chunk that did not fit.  Whoever is let in may
+        take from classes after its own, so rows of those are granted later.
+        """
+        if draft.lane and draft.lane is Lane.WRITING:
+            return
+        queue = self._table.queue
+        pending = sorted(chunked, key=queue.turn, reverse=True)
+        letting_in = not draft.preempted
+        growing = -1  # not counted yet
+        waiting = [head for head in queue.heads() if head.rank in ranks] if queue and letting_in else []
+        while pending or waiting:
+            head = waiting[0] if waiting and letting_in else None
+            if head is not None and (not pending or queue.turn(head)[:2] < queue.turn(pending[-1])[:2]):
+                growing = self._growing() if growing < 0 else growing
+                refusal = self._admit(draft, head, growing, resting=resting)
+                if refusal is Refusal.BEING_COMPUTED:
+                    del waiting[0]  # its line waits for a block that others do not need
+                    continue
+                letting_in = refusal is None
+                if letting_in:
+                    growing += grows(head)
+                    waiting = [head for head in queue.heads() if head.rank in ranks]
+                    letting_in = head.leg is Leg.DECODE or draft.add_chunk(head)
+            elif pending:
+                letting_in = draft.add_chunk(pending.pop()) and letting_in
+            else:
+                return
+
+    def _growing(self) -> int:
+        table = self._table
+        return sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
+
+    def _admit(self, draft: Draft, request: Request, growing: int, *, resting: bool) -> Refusal | None:
+        """Let ``request`` in, if there is room, and work left to grant in this step; else why not.
 
         A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
         table, groups = self._table, self._memory.groups
-        if not table.queue:
-            return
-        growing = sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
-        while (request := table.queue.head()) is not None:
-            elsewhere = request.leg is Leg.DECODE
-            if table.active >= self._max_active or not (elsewhere or (not resting and draft.can_begin(request))):
-                return
-            if self._memory.admit(request, spare=growing * groups) is not None:
-                return
-            growing += grows(request)
+        if request.leg is not Leg.DECODE and (resting or not draft.can_begin(request)):
+            return Refusal.NO_ROOM
+        spare = growing * groups
+        refusal: Refusal | None = Refusal.NO_ROOM
+        if table.active < self._max_active:
+            refusal = self._memory.admit(request, spare=spare)
+        victims = self._victims(request.rank) if refusal is Refusal.NO_ROOM else []
+        while refusal is Refusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
+            victim = max(victims, key=order)
+            if victim.under_way:
+                draft.pressed.update(victims)  # all of them: one page too few, and those who gave way come back at once
+                break
+            victims.remove(victim)
+            spare -= groups * grows(victim)
+            table.preempt(victim, yielding=True)
+            draft.yielded += 1
+            if table.active < self._max_active:
+                refusal = self._memory.admit(request, spare=spare)
+        if refusal is None:
             table.admit(request)
             draft.admitted.append(request)
-            if not elsewhere and not draft.add_chunk(request):
-                return
+        return refusal
+
+    def _can_be_had(self, request: Request, spare: int, victims: list[Request]) -> bool:
+        """Would there be room, at best, if all ``victims`` gave way?"""
+        theirs = sum(len(own.pages) - own.begin for victim in victims for own in victim.held)
+        spare -= self._memory.groups * sum(map(grows, victims))
+        known = self._memory.prefix.longest(request.hashes, len(request.hashes)) * self._memory.groups
+        needed = self._memory.most_pages(request.known) - known
+        return needed + max(spare, 0) <= self._memory.pool.available + theirs
+
+    # --- lower classes -----------------------------------------------------------------------------------------------
+
+    def _fill_up(self, draft: Draft, first: int) -> None:
+        """What the first class has left of the step's time is for those after it, class by class."""
+        for rank in sorted({r.rank for r in self._here(draft)} | self._table.queue.ranks()):
+            if rank <= first:
+                continue
+            mine = sorted((r for r in self._here(draft) if r.rank == rank), key=order)
+            if not draft.rows:  # nothing of the first class can be computed now, so they are alone
+                chunked = self._grant_single_tokens(draft, mine)
+                draft.close_decodes(batch=True, contended=True)
+                self._grant_prompts(draft, chunked, range(rank, rank + 1))
+                continue
+            draft.filling = True
+            chunked = []
+            for request in mine:
+                if request.missing != 1:
+                    chunked.append(request)
+                elif draft.can_add_row(request) and self._memory.grow(request, request.computed + 1):
+                    draft.add_row(request)
+                else:
+                    draft.left_out += 1
+            self._grant_prompts(draft, chunked, range(rank, rank + 1))
+        draft.rows.sort(key=lambda row: row.count > 1)  # as the runner has them in any step: answers first

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from penstock.engine.core.fairness import Line
 from penstock.engine.core.holding import Holding, all_pages
 from penstock.engine.core.plan import Arrive
 from penstock.types import BlockHash, FinishReason, Leg, PageId, TokenLogprob
 
 OrderKey = tuple[int, float, int]
-"""Who is served first: (priority, arrival, serial number); the last makes it unique."""
+"""Who is served first: (rank of the class, arrival, serial number); the last makes it unique."""
 
 
 class Status(Enum):
@@ -23,7 +24,7 @@ class Status(Enum):
     WAITING = "in the queue"
     RESERVED = "has its pages, waits for what will stand in them"
     RUNNING = "takes part in steps"
-    HANDOVER = "computed; its pages are held for the receiver"
+    HANDOVER = "computed, or stopped; its pages are held for the receiver"
     GONE = "forgotten; holds nothing"
 
 
@@ -42,10 +43,14 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "ahead",
         "announced",
+        "apart",
         "arrival",
         "cached_tokens",
+        "claim",
         "computed",
+        "deadline",
         "emitted",
         "epoch",
         "first_token",
@@ -53,27 +58,31 @@ class Request:
         "held",
         "id",
         "images",
+        "kept",
         "known",
         "last",
         "leg",
+        "line",
         "order",
         "output",
         "pictures",
         "pooling",
         "preempted",
-        "priority",
         "prompt",
         "prompt_logprobs",
+        "rank",
+        "read_by",
         "room",
         "root",
         "sampling",
         "settled",
         "status",
         "stops",
+        "under_way",
         "waits_for",
     )
 
-    def __init__(self, event: Arrive, *, serial: int, max_model_len: int) -> None:
+    def __init__(self, event: Arrive, *, serial: int, max_model_len: int, now: float = 0.0) -> None:
         """Holds no page yet."""
         self.id = event.id
         self.epoch = event.epoch
@@ -86,14 +95,21 @@ class Request:
         self.sampling = event.sampling
         self.pooling = event.pooling
         self.arrival = event.arrival
-        self.priority = event.priority
+        self.claim = event.claim
+        self.rank = int(event.claim.service)
+        self.line: Line = (self.rank, event.claim.tenant)
+        wait_s = event.claim.max_wait_s
+        self.deadline = None if wait_s is None else now + wait_s  # for the next token; there is none once it came
         self.adapter = event.adapter.fingerprint if event.adapter is not None else ""
         self.root = event.root
-        self.order: OrderKey = (event.priority, event.arrival, serial)
+        self.order: OrderKey = (self.rank, event.arrival, serial)
         self.known = len(event.prompt) + self.emitted
         self.computed = 0
         drawn = event.sampling.max_tokens if event.pooling is None else 0
         self.last = min(len(event.prompt) + drawn, max_model_len)  # ``known`` at which it ends
+        self.ahead = max(0, min(event.ahead, self.last - self.known))  # room for so many tokens beyond the known
+        self.apart = event.apart  # the prompt is computed in another numerics class than the answer
+        self.kept = False  # gives no page back that it does not read any more: another worker copies it
         self.stops = frozenset(event.sampling.stop_token_ids)
         self.held: list[Holding] = []  # one a group of layers; empty: no pages.  Made anew at every admission
         self.room = 0
@@ -102,9 +118,11 @@ class Request:
         self.announced = 0  # leg=prefill: pieces (reach.Pieces) that the receiver has been told of
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.preempted = 0  # how often its pages were taken back
+        self.read_by: float | None = None  # a long prompt is not read sooner than then (``gentle``)
         self.first_token = False  # leg=decode: the prefill worker's token is here
         self.prompt_logprobs: list[TokenLogprob] = []
         self.waits_for: BlockHash | None = None  # a block that another request is computing
+        self.under_way = False  # one of two lanes computes tokens of it now
         self.status = Status.UNGRANTED if event.leg is Leg.PREFILL else Status.WAITING
 
     @property
@@ -113,9 +131,26 @@ class Request:
         return self.known - self.computed
 
     @property
+    def handed(self) -> int:
+        """leg=decode: tokens that others computed, once all their pages are here.  Of two numerics classes the prompt
+        comes from elsewhere, and what was emitted of the answer is computed anew, here."""
+        return len(self.prompt) + (0 if self.apart and not self.ahead else self.emitted)
+
+    @property
+    def nameless_from(self) -> int | None:
+        """Tokens from this one on give no page a name: a reader of the same tokens would compute other bits."""
+        return len(self.prompt) if self.apart else None
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Every prompt position must be computed here; they go out with the answer's first token."""
         return self.sampling.prompt_logprobs is not None and not self.output and self.leg is not Leg.DECODE
+
+    def promote(self) -> None:
+        """From now on it is one of the first class: those below it waited for long enough."""
+        self.rank = 0
+        self.line = (0, self.claim.tenant)
+        self.order = (0, *self.order[1:])
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Known tokens ``[start, stop)``: of the prompt, then of the output."""
@@ -134,16 +169,29 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.known >= self.last else None
 
-    def adopt(self, held: list[Holding], *, page_tokens: int) -> None:
+    def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Know these tokens, up to the one that ends the answer: how many, and why it ends if it does."""
+        sure = tokens[:-1]
+        if self.known + len(sure) < self.last and self.stops.isdisjoint(sure):
+            self.output.extend(sure)
+            self.known += len(sure)
+            tokens = tokens[len(sure) :]
+        else:
+            sure = ()
+        for taken, token in enumerate(tokens, len(sure) + 1):
+            finish = self.append(token)
+            if finish is not None:
+                return taken, finish
+        return len(sure) + len(tokens), None
+
+    def adopt(self, held: list[Holding]) -> None:
         """Own these pages, one entry a group."""
         self.held = held
-        self.measure(page_tokens)
+        self.measure()
 
-    def measure(self, page_tokens: int) -> None:
+    def measure(self) -> None:
         """After the pages held have become more."""
-        held = self.held
-        blocks = len(held[0].pages) if len(held) == 1 else min(len(own.pages) for own in held)
-        self.room = blocks * page_tokens
+        self.room = min(len(own.pages) * own.page_tokens for own in self.held)
 
     def surrender(self) -> list[PageId]:
         """Own no page, and have nothing computed; the caller gives the pages back."""

@@ -4,27 +4,38 @@ The caller alternates ``plan`` and ``commit``.  Events are meant for the time be
 ``plan``.  One that comes while a step runs does no harm: pages given up then are not given out again before the next
 ``plan``, and ``commit`` drops the rows of requests that have gone in the meantime.
 
+Or the caller has two lanes (``plan.Lane``), and alternates the two in each, whatever the other does meanwhile: then a
+request takes part in one lane at a time, and pages that it gives up while something of it is computed are given out
+again after that lane's ``commit`` only.
+
 It knows no roles, no peers and no messages: those are the worker's service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from typing import assert_never
 
 from penstock.config.schema import SchedulerConfig
+from penstock.engine.core import moving
 from penstock.engine.core.blocks import Leaks
 from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.core.draft import Draft
+from penstock.engine.core.fairness import FairClock
+from penstock.engine.core.load import Load, load_of
 from penstock.engine.core.memory import PageMemory
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan import (
     Arrive,
     Cancelled,
+    ComputeHere,
     Drawn,
     Event,
     FirstToken,
     Granted,
+    Joined,
+    Lane,
+    Moving,
     Outcome,
     PageDone,
     PagesArrived,
@@ -38,24 +49,8 @@ from penstock.engine.core.request import Request, Status
 from penstock.engine.core.speculation import Speculator
 from penstock.engine.core.table import RequestTable
 from penstock.errors import ConfigError
+from penstock.reach import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy this engine is."""
-
-    running: int  # take part in steps
-    awaiting: int  # leg=decode: have pages, wait for what the prefill worker computes
-    handing_over: int  # leg=prefill: computed, wait for the receiver
-    queued: int  # have no pages yet
-    tokens_in_flight: int  # known tokens still to compute, and output tokens still allowed
-    prompt_tokens: int  # known tokens still to compute before an answer begins or goes on; none of hand-overs to here
-    prompt_pairs: int  # (query, key) pairs of their attention
-    answers: int  # requests whose answers are written here, or will be
-    context_tokens: int  # known tokens of those
-    pages_used: int
-    pages_free: int  # cached ones included
 
 
 class Scheduler:
@@ -83,13 +78,18 @@ class Scheduler:
                 f"max_model_len {config.max_model_len} needs {needed} KV pages of {config.page_tokens} tokens, "
                 f"but there is memory for {config.pages}: give more KV memory or a smaller max_model_len"
             )
-        self._table = RequestTable(self.memory)
-        self._planner = Planner(config, self.cost, self._table, speculator)
+        self._table = RequestTable(
+            self.memory, FairClock(output_weight=config.output_token_weight, memory_s=config.tenant_memory_s)
+        )
+        self._costs = {None: self.cost, Lane.READING: self.cost, Lane.WRITING: self.cost.fresh()}
+        self._planner = Planner(config, self._table, speculator)
         self._speculator = speculator
         self._pace = Pace(self.cost, config.step_budget_ms / 1000)
         self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
+        self.rows_left_out = 0  # of batch work, in steps that had no time for them; since the start
         self._serial = 0
-        self._in_flight: tuple[Plan, Work] | None = None
+        self._in_flight: dict[Lane | None, tuple[Plan, Work]] = {}
+        self._pressed: dict[Lane, Set[Request]] = {}  # by the last plan of each lane: whose pages it would have taken
         self._pending = Outcome()  # for the next commit to hand out
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Scheduler:
     def apply(self, event: Event, now: float) -> None:
         """Take note of what happened.  Events of unknown requests or of other epochs are no errors: they are late."""
         if isinstance(event, Arrive):
-            self._arrive(event)
+            self._arrive(event, now)
             return
         request = self._table.all.get(event.id)
         if request is None or request.epoch != event.epoch:
@@ -116,19 +116,26 @@ class Scheduler:
                 self._pages_arrived(request, event.computed)
             case FirstToken():
                 self._first_token(request, event)
+            case ComputeHere():
+                self._compute_here(request, event.token)
+            case Moving():
+                moving.turned(self._table, request, event.how)
+            case Joined():
+                self._joined(request, event)
             case _:
                 assert_never(event)
 
-    def _arrive(self, event: Arrive) -> None:
+    def _arrive(self, event: Arrive, now: float) -> None:
         present = self._table.all.get(event.id)
         if present is not None:
             if present.epoch >= event.epoch:
                 return
             self._table.forget(present)
         self._serial += 1
-        request = Request(event, serial=self._serial, max_model_len=self.config.max_model_len)
+        request = Request(event, serial=self._serial, max_model_len=self.config.max_model_len, now=now)
         refusal = self._refusal(request)
         if refusal is None:
+            self._table.fair.arrived(request.line, now)
             self._table.add(request)
         else:
             self._table.give_back(request, refusal)
@@ -143,6 +150,9 @@ class Scheduler:
             most = request.known
         if request.known >= config.max_model_len + only_read or self.memory.most_pages(most) > config.pages:
             return "too_long"
+        ahead = blocks_of(request.known + request.ahead, config.page_tokens) if request.ahead else 0
+        if self.memory.groups * ahead > config.pages:
+            return "too_long"
         if request.known == 0:
             return "empty"
         return "queue_full" if self._table.queued >= config.max_queued else None
@@ -150,7 +160,7 @@ class Scheduler:
     def _pages_arrived(self, request: Request, computed: int) -> None:
         """Tokens that another worker computed count like our own, and their pages are named like our own."""
         if request.status is Status.RESERVED and computed > request.computed:
-            request.computed = min(computed, len(request.prompt) + request.emitted)
+            request.computed = min(computed, request.handed)
             self.memory.settle(request)
             self._start_if_complete(request)
 
@@ -160,27 +170,66 @@ class Scheduler:
         if event.finish is not None:
             self._table.forget(request)
             return
-        request.first_token = True
-        self._pending.progress.append(Progress(request, len(request.output), (event.token,), (), None))
-        request.append(event.token)
+        if request.handed < request.known:
+            request.first_token = True  # it was told before, and what came behind it is computed here
+        else:
+            self._know_first(request, event.token)
         self._start_if_complete(request)
 
+    def _compute_here(self, request: Request, token: int) -> None:
+        if request.status is Status.RESERVED and not request.first_token and not request.ahead:
+            self._know_first(request, token)
+            self._table.take_over(request)
+
+    def _know_first(self, request: Request, token: int) -> None:
+        request.first_token = True
+        self._pending.progress.append(Progress(request, len(request.output), (token,), (), None))
+        request.append(token)
+
+    def _joined(self, request: Request, event: Joined) -> None:
+        if request.status is not Status.RESERVED or request.first_token:
+            return
+        told = moving.joined(self._table, request, event)
+        if told is not None:
+            self._pending.progress.append(told)
+
     def _start_if_complete(self, request: Request) -> None:
-        if request.first_token and request.missing == 1:
+        if request.first_token and request.computed == request.handed:
             self._table.start(request)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, max_steps: int = 1) -> Plan:
+    def free_lanes(self) -> Sequence[Lane]:
+        """Lanes to be planned now, in this order: the brief steps first, so that they do not wait for the host; before
+        them who needs pages of somebody that the other lane had."""
+        free = [lane for lane in (Lane.WRITING, Lane.READING) if lane not in self._in_flight]
+        return sorted(free, key=lambda lane: not self._pressed.get(lane))
+
+    def kept_out(self, lane: Lane) -> Set[Request]:
+        """Of whom this lane computes nothing now: the other needs their pages, and takes them when it is planned next.
+
+        Everybody else goes on, and they do, too, if the other finds then that it can do without.
+        """
+        other = Lane.READING if lane is Lane.WRITING else Lane.WRITING
+        return self._pressed.get(other, frozenset()) if other in self._in_flight else frozenset()
+
+    def plan(self, now: float, max_steps: int = 1, lane: Lane | None = None) -> Plan:
         """What to compute now; up to ``max_steps`` equal steps when only answers are written and nobody waits.
 
-        Every plan, also one without rows, is followed by its ``commit``; otherwise RuntimeError.
+        ``lane``: one of ``free_lanes``.  Every plan, also one without rows, is followed by its ``commit``; otherwise
+        RuntimeError.
         """
-        if self._in_flight is not None:
+        if self._in_flight and (lane is None or lane in self._in_flight or None in self._in_flight):
             raise RuntimeError("the last plan has not been committed")
-        resting = self._pace.until > now and self._planner.may_rest()
+        self._table.expire(now)
+        resting = lane is None and self._pace.until > now and self._planner.may_rest()
         self.resting_until = self._pace.until if resting else None
-        draft = self._planner.draft(max_steps, resting=resting)
+        cost = self._costs[lane]
+        draft = Draft(self.config, cost, now, lane)
+        if lane is not None:
+            draft.kept_out = self.kept_out(lane)
+        self._planner.fill(draft, max_steps, now, resting=resting)
+        self.rows_left_out += draft.left_out
         for request in draft.admitted:
             if request.leg is Leg.PREFILL:
                 self._announce(request, self._pending)
@@ -188,33 +237,45 @@ class Scheduler:
         plan = Plan(
             rows=tuple(draft.rows),
             steps=draft.steps,
-            predicted_s=self.cost.predict(draft.work) * draft.steps if draft.rows else 0.0,
+            predicted_s=cost.predict(draft.work) * draft.steps if draft.rows else 0.0,
             reserved=tuple(request for request in draft.admitted if request.leg is Leg.DECODE),
             returned=tuple(table.returned),
-            preempted=draft.preempted,
+            preempted=draft.preempted + draft.yielded,
             gone=tuple(table.gone),
+            lane=lane,
         )
         if self._speculator is not None:
             for gone in table.gone:
                 self._speculator.forget(gone)
         table.returned.clear()
         table.gone.clear()
-        self._in_flight = (plan, draft.work)
+        self._in_flight[lane] = (plan, draft.work)
+        if lane is not None:
+            self._begins(draft, lane)
         return plan
+
+    def _begins(self, draft: Draft, lane: Lane) -> None:
+        for row in draft.rows:
+            row.request.under_way = True
+        self._pressed[lane] = draft.pressed
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], now: float, seconds: float | None = None) -> Outcome:
         """Take up what was drawn, one entry a row of ``plan``; ``seconds`` is how long computing all of it took.
 
         Raises RuntimeError when ``plan`` is not the last one, ValueError when ``drawn`` does not fit its rows.
         """
-        if self._in_flight is None or self._in_flight[0] is not plan:
+        lane = plan.lane
+        flight = self._in_flight.get(lane)
+        if flight is None or flight[0] is not plan:
             raise RuntimeError("this is not the plan in flight")
         if len(drawn) != len(plan.rows):
             raise ValueError(f"{len(plan.rows)} rows were planned, {len(drawn)} were drawn")
-        work = self._in_flight[1]
-        self._in_flight = None
+        work = flight[1]
+        del self._in_flight[lane]
+        if lane is not None:
+            self.memory.landed(row.request for row in plan.rows)
         if seconds is not None:
-            self.cost.learn(work, seconds / plan.steps)
+            self._costs[lane].learn(work, seconds / plan.steps)
             if self.config.even_pace and all(row.count == 1 for row in plan.rows):
                 self._pace.took(work, len(self._table.reserved), seconds, now)
             if self._speculator is not None and plan.rows and plan.steps == 1 and work.tokens == work.draws:
@@ -243,13 +304,7 @@ class Scheduler:
         request = row.request
         index = len(request.output)
         tokens, logprobs = new.tokens, new.logprobs
-        finish: FinishReason | None = None
-        taken = 0
-        for token in tokens:
-            taken += 1
-            finish = request.append(token)
-            if finish is not None:
-                break
+        taken, finish = request.extend(tokens)
         if new.cut:
             finish = FinishReason.LENGTH
         if taken == 0:
@@ -271,14 +326,11 @@ class Scheduler:
 
     def _announce(self, request: Request, outcome: Outcome) -> None:
         """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""
-        size = self.config.page_tokens
         pieces = self.memory.pieces(request)
-        partial = request.computed % size if request.status is Status.HANDOVER else 0
-        final = pieces.before(request.settled + (partial > 0))
+        final = pieces.total if request.status is Status.HANDOVER else pieces.before(request.settled)
         for piece in range(request.announced, final):
             block, group = pieces.place(piece)
-            tokens = size if block < request.settled else partial
-            outcome.pages_done.append(PageDone(request, piece, block, group, tokens))
+            outcome.pages_done.append(PageDone(request, piece, block, group, pieces.tokens_of(piece)))
         request.announced = final
 
     def _take_pending(self) -> Outcome:
@@ -294,6 +346,11 @@ class Scheduler:
         """Fingerprints of the adapters that requests here have."""
         return {request.adapter for request in self._table.all.values() if request.adapter}
 
+    def waiting(self) -> list[Request]:
+        """Those that have not begun: without pages, or with none but those that another worker still computes."""
+        waits = (Status.UNGRANTED, Status.WAITING, Status.RESERVED)
+        return [r for r in self._table.all.values() if r.status in waits and not r.first_token]
+
     def find(self, request_id: RequestId) -> Request | None:
         """The request of this id that is here now."""
         return self._table.all.get(request_id)
@@ -303,34 +360,20 @@ class Scheduler:
         """Since the start."""
         return self._table.preemptions
 
+    @property
+    def yields(self) -> int:
+        """Preemptions for a request of a class that goes first, since the start."""
+        return self._table.yields
+
+    @property
+    def expired(self) -> int:
+        """Requests given back because their time was up, since the start."""
+        return self._table.expired
+
     def check(self) -> Leaks:
         """Count the owners of every page.  All figures are zero whenever no step is being planned or committed."""
         return self.memory.check(self._table.all.values())
 
     def load(self) -> Load:
         """As of now.  O(requests)."""
-        table, pool = self._table, self.memory.pool
-        in_flight = prompt_tokens = prompt_pairs = answers = context_tokens = 0
-        for request in table.all.values():
-            missing = request.missing
-            in_flight += missing
-            if request.leg is not Leg.PREFILL:
-                in_flight += max(request.last - request.known, 0)
-                answers += 1
-                context_tokens += request.known
-            if missing > 1 and request.leg is not Leg.DECODE:
-                prompt_tokens += missing
-                prompt_pairs += missing * request.computed + missing * (missing + 1) // 2
-        return Load(
-            running=len(table.running),
-            awaiting=len(table.reserved),
-            handing_over=len(table.all) - table.queued - table.active,
-            queued=table.queued,
-            tokens_in_flight=in_flight,
-            prompt_tokens=prompt_tokens,
-            prompt_pairs=prompt_pairs,
-            answers=answers,
-            context_tokens=context_tokens,
-            pages_used=pool.leased,
-            pages_free=pool.available,
-        )
+        return load_of(self._table)

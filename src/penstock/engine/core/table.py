@@ -6,11 +6,14 @@ A request that leaves gives everything back in the same call.  Knows nothing of 
 
     WHOLE    WAITING -> RUNNING -> GONE                          preempted: RUNNING -> WAITING
     PREFILL  UNGRANTED -Granted-> WAITING -> RUNNING -> HANDOVER -Released-> GONE
+    moving   RUNNING -> HANDOVER -> GONE, or back (``moving``)
     DECODE   WAITING -> RESERVED -PagesArrived, FirstToken-> RUNNING -> GONE      preempted: -> returned, GONE
+                        RESERVED -ComputeHere-> WAITING, a WHOLE one from then on
 """
 
 from __future__ import annotations
 
+from penstock.engine.core.fairness import FairClock
 from penstock.engine.core.memory import PageMemory
 from penstock.engine.core.plan import ReturnedRequest
 from penstock.engine.core.queue import WaitingQueue
@@ -21,14 +24,18 @@ from penstock.types import Leg, RequestId
 class RequestTable:
     """Owner of the requests; ``memory`` owns their pages."""
 
-    def __init__(self, memory: PageMemory) -> None:
+    def __init__(self, memory: PageMemory, fair: FairClock) -> None:
         self.memory = memory
+        self.fair = fair
         self.all: dict[RequestId, Request] = {}  # all that are not GONE
         self.running: dict[RequestId, Request] = {}
         self.reserved: dict[RequestId, Request] = {}
-        self.queue = WaitingQueue()
+        self.stopped: dict[RequestId, Request] = {}  # moving; they may still come back
+        self.queue = WaitingQueue(fair)
         self.ungranted = 0
         self.preemptions = 0  # since the start
+        self.yields = 0  # of those, for a request of a class that goes first
+        self.expired = 0  # requests given back because their time was up, since the start
         self.returned: list[ReturnedRequest] = []  # for the next plan to hand out
         self.gone: list[RequestId] = []  # the same
 
@@ -39,8 +46,8 @@ class RequestTable:
 
     @property
     def active(self) -> int:
-        """Requests that take part in steps, or will as soon as their pages arrive."""
-        return len(self.running) + len(self.reserved)
+        """Requests that take part in steps, or will as soon as their pages arrive, or should they not move."""
+        return len(self.running) + len(self.reserved) + len(self.stopped)
 
     def add(self, request: Request) -> None:
         """A new request; no other of its id is here."""
@@ -57,11 +64,11 @@ class RequestTable:
             self.queue.push(request)
 
     def admit(self, request: Request) -> None:
-        """The head of the queue has got its pages."""
-        if request.leg is Leg.DECODE:
-            self.reserved[request.id] = self.queue.pop(Status.RESERVED)
-        else:
-            self.running[request.id] = self.queue.pop(Status.RUNNING)
+        """The first of a line has got its pages.  What a preempted one computes anew is not its tenant's debt."""
+        elsewhere = request.leg is Leg.DECODE
+        self.queue.take(request, Status.RESERVED if elsewhere else Status.RUNNING)
+        (self.reserved if elsewhere else self.running)[request.id] = request
+        self.fair.admitted(request.line, 0 if request.preempted else request.missing, request.claim.weight)
 
     def start(self, request: Request) -> None:
         """leg=decode: everything has arrived."""
@@ -69,22 +76,57 @@ class RequestTable:
         request.status = Status.RUNNING
         self.running[request.id] = request
 
+    def take_over(self, request: Request) -> None:
+        """leg=decode: what has not arrived is computed here.  Full pages that have are found again in the cache.
+
+        It is admitted once more, and counts as preempted then: its tenant was charged for the prompt already.
+        """
+        del self.reserved[request.id]
+        request.preempted += 1
+        self.memory.release(request)
+        request.leg = Leg.WHOLE
+        self.queue.push(request)
+
     def hand_over(self, request: Request) -> None:
         """leg=prefill: everything is computed; the pages are held for the receiver."""
         del self.running[request.id]
         request.status = Status.HANDOVER
 
-    def preempt(self, victim: Request) -> None:
-        """Take the pages back.  What was full stays in the prefix cache for as long as nobody needs the room."""
+    def stop(self, request: Request) -> None:
+        """Moving: nothing more of it is computed here, unless it goes on."""
+        del self.running[request.id]
+        request.status = Status.HANDOVER
+        self.stopped[request.id] = request
+
+    def go_on(self, request: Request) -> None:
+        """It does not move after all."""
+        del self.stopped[request.id]
+        request.status = Status.RUNNING
+        self.running[request.id] = request
+
+    def preempt(self, victim: Request, *, yielding: bool = False) -> None:
+        """Take the pages back.  What was full stays in the prefix cache for as long as nobody needs the room.
+
+        ``yielding``: to a request of a class that goes first.
+        """
         self.preemptions += 1
+        self.yields += yielding
         victim.preempted += 1
         if victim.leg is Leg.WHOLE:
             del self.running[victim.id]
             self.memory.release(victim)
             self.queue.push(victim)
         else:
-            self.give_back(victim, "preempted")
+            self.give_back(victim, "yielded" if yielding else "preempted")
             self.forget(victim)
+
+    def expire(self, now: float) -> None:
+        """Whoever is first of a line and should have had a token by now goes back: nobody waits for it any more."""
+        for request in self.queue.heads():
+            if request.deadline is not None and request.deadline <= now and not request.output:
+                self.expired += 1
+                self.give_back(request, "deadline")
+                self.forget(request)
 
     def give_back(self, request: Request, reason: str) -> None:
         """Tell the gateway to serve this request elsewhere."""
@@ -102,7 +144,7 @@ class RequestTable:
             case Status.RUNNING:
                 del self.running[request.id]
             case _:
-                pass
+                self.stopped.pop(request.id, None)
         request.status = Status.GONE
         del self.all[request.id]
         self.gone.append(request.id)

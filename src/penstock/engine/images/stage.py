@@ -1,4 +1,4 @@
-"""Encoding as a stage of its own: a request that brings images waits here until they are encoded.
+"""Encoding as a stage of its own: a request that brings images, or a sound, waits here until they are encoded.
 
 ::
 
@@ -23,23 +23,23 @@ from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Arrive
 from penstock.engine.images.store import ImageStore
-from penstock.engine.models.vision import Encoding, ImageEncoder
+from penstock.engine.models.port import Encoding, MediumEncoder
 from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
-from penstock.types import Leg, Picture, PlacedImage, RequestId
+from penstock.types import Leg, Medium, PlacedImage, RequestId
 from penstock.wire.messages import PageSource
 
 SLICE_S = 0.02
 """Layers are computed until so much time is spent, one at least."""
 
-Pairs = tuple[tuple[PlacedImage, Picture], ...]
+Pairs = tuple[tuple[PlacedImage, Medium], ...]
 
 
 class Elsewhere(Protocol):
     """Encoders on other workers (``engine.service.encoders.Encoders``)."""
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
         """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
         ...
 
@@ -51,7 +51,7 @@ class Elsewhere(Protocol):
 class Nowhere:
     """There are no other encoders."""
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
         """See ``Elsewhere``."""
         return False
 
@@ -85,7 +85,7 @@ class ImageStage:
 
     def __init__(
         self,
-        encoder: ImageEncoder | None,
+        encoder: MediumEncoder | None,
         ops: Ops,
         *,
         cache_bytes: int,
@@ -112,6 +112,11 @@ class ImageStage:
         """Have the model's positions three axes?"""
         return self.encoder is not None and self.encoder.axes
 
+    @property
+    def _leads(self) -> int:
+        """Tokens of the sound that every prompt begins with; 0: none need to."""
+        return 0 if self.encoder is None else self.encoder.leads
+
     # --- on the way to the scheduler ----------------------------------------------------------------------------------
 
     def ready(self, event: Arrive) -> bool:
@@ -119,7 +124,7 @@ class ImageStage:
 
         Raises ImageRefused for a request whose images are not what it says, or that this model cannot read.
         """
-        if not event.images:
+        if not event.images and not self._leads:
             return True
         wanted = self._waiting.get(event.id) or self._want(event)
         if all(image.content in self._store for image, _ in wanted.pairs):
@@ -139,7 +144,7 @@ class ImageStage:
         self.counters.hits += sum(image.content in self._store for image, _ in pairs)
         return Wanted(pairs, event.encoders)
 
-    def serve(self, content: bytes, picture: Picture) -> NDArray[np.float32] | None:
+    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
         """Encode this image for another worker; its rows if they are here already, else ``served`` has them later.
 
         Raises ImageRefused.
@@ -234,7 +239,7 @@ class ImageStage:
 
     # --- in a step ----------------------------------------------------------------------------------------------------
 
-    def rows(self, image: PlacedImage, pictures: Sequence[Picture], index: int) -> NDArray[np.float32]:
+    def rows(self, image: PlacedImage, pictures: Sequence[Medium], index: int) -> NDArray[np.float32]:
         """[tokens, D] of a request's image; encoded here and now if it is not in the store."""
         rows_ND = self._store.get(image.content)
         if rows_ND is not None:
@@ -249,13 +254,16 @@ class ImageStage:
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def _encoder(self) -> ImageEncoder:
+    def _encoder(self) -> MediumEncoder:
         if self.encoder is None:
             raise ImageRefused("this model reads text only")
         return self.encoder
 
     def _check(self, event: Arrive) -> None:
         self._encoder()
+        leads = self._leads
+        if leads and [(image.at, image.end) for image in event.images] != [(0, leads)]:
+            raise ImageRefused(f"this model hears: its prompts begin with one sound of {leads} tokens")
         end = 0
         for image in event.images:
             if image.at < end or image.end > len(event.prompt):
@@ -268,11 +276,10 @@ class ImageStage:
         for image, picture in zip(event.images, event.pictures, strict=True):
             self._check_picture(image, picture)
 
-    def _check_picture(self, image: PlacedImage, picture: Picture) -> None:
+    def _check_picture(self, image: PlacedImage, picture: Medium) -> None:
         if (image.rows, image.columns) != (picture.rows, picture.columns):
             raise ImageRefused("a picture has another size than its place")
-        if len(picture.pixels) != 3 * picture.rows * picture.columns * self._encoder().token_side ** 2:
-            raise ImageRefused("a picture has another number of pixels than its size says")
+        self._encoder().check(picture)
         if picture_hash(picture) != image.content:
             raise ImageRefused("a picture is not the one that its hash names: it was damaged on its way")
 

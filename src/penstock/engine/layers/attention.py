@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm, RmsNorm
-from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
+from penstock.kernels.sparse import Sparse
 
 
 class AttentionBlock(Protocol):
     """A layer's first block."""
 
-    def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
-        """What later tokens need of these goes to their pages; returns the queries."""
+    def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Any:
+        """What later tokens need of these goes to their pages; returns what ``mix`` goes on with: the queries, and what
+        the block may have beside them."""
         ...
 
-    def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
+    def mix(self, ops: Ops, written: Any, batch: StepBatch, kv: Array) -> Array:
         """What every token reads from its sequence's pages, before the output projection."""
         ...
 
@@ -61,10 +63,15 @@ class SelfAttention:
     softcap: float | None = None
     sinks: Array | None = None
     q_scale: Array | None = None  # by absolute position
+    sparse: Sparse | None = None  # None: tokens read all keys that they see
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Keys and values of these tokens go to their pages; returns the queries, compute [T, H, C]."""
-        qkv_TN = self.qkv(ops, self.norm(ops, hidden_TD))
+        return self.write_normed(ops, self.norm(ops, hidden_TD), batch, kv)
+
+    def write_normed(self, ops: Ops, x_TD: Array, batch: StepBatch, kv: Array) -> Array:
+        """The same for what the norm made of the tokens."""
+        qkv_TN = self.qkv(ops, x_TD)
         if self.head_norms is not None:
             self.head_norms(ops, qkv_TN)
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
@@ -82,11 +89,34 @@ class SelfAttention:
             chunk=self.chunk,
             softcap=self.softcap,
             sinks_H=self.sinks,
+            sparse=self.sparse,
         )
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
         """hidden += output projection, in place."""
         self.out.add_to(ops, mixed_TK, hidden_TD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedAttention:
+    """Attention whose output is multiplied, number by number, by a logistic function of what it reads."""
+
+    attention: SelfAttention
+    gate: PackedLinear
+
+    def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> tuple[Array, Array]:
+        """Keys and values of these tokens go to their pages; returns queries and gates."""
+        x_TD = self.attention.norm(ops, hidden_TD)
+        return self.attention.write_normed(ops, x_TD, batch, kv), ops.linear(x_TD, self.gate)
+
+    def mix(self, ops: Ops, written: tuple[Array, Array], batch: StepBatch, kv: Array) -> Array:
+        """What every token reads from its sequence's pages, gated; compute [T, H C]."""
+        q_THC, gate_TN = written
+        return ops.sigmoid_gated(self.attention.mix(ops, q_THC, batch, kv), gate_TN)
+
+    def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
+        """hidden += output projection, in place."""
+        self.attention.add_to(ops, mixed_TK, hidden_TD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm, RmsNorm
 from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
+from penstock.kernels.sparse import Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class LatentAttention:
     values: PackedLinear
     out: Output
     rope: Array
+    sparse: Sparse | None = None  # None: tokens read all keys before them
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Latent vectors of these tokens go to their pages; returns the queries, compute [T, H, C]."""
@@ -50,7 +52,7 @@ class LatentAttention:
 
     def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
         """What every head of a token reads from its sequence's pages, as values; compute [T, H value_dim]."""
-        mixed_THC = ops.paged_attention(q_THC, kv, self.layer, batch, scale=self.scale)
+        mixed_THC = ops.paged_attention(q_THC, kv, self.layer, batch, scale=self.scale, sparse=self.sparse)
         return ops.heads_linear(mixed_THC, self.values, heads=self.heads)
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:

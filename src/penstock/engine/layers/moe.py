@@ -18,6 +18,15 @@ class SharedExpert:
 
     gate_up: PackedLinear
     down: PackedLinear
+    gate: PackedLinear | None = None  # [1, D]: of its output, which is else added as it is
+
+    def add_to(self, ops: Ops, x_TD: Array, kind: Gate, hidden_TD: Array) -> None:
+        """hidden += expert(x), in place."""
+        inner_TI = ops.gated(ops.linear(x_TD, self.gate_up), kind)
+        if self.gate is None:
+            ops.linear_add(inner_TI, self.down, hidden_TD)
+        else:
+            ops.gated_add(hidden_TD, ops.linear(inner_TI, self.down), ops.linear(x_TD, self.gate))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,5 +47,4 @@ class RoutedExperts:
         routes = ops.route(self.router(ops, x_TD), self.routing, self.choice_bias)
         ops.experts_add(x_TD, routes, self.experts, self.gate, hidden_TD)
         if self.shared is not None:
-            gate_up_T2I = ops.linear(x_TD, self.shared.gate_up)
-            ops.linear_add(ops.gated(gate_up_T2I, self.gate), self.shared.down, hidden_TD)
+            self.shared.add_to(ops, x_TD, self.gate, hidden_TD)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.layers import norm as norms
-from penstock.engine.layers.attention import AttentionBlock, HeadNorms, SelfAttention, WholeAttention
+from penstock.engine.layers.attention import AttentionBlock, GatedAttention, HeadNorms, SelfAttention, WholeAttention
+from penstock.engine.layers.delta import DeltaNet
 from penstock.engine.layers.latent import LatentAttention, QueryDown
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
@@ -20,7 +21,10 @@ from penstock.engine.models.vision import ImageEncoder
 from penstock.kernels.kinds import Gate
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
+from penstock.kernels.sparse import Sparse
+from penstock.weights import decoder as forms
 from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
+from penstock.weights.delta import Delta
 from penstock.weights.latent import Latent
 from penstock.weights.moe import Moe
 from penstock.weights.rope import Rope
@@ -32,15 +36,25 @@ class Parts:
     """Building blocks of one model out of its packed weights, by the names of ``weights.decoder.layout``."""
 
     def __init__(
-        self, decoder: Decoder, weights: Mapping[str, Any], ops: Ops, max_positions: int, *, causal: bool = True
+        self,
+        decoder: Decoder,
+        weights: Mapping[str, Any],
+        ops: Ops,
+        max_positions: int,
+        *,
+        causal: bool = True,
+        sparse: Sparse | None = None,
     ) -> None:
-        """``causal``: a token reads what stands before it; else all of its text, and nothing is kept of it."""
+        """``causal``: a token reads what stands before it; else all of its text, and nothing is kept of it.
+        ``sparse``: what it reads in layers that have no window of their own."""
         self.decoder = decoder
         self._causal = causal
+        self._sparse = sparse
         self.weights = weights
         self._ops = ops
         self._max_positions = max_positions
         self._tables: dict[Rope, Array] = {}
+        self._numbers = numbers_of(decoder)
 
     def embed_scale(self) -> float:
         """Rounded to the compute type, as makers who scale embeddings do it."""
@@ -96,7 +110,7 @@ class Parts:
             return norms.RmsNorm(self.weights[f"{index}.{name}"], latent.eps)
 
         return LatentAttention(
-            layer=index,
+            layer=self._numbers[index],
             heads=latent.heads,
             scale=latent.scale,
             norm=self.norm_before(f"{index}.attention_norm"),
@@ -108,12 +122,32 @@ class Parts:
             values=self.weights[f"{index}.values"],
             out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
             rope=self.rope(latent.rope),
+            sparse=self._sparse,
         )
 
-    def attention(self, index: int, attention: Attention | Latent) -> AttentionBlock:
-        """The attention block of a layer."""
+    def delta(self, index: int, delta: Delta) -> DeltaNet:
+        """The recurrent block of a layer."""
+        ops, weights = self._ops, self.weights
+        taps_CK = ops.to_numpy(weights[f"{index}.conv"])
+        return DeltaNet(
+            layer=self._numbers[index],
+            heads=delta.heads,
+            channels=delta.channels,
+            norm=self.norm_before(f"{index}.attention_norm"),
+            inward=weights[f"{index}.delta_in"],
+            taps=ops.vector(taps_CK.T),
+            rates=ops.vector(np.exp(ops.to_numpy(weights[f"{index}.rates"]))),
+            shifts=weights[f"{index}.shifts"],
+            value_norm=self.rms_norm(f"{index}.delta_norm"),
+            out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
+        )
+
+    def attention(self, index: int, attention: Attention | Latent | Delta) -> AttentionBlock:
+        """The attention block of a layer, or what it has in place of one."""
         if isinstance(attention, Latent):
             return self.latent(index, attention)
+        if isinstance(attention, Delta):
+            return self.delta(index, attention)
         shared: dict[str, Any] = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
@@ -128,13 +162,17 @@ class Parts:
         }
         if not self._causal:
             return WholeAttention(**shared)
-        return SelfAttention(
+        causal = SelfAttention(
             **shared,
-            layer=index,
+            layer=self._numbers[index],
             chunk=attention.chunk,
             sinks=self.weights.get(f"{index}.sinks"),
             q_scale=self.q_scale(attention.temperature),
+            sparse=self._sparse if attention.window is None and attention.chunk is None else None,
         )
+        if not isinstance(attention, forms.GatedAttention):
+            return causal
+        return GatedAttention(attention=causal, gate=self.weights[f"{index}.gate"])
 
     def q_scale(self, temperature: Temperature | None) -> Array | None:
         """What queries are multiplied by, for every position."""
@@ -182,7 +220,10 @@ class Parts:
 
     def shared_expert(self, index: int) -> SharedExpert:
         """What every token passes in a layer of experts."""
-        return SharedExpert(self.weights[f"{index}.shared_gate_up"], self.weights[f"{index}.shared_down"])
+        weights = self.weights
+        return SharedExpert(
+            weights[f"{index}.shared_gate_up"], weights[f"{index}.shared_down"], weights.get(f"{index}.shared_gate")
+        )
 
     def mlp(self, index: int, mlp: Mlp | Moe) -> Feed:
         """The feed-forward block of a layer."""
@@ -208,16 +249,16 @@ class DecoderLayer:
 
     def add_to(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> None:
         """hidden = layer(hidden), in place, for all tokens."""
-        q_THC = self.attention.write(ops, hidden_TD, batch, kv)
-        self._add(ops, self.attention.mix(ops, q_THC, batch, kv), hidden_TD)
+        written = self.attention.write(ops, hidden_TD, batch, kv)
+        self._add(ops, self.attention.mix(ops, written, batch, kv), hidden_TD)
 
     def wanted(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array | None:
         """The last layer: keys and values of all tokens, the rest for wanted rows only; hidden [R, D] or None."""
-        q_THC = self.attention.write(ops, hidden_TD, batch, kv)
+        written = self.attention.write(ops, hidden_TD, batch, kv)
         rows_R = batch.sample_rows_R
         if not len(rows_R):
             return None
-        mixed_RK = ops.rows(self.attention.mix(ops, q_THC, batch, kv), rows_R)
+        mixed_RK = ops.rows(self.attention.mix(ops, written, batch, kv), rows_R)
         hidden_RD = ops.rows(hidden_TD, rows_R)
         self._add(ops, mixed_RK, hidden_RD)
         return hidden_RD
@@ -236,7 +277,7 @@ class DecoderModel:
 
     def __init__(self, parts: Parts, *, tied: bool, vision: ImageEncoder | None = None) -> None:
         decoder, weights = parts.decoder, parts.weights
-        self.vision = vision
+        self.encoder = vision
         self.embed = weights["embed"]
         self.embed_scale = parts.embed_scale()
         self.positions = weights.get("positions")
@@ -253,7 +294,7 @@ class DecoderModel:
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         hidden_TD = ops.embed(self.embed, batch.tokens_T, self.embed_scale)
-        if self.vision is not None:
+        if self.encoder is not None:
             ops.place_rows(hidden_TD, batch)
         if self.positions is not None:
             ops.embed_add(self.positions, batch.positions_T, hidden_TD)
@@ -287,8 +328,18 @@ def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: 
         vision = ImageEncoder(decoder.vision, weights, axes=axes)
     causal = spec.pooler is None or spec.pooler.causal
     headless = spec.pooler is not None  # nothing is written, so any table will do
-    parts = Parts(decoder, weights, ops, max_positions, causal=causal)
+    parts = Parts(decoder, weights, ops, max_positions, causal=causal, sparse=spec.sparse)
     return DecoderModel(parts, tied=spec.tied or headless, vision=vision)
+
+
+def numbers_of(decoder: Decoder) -> list[int]:
+    """Of every layer its number in the KV memory: among those with keys and values, or among the recurrent ones."""
+    counts, numbers = {True: 0, False: 0}, []
+    for layer in decoder.layers:
+        recurrent = isinstance(layer.attention, Delta)
+        numbers.append(counts[recurrent])
+        counts[recurrent] += 1
+    return numbers
 
 
 def has_axes(attention: Attention) -> bool:

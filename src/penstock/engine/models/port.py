@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.models.vision import ImageEncoder
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
+from penstock.types import Medium
 from penstock.weights.spec import Pooler
 
 
@@ -48,13 +48,62 @@ class Reader(Protocol):
         ...
 
 
+class Encoding(Protocol):
+    """One picture or sound on its way through its encoder."""
+
+    def advance(self, ops: Ops) -> bool:
+        """One block more; True when there is none left and ``rows`` are there."""
+        ...
+
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """What it gives, once it is finished: [tokens, width]."""
+        ...
+
+
+class MediumEncoder(Protocol):
+    """What makes rows of pictures or sounds, one by one, in blocks.  What one gives depends on nothing beside it."""
+
+    axes: bool
+    """Do rows and columns turn the decoder's tokens apart?"""
+
+    leads: int
+    """Every prompt begins with one that stands for so many tokens; 0: they stand anywhere, or nowhere."""
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        ...
+
+    def check(self, medium: Medium) -> None:
+        """Raises ImageRefused for what it cannot read."""
+        ...
+
+    def begin(self, ops: Ops, medium: Medium) -> Encoding:
+        """The encoding of this one, begun.  Raises ImageRefused."""
+        ...
+
+
 @runtime_checkable
-class Seeing(Protocol):
-    """What a model has besides, if images can be read into its prompts."""
+class Perceiving(Protocol):
+    """What a model has besides, if its prompts can hold images or sounds."""
 
-    vision: ImageEncoder | None
+    encoder: MediumEncoder | None
 
 
-def encoder_of(model: Model | Reader) -> ImageEncoder | None:
-    """What encodes images for this model; None for one that reads text only."""
-    return model.vision if isinstance(model, Seeing) else None
+@runtime_checkable
+class CrossReading(Protocol):
+    """What a model has besides, if the first tokens of every sequence are an encoder's rows that all others read by
+    keys and values of their own (cross-attention)."""
+
+    source: int
+    """So many tokens; ``forward`` is given none of them."""
+
+    def write_source(self, ops: Ops, rows_TD: Array, batch: StepBatch, kv: Array) -> None:
+        """Keys and values of every layer to the pages of the batch's tokens, whose rows are compute [T, D]."""
+        ...
+
+
+def encoder_of(model: Model | Reader) -> MediumEncoder | None:
+    """What encodes images or sounds for this model; None for one that reads text only."""
+    return model.encoder if isinstance(model, Perceiving) else None

@@ -10,18 +10,20 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.engine.models import decoder, encoder, reader
+from penstock.engine.models import decoder, encoder, reader, whisper
 from penstock.engine.models.port import Model, Reader
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
-from penstock.weights.family import DECODERS, ENCODERS, installed_plugin
+from penstock.weights.family import DECODERS, ENCODERS, HEARERS, installed_plugin
 from penstock.weights.load import LoadedModel
 from penstock.weights.spec import ModelSpec
 
 Build = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
 """(specification, packed weights by name, backend, positions wanted) to a model."""
 
-BUILT_IN: Mapping[str, Build] = MappingProxyType(dict.fromkeys(DECODERS, decoder.build))
+BUILT_IN: Mapping[str, Build] = MappingProxyType(
+    {**dict.fromkeys(DECODERS, decoder.build), **dict.fromkeys(HEARERS, whisper.build)}
+)
 
 
 def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:

@@ -7,7 +7,7 @@ on nothing beside it.  Knows nothing about prompts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.norm import LayerNorm, Norm, RmsNorm
+from penstock.errors import ImageRefused
 from penstock.kernels.kinds import Activation, Gate
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import Ops
-from penstock.types import Picture
+from penstock.types import Medium, Picture
 from penstock.weights.vision import Vision
 
 
@@ -56,7 +57,9 @@ class VisionLayer:
 
 
 class ImageEncoder:
-    """Weights and the order of operations.  ``axes``: do rows and columns turn the decoder's tokens apart?"""
+    """See ``engine.models.port.MediumEncoder``; pictures are checked before they are begun."""
+
+    leads = 0
 
     def __init__(self, vision: Vision, weights: Mapping[str, Any], *, axes: bool) -> None:
         self.vision = vision
@@ -68,17 +71,20 @@ class ImageEncoder:
         self._merged = _linear(weights, "vision.merged")
 
     @property
-    def token_side(self) -> int:
-        """Pixels a side of what becomes one token."""
-        return self.vision.token_side
-
-    @property
     def width(self) -> int:
         """Numbers in a row."""
         return self.vision.out
 
-    def begin(self, ops: Ops, picture: Picture) -> Encoding:
+    def check(self, medium: Medium) -> None:
+        """Raises ImageRefused unless this is a picture of as many pixels as its size says."""
+        if not isinstance(medium, Picture):
+            raise ImageRefused("this model reads images, and no sounds")
+        if len(medium.pixels) != 3 * medium.rows * medium.columns * self.vision.token_side**2:
+            raise ImageRefused("a picture has another number of pixels than its size says")
+
+    def begin(self, ops: Ops, medium: Medium) -> Encoding:
         """The encoding of this picture, with its patches embedded and no layer computed."""
+        picture = cast(Picture, medium)
         grid = Grid(self.vision, picture.rows, picture.columns)
         hidden_TD = self._patches(ops, ops.compute(patches_of(self.vision, picture)[grid.patches_T]))
         return Encoding(self, grid, ops.angle_table(grid.angles()), hidden_TD)

@@ -140,7 +140,10 @@ class Adapters:
             raise AdapterRefused(str(error)) from error
         if adapter.fingerprint != ref.fingerprint:
             raise AdapterRefused(f"{ref.folder}: was changed since it was listed; load it again")
-        return self._table.pack({self._sites[name]: parts for name, parts in adapter.parts.items()})
+        try:
+            return self._table.pack({self._sites[name]: parts for name, parts in adapter.parts.items()})
+        except ValueError as error:
+            raise AdapterRefused(f"{ref.folder}: {error}") from error
 
     def _place(self, fingerprint: str, packed: PackedAdapter) -> bool:
         """Put it where room is, or can be made: what no request uses goes, the longest unused first."""

@@ -18,7 +18,7 @@ from penstock.engine.runner.constraint import Constraint
 from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.draws import SampleRow
-from penstock.types import Grammar
+from penstock.types import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
@@ -66,7 +66,7 @@ class Counts:
 class Answer:
     """One request's state."""
 
-    __slots__ = ("_counts", "_pages", "_pages_P", "_plain", "_row", "_stop_ids", "constraint", "request")
+    __slots__ = ("_banned", "_counts", "_pages", "_pages_P", "_plain", "_row", "constraint", "request")
 
     def __init__(self, request: Request, constraint: Constraint | None = None) -> None:
         sampling = request.sampling
@@ -91,11 +91,10 @@ class Answer:
             self._row.prompt_ids = np.unique(np.array(request.prompt, np.int32))
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
         self._counts = Counts() if penalised else None
-        bans = sampling.min_tokens and constraint is None
-        self._stop_ids = np.array(sampling.stop_token_ids if bans else (), np.int32)
+        self._banned = banned_ids(sampling, constrained=constraint is not None)
         cut = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self._plain = constraint is None and not (
-            cut or penalised or sampling.logit_bias or sampling.logprobs is not None
+            cut or penalised or sampling.logit_bias or sampling.banned or sampling.logprobs is not None
         )
         self._pages: list[list[int]] = []
         self._pages_P: list[NDArray[np.int32]] = []
@@ -107,8 +106,7 @@ class Answer:
         """
         row = self._row
         row.position = position
-        if len(self._stop_ids):
-            row.banned_ids = self._stop_ids if self._is_short(position) else self._stop_ids[:0]
+        row.banned_ids = self._banned_at(position)
         if self._counts is not None:
             row.output_ids, row.output_counts = self._count(self._counts, drawn)
         if self.constraint is not None:
@@ -124,7 +122,6 @@ class Answer:
         first = self.row(position, ())
         ids, counts = first.output_ids, first.output_counts
         for index in range(len(draft) + 1):
-            banned = self._stop_ids if self._is_short(position + index) else self._stop_ids[:0]
             if self._counts is not None:
                 output = np.array([*self.request.output, *draft[:index]], np.int32)
                 ids, often = np.unique(output, return_counts=True)
@@ -133,7 +130,7 @@ class Answer:
                 replace(
                     first,
                     position=position + index,
-                    banned_ids=banned,
+                    banned_ids=self._banned_at(position + index),
                     output_ids=ids,
                     output_counts=counts,
                     allowed=None if self.constraint is None else self.constraint.mask(index),
@@ -143,10 +140,13 @@ class Answer:
 
     def picks(self, position: int) -> bool:
         """Is the token at ``position``, and so every later one, drawn from all tokens by temperature alone?"""
-        return self._plain and not (len(self._stop_ids) and self._is_short(position))
+        return self._plain and not len(self._banned_at(position))
 
-    def _is_short(self, position: int) -> bool:
-        return position - len(self.request.prompt) < self.request.sampling.min_tokens
+    def _banned_at(self, position: int) -> NDArray[np.int32]:
+        """Ids that cannot be drawn for this position."""
+        begin, short, later = self._banned
+        drawn = position - len(self.request.prompt)
+        return begin if drawn == 0 else short if drawn < self.request.sampling.min_tokens else later
 
     def pages(self) -> list[NDArray[np.int32]]:
         """The request's pages by block, one array a group of layers.  Compared on every call: a preempted request comes
@@ -165,6 +165,19 @@ class Answer:
         for index in range(counts.total, known):
             counts.add(output[index] if index < len(output) else drawn[index - len(output)])
         return counts.ids, counts.counts
+
+
+Ids = NDArray[np.int32]
+
+
+def banned_ids(sampling: SamplingParams, *, constrained: bool) -> tuple[Ids, Ids, Ids]:
+    """What cannot be drawn: first, while the answer is too short to end, and later."""
+    ends = sampling.stop_token_ids if sampling.min_tokens and not constrained else ()
+    short = (*sampling.banned, *ends)
+    first, early, later = (
+        np.array(ids, np.int32) for ids in ((*short, *sampling.banned_first), short, sampling.banned)
+    )
+    return first, early, later
 
 
 def no_grammars(grammar: Grammar) -> Matcher:

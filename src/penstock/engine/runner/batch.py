@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn
-from penstock.engine.core.speculation import standing
 from penstock.engine.images.turns import turns
-from penstock.engine.runner.answer import Answer
+from penstock.engine.runner.span import Span, token_logprob
 from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.reach import blocks_of
-from penstock.types import PAGE_TOKENS, Picture, PlacedImage, RequestId, TokenLogprob
+from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
 
 if TYPE_CHECKING:
     from penstock.engine.core.holding import Holding
@@ -31,60 +30,6 @@ SPARE_BLOCKS = 8
 """Columns of a group's page table beyond those that a step needs, for the steps after it."""
 
 
-class Span:
-    """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far.
-
-    ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
-    """
-
-    __slots__ = ("answer", "draft", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
-
-    def __init__(self, row: Row, answer: Answer) -> None:
-        self.answer = answer
-        self.samples = row.samples
-        self.draft = row.draft
-        self.begin(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
-
-    def begin(self, start: int, tokens: Sequence[int]) -> None:
-        """These tokens from ``start`` on; nothing is brought yet."""
-        self.start = start
-        self.tokens = tokens
-        self.drawn: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-
-    @property
-    def stop(self) -> int:
-        """Position after the last token."""
-        return self.start + len(self.tokens)
-
-    @property
-    def draws(self) -> range:
-        """Positions that tokens are drawn for."""
-        return range(self.stop - len(self.draft), self.stop + 1) if self.samples else range(0)
-
-    @property
-    def targets(self) -> Sequence[int]:
-        """Prompt tokens that these tokens predict and whose log-probabilities were asked for."""
-        if not self.answer.request.wants_prompt_logprobs:
-            return ()
-        return self.answer.request.prompt[self.start + 1 : self.stop + 1]
-
-    def advance(self) -> None:
-        """Go on with the token just drawn."""
-        self.start = self.stop
-        self.tokens = self.drawn[-1:]
-
-    def result(self) -> Drawn:
-        """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
-        count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
-        cut_at = None if self.answer.constraint is None else self.answer.constraint.cut_at
-        cut = cut_at is not None and (not self.draft or cut_at < count)
-        if cut_at is not None and self.draft:
-            count = min(count, cut_at + 1)
-        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
-
-
 class Images(Protocol):
     """Where the rows of images come from (``engine.images.stage.ImageStage``)."""
 
@@ -93,7 +38,7 @@ class Images(Protocol):
         """Have the model's positions three axes?"""
         ...
 
-    def rows(self, image: PlacedImage, pictures: Sequence[Picture], index: int) -> NDArray[np.float32]:
+    def rows(self, image: PlacedImage, pictures: Sequence[Medium], index: int) -> NDArray[np.float32]:
         """[tokens, D] of image ``index`` of a request."""
         ...
 
@@ -127,6 +72,8 @@ class StepArrays:
         self._table = np.empty(0, np.int32)
         self._requests: list[Request] = []
         self._held: list[list[Holding]] = []
+        self._keyed = 1  # groups of layers whose tables are there
+        self._cell: int | None = None  # tokens of a page of the others, which hold states
         self._at: list[int] = []  # position of each span's only token; empty when some span has more
         self.spans: list[Span] = []
         self.listed: list[Span] = []
@@ -141,7 +88,8 @@ class StepArrays:
         """The arrays of these spans, one after another."""
         count = sum(len(span.tokens) for span in spans)
         blocks = max(blocks_of(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
-        columns = blocks * len(spans[0].answer.request.held)
+        keyed = keyed_groups(spans[0].answer.request.held)
+        columns = blocks * keyed
         self._reserve(count, len(spans), columns)
         table_SP = self._table[: len(spans) * columns].reshape(len(spans), columns)
         begin = 0
@@ -154,7 +102,7 @@ class StepArrays:
                 self._tokens[begin:end] = span.tokens
                 self._positions[begin:end] = np.arange(span.start, span.stop, dtype=np.int32)
             self._starts[index + 1] = begin = end
-            for group, pages_P in enumerate(span.answer.pages()):
+            for group, pages_P in enumerate(span.answer.pages()[:keyed]):
                 own_P = pages_P[: blocks_of(span.stop, PAGE_TOKENS)]
                 table_SP[index, group * blocks : group * blocks + len(own_P)] = own_P
         self.spans = spans
@@ -173,11 +121,14 @@ class StepArrays:
             given,
             tapped=self._tapped,
             taps_RW=self._taps[: len(wanted_R)] if self._handed_out else None,
+            states_SW=state_pages(spans),
             adapters_S=self._adapters(spans),
         )
         self._fill_picks()
         self._requests = [span.answer.request for span in spans]
         self._held = [request.held for request in self._requests]
+        self._keyed = keyed
+        self._cell = self._held[0][-1].page_tokens if keyed < len(self._held[0]) else None
         single = self.scored == 0 and count == len(spans) == len(wanted_R) and given is None
         self._at = [span.start for span in spans] if single else []
 
@@ -276,8 +227,9 @@ class StepArrays:
             if not row.samples or row.draft or request.held is not held or not request.output:
                 return False
         tokens = [request.output[-1] for request in self._requests]
-        if not self._move(tokens):
+        if not self._move():
             return False
+        self.batch.tokens_T[:] = tokens
         if spans or not self.only_picks:
             for span, start, token in zip(self.spans, self._at, tokens, strict=True):
                 span.begin(start, (token,))
@@ -287,23 +239,37 @@ class StepArrays:
         """Every span goes on with the token that it has drawn."""
         for span in self.spans:
             span.advance()
-        if not (self._at and self._move([span.tokens[0] for span in self.spans])):
+        if not (self._at and self._move()):
             self.fill(self.spans)
+            return
+        self.batch.tokens_T[:] = [span.tokens[0] for span in self.spans]
 
-    def _move(self, tokens: list[int]) -> bool:
-        """One position further with these tokens.  False, and nothing changed, when the table is too narrow."""
+    def ahead(self, step: int) -> StepBatch | None:
+        """The batch of the ``step``-th of several steps whose tokens the host has not seen (``RunsAhead``)."""
+        return self.batch if step == 0 or self._move() else None
+
+    def take_ahead(self, tokens_NF: NDArray[np.int32]) -> None:
+        """What such steps drew; the spans stand behind the last of them."""
+        for span, at, tokens_N in zip(self.spans, self._at, tokens_NF.T.tolist(), strict=True):
+            span.drawn += tokens_N
+            span.start, span.tokens = at, (tokens_N[-2] if len(tokens_N) > 1 else span.tokens[-1],)
+
+    def _move(self) -> bool:
+        """One position further, but for the tokens.  False, and nothing changed, when the table is too narrow, or
+        states stand in other pages."""
         table_SP = self.batch.table_SP
         at = [position + 1 for position in self._at]
-        blocks = table_SP.shape[1] // len(self._held[0])
+        blocks = table_SP.shape[1] // self._keyed
         if max(at) >= blocks * PAGE_TOKENS:
+            return False
+        if self._cell is not None and any(position % self._cell <= 1 for position in at):
             return False
         for index, position in enumerate(at):
             if position % PAGE_TOKENS == 0:
                 block = position // PAGE_TOKENS
-                for group, own in enumerate(self._held[index]):
+                for group, own in enumerate(self._held[index][: self._keyed]):
                     table_SP[index, group * blocks + block] = own.pages[block]
         self._at = at
-        self.batch.tokens_T[:] = tokens
         self._positions[: len(at)] += 1
         if self.batch.turns_T3 is not None:
             np.add(self.batch.turns_T3, 1, out=self.batch.turns_T3)
@@ -360,10 +326,22 @@ class StepArrays:
         return [span.result() for span in self.spans]
 
 
-def token_logprob(one: Sampled) -> TokenLogprob:
-    """A row that asked for log-probabilities has them."""
-    assert one.logprob is not None
-    return TokenLogprob(one.token, one.logprob, one.top)
+def keyed_groups(held: Sequence[Holding]) -> int:
+    """Groups of layers with keys and values; those behind them hold states."""
+    return sum(own.page_tokens == PAGE_TOKENS for own in held)
+
+
+def state_pages(spans: Sequence[Span]) -> NDArray[np.int32] | None:
+    """See ``StepBatch.states_SW``."""
+    held = [span.answer.request.held[keyed_groups(span.answer.request.held) :] for span in spans]
+    if not held[0]:
+        return None
+    cell, parts = held[0][0].page_tokens, len(held[0])
+    runs = [(max(0, span.start - 1) // cell, blocks_of(span.stop, cell)) for span in spans]
+    pages_SW = np.zeros((len(spans), parts * max(end - first for first, end in runs)), np.int32)
+    for row_W, own, (first, end) in zip(pages_SW, held, runs, strict=True):
+        row_W[: (end - first) * parts] = [part.pages[index] for index in range(first, end) for part in own]
+    return pages_SW
 
 
 def _room(wanted: int) -> int:

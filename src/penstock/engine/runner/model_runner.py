@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.images.stage import ImageStage
-from penstock.engine.models.port import Model
+from penstock.engine.models.port import CrossReading, Model
 from penstock.engine.runner.adapters import Adapters
 from penstock.engine.runner.answer import Answers, no_grammars
-from penstock.engine.runner.batch import Span, StepArrays, token_logprob
-from penstock.engine.runner.constraint import Lookahead
+from penstock.engine.runner.asked import look_ahead, score
+from penstock.engine.runner.batch import StepArrays
+from penstock.engine.runner.crossing import SourceWriter
+from penstock.engine.runner.span import Span
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.operands import Array
-from penstock.kernels.ops import Ops, StepProgram
+from penstock.kernels.ops import Ops, RunsAhead, StepProgram
 from penstock.types import Grammar, RequestId
-
-SCORED_ROWS = 64
-"""Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +64,11 @@ class ModelRunner:
         self.program = ops.record(model, kv) if program is None else program
         self._answers = Answers(aids.matcher_of)
         self._images = images
+        self._sources = None
+        if isinstance(model, CrossReading):
+            if images is None:
+                raise ValueError("what an encoder makes is read, and there is no encoder")
+            self._sources = SourceWriter(model, images, ops, kv)
         self._kv = kv
         self._tapped: tuple[int, ...] = ()
         self._adapters = adapters
@@ -73,6 +77,14 @@ class ModelRunner:
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")  # has a thread once a grammar was followed
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
+        if self._sources is None or not self._sources.wanted(plan.rows):
+            return self._run(plan)
+        left = self._sources.write(plan.rows)
+        self._let_go(plan)
+        drawn = iter(self._run(replace(plan, rows=tuple(row for row in left if row is not None))))
+        return [Drawn() if row is None else next(drawn) for row in left]
+
+    def _run(self, plan: Plan) -> Sequence[Drawn]:
         if not plan.rows:
             return ()
         arrays = self._arrays
@@ -82,11 +94,25 @@ class ModelRunner:
         if plan.steps == 1 and arrays.only_picks:
             self._program().run(arrays.batch, 0, [], arrays.picks)
             return [Drawn((token,)) for token in arrays.picks.tokens_F.tolist()]
-        self._step()
-        for _ in range(plan.steps - 1):
+        done = self._run_ahead(plan.steps) if plan.steps > 1 else 0
+        if not done:
+            self._step()
+            done = 1
+        for _ in range(plan.steps - done):
             arrays.advance()
             self._step()
         return arrays.drawn()
+
+    def _run_ahead(self, steps: int) -> int:
+        """Steps that the program can take without the host in between; how many it took."""
+        arrays, program = self._arrays, self._program()
+        if not arrays.only_picks or not isinstance(program, RunsAhead):
+            return 0
+        if not program.runs_ahead(arrays.batch, arrays.picks):
+            return 0
+        tokens_NF = program.run_ahead(arrays.picks, steps, arrays.ahead)
+        arrays.take_ahead(tokens_NF)
+        return len(tokens_NF)
 
     def forget(self, request: RequestId) -> None:
         self._answers.forget(request)
@@ -118,11 +144,11 @@ class ModelRunner:
     def _step(self) -> None:
         """Compute every span; draw and score what was asked for."""
         arrays = self._arrays
-        rows, ready = arrays.draws(), self._look_ahead(arrays.listed)
+        rows, ready = arrays.draws(), look_ahead(arrays.listed, self._beside)
         program = self._program()
         arrays.take(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:
-            self._score(arrays.spans, program.hidden())
+            score(self._model, self._ops, arrays.spans, program.hidden())
 
     def _program(self) -> StepProgram:
         """The model's step, or the one with adapters where a row has one: a row without has the same bits in both."""
@@ -131,26 +157,3 @@ class ModelRunner:
         if self.adapted is None:
             self.adapted = self._ops.record(self._adapters.adapted(self._model), self._kv, tapped=self._tapped)
         return self.adapted
-
-    def _look_ahead(self, spans: list[Span]) -> Callable[[], None] | None:
-        """Work out masks beside the step that they are for; what is returned waits for them."""
-        work = [
-            (span.answer.constraint, tuple(span.drawn), span.draft)
-            for span in spans
-            if span.answer.constraint is not None
-        ]
-        return Lookahead(self._beside, work).finish if work else None
-
-    def _score(self, spans: list[Span], hidden_RD: Array) -> None:
-        """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""
-        begin = 0
-        for span in spans:
-            targets_R = np.array(span.targets, np.int32)
-            top = span.answer.request.sampling.prompt_logprobs or 0
-            for first in range(0, len(targets_R), SCORED_ROWS):
-                piece_R = targets_R[first : first + SCORED_ROWS]
-                rows_R = np.arange(begin + first, begin + first + len(piece_R), dtype=np.int32)
-                logits_RV = self._model.logits(self._ops, self._ops.rows(hidden_RD, rows_R))
-                scored = self._ops.token_logprobs(logits_RV, piece_R, top)
-                span.prompt_logprobs.extend(token_logprob(one) for one in scored)
-            begin += len(targets_R)

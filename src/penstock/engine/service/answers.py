@@ -1,6 +1,6 @@
 """From the scheduler's progress to what gateways are sent: one item a request, one batch a gateway.
 
-Pure; sends nothing.
+Sends nothing, and knows no time but what it is told.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ class Batches:
 
 
 def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
-    """What one request's progress is for its gateway.  A token that the prefill worker drew keeps its facts."""
+    """What one request's progress is for its gateway.  A token that the prefill worker drew keeps its facts.
+
+    Phases of a leg that is traced are told once.
+    """
     request = progress.request
     if ask.first is not None and ask.first.index == progress.index:
         return ask.first
     is_first = progress.index == request.emitted
+    if is_first and ask.phases is not None and ask.started is not None:
+        computed = len(request.prompt) + request.emitted - request.cached_tokens
+        ask.ended("prefill", ask.started, now, tokens=computed, cached_tokens=request.cached_tokens)
     return TokenItem(
         request=request.id,
         epoch=request.epoch,
@@ -42,4 +48,5 @@ def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
         cached_tokens=request.cached_tokens if is_first else 0,
         pooled=progress.pooled,
         queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
+        phases=ask.take_phases(),
     )

@@ -6,10 +6,17 @@ this concerns.  It cancels nothing itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.engine.core.plan import Arrive
 from penstock.types import Leg, RequestId
+from penstock.wire.duties import StillWanted
 from penstock.wire.messages import Hello, PageSource, Returned, Submit, TokenItem
+from penstock.wire.phases import Phase
+
+WANTED_S = 5.0
+"""A gateway is asked after so long, and again, whether it still wants what it asked for: a cancel can be lost."""
 
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
@@ -25,8 +32,47 @@ class Ask:
     gateway: Gateway
     pages_from: PageSource | None
     arrived: float  # monotonic seconds, here
+    joins: bool = False  # leg=decode: it is being written where its pages are
     started: float | None = None  # when its first token was computed here
     first: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
+    wanted: float = 0.0  # when it came, or its gateway was last asked whether it is still wanted
+    phases: list[Phase] | None = None  # that have ended and are not told yet; None: nobody wants to know
+    pulled: tuple[float, int] = (0.0, 0)  # leg=decode: when it asked for its pages, and of how many tokens
+
+    def ended(self, name: str, begin: float, now: float, **facts: float) -> None:
+        """A phase of this leg is over, if somebody records it."""
+        if self.phases is not None:
+            self.phases.append(Phase(name, begin - self.arrived, now - begin, facts))
+
+    def take_phases(self) -> tuple[Phase, ...]:
+        """Those that are not told yet."""
+        if not self.phases:
+            return ()
+        phases, self.phases = tuple(self.phases), []
+        return phases
+
+
+def arrival_of(message: Submit, *, ahead: int) -> Arrive:
+    """What the scheduler hears of a Submit.  ``ahead``: room for what is written of a moving answer meanwhile."""
+    return Arrive(
+        id=message.request,
+        epoch=message.epoch,
+        leg=message.leg,
+        prompt=message.prompt,
+        sampling=message.sampling,
+        arrival=message.arrival,
+        root=message.root,
+        hashes=message.block_hashes,
+        emitted=message.emitted,
+        claim=message.claim,
+        images=message.images,
+        pictures=message.pictures,
+        encoders=message.encoders,
+        pooling=message.pooling,
+        adapter=message.adapter,
+        ahead=ahead if message.joins else 0,
+        apart=message.apart,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +144,9 @@ class Asks:
         if present is not None and present.epoch >= message.epoch:
             return None
         gateway.heard = now
-        ask = Ask(message.request, message.epoch, message.leg, gateway, message.pages_from, now)
+        ask = Ask(message.request, message.epoch, message.leg, gateway, message.pages_from, now, message.joins)
+        ask.wanted = now
+        ask.phases = [] if message.traced else None
         self._asks[message.request] = ask
         return ask
 
@@ -125,6 +173,26 @@ class Asks:
             if quiet > self._silence_s + REMEMBERED_S:
                 del self._gateways[gateway.name]
         return orphans
+
+    def replaced(self, incarnations: Mapping[str, int]) -> list[Ask]:
+        """Requests of gateways whose processes are of these incarnations by now, and have not said a word yet."""
+        orphans: list[Ask] = []
+        for name, incarnation in incarnations.items():
+            gateway = self._gateways.get(name)
+            if gateway is not None and gateway.incarnation < incarnation and not gateway.away:
+                gateway.away = True
+                self._by_peer.pop(gateway.peer, None)
+                orphans += self._of(gateway)
+        return orphans
+
+    def doubtful(self, now: float) -> list[tuple[Gateway, StillWanted]]:
+        """What gateways are to be asked about what they asked for long ago."""
+        asked: dict[str, tuple[Gateway, list[tuple[RequestId, int]]]] = {}
+        for ask in self._asks.values():
+            if now - ask.wanted >= WANTED_S and not ask.gateway.away:
+                ask.wanted = now
+                asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
+        return [(gateway, StillWanted(requests=tuple(requests))) for gateway, requests in asked.values()]
 
     def gateways(self) -> list[Gateway]:
         """Those that are there now."""

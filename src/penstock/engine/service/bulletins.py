@@ -6,7 +6,7 @@ the next report shows the loss, and who has missed something of the cache asks f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -14,6 +14,8 @@ from penstock.config.schema import WorkerConfig
 from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.service.asks import Gateway
 from penstock.engine.service.kv_log import KvLog
+from penstock.engine.service.sunk import Nearest, Sunk
+from penstock.types import BlockHash
 from penstock.wire.messages import Hello, Report
 from penstock.wire.transport import Listener
 
@@ -23,9 +25,35 @@ class Bulletins:
 
     def __init__(self, config: WorkerConfig, prefix: PrefixCache, listener: Listener) -> None:
         self._listener = listener
-        self._log = KvLog(config.worker, config.incarnation, prefix.blocks)
+        self._name = (config.worker, config.incarnation)
+        self._prefix = prefix
+        self._log = KvLog(*self._name, prefix.blocks)
+        self._sunk: Sunk | None = None
+        self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
         self._wanted: list[Gateway] = []  # by whom all that is cached is to be told
         prefix.on_change = self._log.note
+
+    def sinks(self, nearest: Nearest, tiers: int) -> None:
+        """There are so many tiers below the cache.  To be called before anything is cached."""
+        self._sunk = Sunk(nearest)
+        self._log = KvLog(*self._name, self._prefix.blocks, self._sunk.all, tiers)
+        self._prefix.on_change = self._changed
+
+    def _changed(self, block: BlockHash, known: bool) -> None:
+        assert self._sunk is not None, "sinks comes first"
+        if known:
+            self._gone.pop(block, None)
+            self._sunk.rose(block)
+            self._log.note(block, True)
+        else:  # while a step is planned: no time to look for it below
+            self._gone[block] = None
+
+    def _log_all(self, changes: Iterable[tuple[BlockHash, int]]) -> None:
+        for block, tier in changes:
+            if tier:
+                self._log.sank(block, tier)
+            else:
+                self._log.note(block, False)
 
     def greeted(self, gateway: Gateway, hello: Hello) -> None:
         """A gateway may want to know all that is cached."""
@@ -35,6 +63,9 @@ class Bulletins:
 
     def cache(self, gateways: Sequence[Gateway]) -> None:
         """What has changed in the prefix cache, to all who follow it; all of it, to those who asked."""
+        if self._sunk is not None:
+            gone, self._gone = tuple(self._gone), {}
+            self._log_all(self._sunk.left(gone))
         followers = [gateway for gateway in gateways if gateway.follows_cache]
         for message in self._log.take():
             for gateway in followers:
@@ -46,6 +77,8 @@ class Bulletins:
 
     def report(self, gateways: Sequence[Gateway], report: Report) -> None:
         """How this worker is."""
+        if self._sunk is not None:
+            self._log_all(self._sunk.look())
         busy = max(1, sum(gateway.serial > 0 for gateway in gateways))
         for gateway in gateways:
             own = msgspec.structs.replace(report, heard=gateway.serial, gateways=busy, kv_sequence=self._log.sequence)

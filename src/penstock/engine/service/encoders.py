@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.clock import Clock
+from penstock.engine.service.held import ImageReadiness
 from penstock.engine.service.peers import Peers
-from penstock.types import ModelIdentity, Picture, PlacedImage
+from penstock.errors import ImageRefused
+from penstock.kernels.sums import xxh3_128
+from penstock.types import Medium, ModelIdentity, PlacedImage
 from penstock.wire.codec import MAX_PAYLOAD_BYTES
 from penstock.wire.messages import EncodeImage, ImageAlive, ImageEncoded, PageSource
 from penstock.wire.transport import Link, Received
@@ -31,7 +33,7 @@ Answer = tuple[bytes, NDArray[np.float32] | None]
 
 def rows_checksum(payload: memoryview | bytes) -> bytes:
     """XXH3-128 of the bytes of an image's rows."""
-    return xxhash.xxh3_128_digest(payload)
+    return xxh3_128(payload)
 
 
 Say = Callable[[bytes, ImageAlive | ImageEncoded, memoryview | None], bool]
@@ -54,7 +56,7 @@ class Encoders:
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
         """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
         if not sources:
             return False
@@ -124,6 +126,18 @@ class ServedImages:
         if peer not in known:
             known.append(peer)
         return len(known) == 1
+
+    def encode(self, peer: bytes, message: EncodeImage, images: ImageReadiness) -> None:
+        """Begin, or be done at once, for another worker, which reads the image's prompt."""
+        if not self.asked(peer, message):
+            return
+        try:
+            rows_ND = images.serve(message.content, message.picture)
+        except ImageRefused:
+            self.finished(message.content, None)
+            return
+        if rows_ND is not None:
+            self.finished(message.content, rows_ND)
 
     def alive(self) -> None:
         """Tell whoever waits that it is not in vain."""

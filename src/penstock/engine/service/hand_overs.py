@@ -6,17 +6,21 @@ is told to whoever made this object.  Knows nothing of gateways, and nothing abo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from penstock.clock import Clock
 from penstock.engine.core.request import Request
 from penstock.engine.service.peers import Peers
+from penstock.kernels.page_writing import PageWriter
 from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import (
     FirstToken,
     Granted,
     Offer,
+    Outrun,
     PagesAdvanced,
     Pull,
     PullFailed,
@@ -37,10 +41,13 @@ from penstock.wire.messages import (
     PullPages,
     TokenItem,
 )
+from penstock.wire.page_doors import OfFetching
 from penstock.wire.transport import Link, Listener
 
-News = PagesAdvanced | FirstToken | PullFailed | Granted | Released
+News = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released
 """What an end says that is not for another worker."""
+
+_TOLD = OfFetching | PageReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class HandOver:
     identity: ModelIdentity
     sender: HandOverSender
     receiver: HandOverReceiver
+    writer: PageWriter | None = None  # of pages that stand on a device
 
 
 class HandOvers:
@@ -65,6 +73,7 @@ class HandOvers:
         self._tell = tell
         self._peers = peers
         self._layout = ends.receiver.layout
+        self._beside_s = 0.0  # of the receiver's, that was counted
 
     # --- what other workers say --------------------------------------------------------------------------------------
 
@@ -77,15 +86,17 @@ class HandOvers:
         self._sending(self._sender.received(message, now))
 
     def drain(self, now: float) -> float:
-        """Take what senders sent and copy what can be copied within the budget.  Returns the seconds of copying."""
+        """Take what senders sent and copy what can be copied within the budget.  Returns the seconds of copying, with
+        those of the processor that threads have spent on it since."""
         for source, received in self._peers.received():
-            if isinstance(received.message, PageReady | PrefillDone | HandOverAlive | HandOverFailed):
+            if isinstance(received.message, _TOLD):
                 self._receiving(self._receiver.receive(source, received.message, received.payload, now))
         if not self._receiver.has_work:
             return 0.0
         began = self._clock.now()
         self._receiving(self._receiver.work(now))
-        return self._clock.now() - began
+        before, self._beside_s = self._beside_s, self._receiver.beside_s
+        return self._clock.now() - began + self._beside_s - before
 
     # --- what requests do --------------------------------------------------------------------------------------------
 
@@ -103,8 +114,10 @@ class HandOvers:
         if not self._peers.reach(source, now):
             self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
             return
-        tokens = len(request.prompt) + request.emitted
-        pieces = self._layout.pieces(tokens)
+        tokens, ahead = request.handed, 0
+        if request.ahead:  # the last token that is known is computed by whoever draws the next
+            tokens, ahead = tokens - 1, request.ahead + 1
+        pieces = self._layout.pieces(tokens, ahead=ahead)
         pull = Pull(
             request=request.id,
             epoch=request.epoch,
@@ -112,15 +125,26 @@ class HandOvers:
             pages=tuple(request.held[group].pages[block] for block, group in pieces),
             skip_blocks=pieces.before(request.computed // self._layout.page_tokens),
             tokens=tokens,
+            ahead=ahead,
         )
         self._receiving(self._receiver.expect(pull, now))
 
-    def offer(self, offer: Offer, now: float) -> None:
-        """A page is final."""
-        self._sending(self._sender.offer(offer, now))
+    def offer(self, offer: Offer, now: float, *, more: bool = False) -> None:
+        """A page is final; ``more`` of the same leg follow in this turn."""
+        self._sending(self._sender.offer(offer, now, more=more))
+
+    def acknowledged(self, request: RequestId, epoch: int) -> int:
+        """Pages that the receiver is known to have, from the first without a gap."""
+        return self._sender.acknowledged(request, epoch)
+
+    def moved(self, last: TokenItem, blocks: int, now: float) -> None:
+        """All ``blocks`` pages of an answer that moves were offered, and these are the tokens written meanwhile."""
+        self._sending(self._sender.done(last, blocks, now))
 
     def done(self, first: TokenItem, tokens: int, now: float) -> None:
         """The pages of all ``tokens`` were offered, and this is the first token."""
+        if first.phases:
+            first = msgspec.structs.replace(first, phases=())  # they are of this worker's leg
         self._sending(self._sender.done(first, self._layout.pieces(tokens).total, now))
 
     def cancel(self, request: RequestId, epoch: int, now: float) -> None:
@@ -142,6 +166,11 @@ class HandOvers:
         return self._peers.close_idle(now)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes a page."""
+        return self._receiver.page_bytes
+
+    @property
     def busy(self) -> bool:
         """Are there pages to copy?"""
         return self._receiver.has_work
@@ -149,6 +178,11 @@ class HandOvers:
     def links(self) -> list[Link]:
         """What to wait for."""
         return self._peers.links()
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """What to wait for besides."""
+        return self._receiver.descriptors
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -1,22 +1,22 @@
 """Requests that must wait before the scheduler hears of them, and with them whatever is said about them meanwhile.
 
-A grammar is compiled beside the loop, an adapter is read beside it, images are encoded between steps; until that is
-done, a request is kept here, in order with its credit, its pages and its first token.  Pure but for the ports that it
-asks.
+A grammar is compiled beside the loop, an adapter is read beside it, pages are fetched beside it, images are encoded
+between steps; until that is done, a request is kept here, in order with its credit, its pages and its first token.
+Pure but for the ports that it asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused
-from penstock.types import AdapterRef, Grammar, Picture, RequestId
+from penstock.types import AdapterRef, Grammar, Medium, RequestId
 
 
 class Readiness(Protocol):
@@ -37,6 +37,58 @@ class AdapterReadiness(Protocol):
     def settled(self) -> None:
         """The scheduler knows of every request that was ready."""
         ...
+
+
+class PageWait(NamedTuple):
+    """How long a request waited for pages, and for what (``telemetry.spans.TIERS``)."""
+
+    began: float
+    ended: float
+    facts: Mapping[str, float]
+
+
+class PageReadiness(Protocol):
+    """What brings pages of prompts from elsewhere (``engine.service.stored.StoredPages``)."""
+
+    def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
+        """``tell`` hears how long each request waited that passes."""
+        ...
+
+    def ready(self, event: Arrive) -> bool:
+        """Need nothing be waited for?  If not, pages are on their way, or it is being asked who has them."""
+        ...
+
+    def forget(self, request: RequestId) -> None:
+        """Nobody waits for this request any more."""
+        ...
+
+    def passed(self, request: RequestId) -> None:
+        """It goes to the scheduler now."""
+        ...
+
+    def settled(self) -> None:
+        """The scheduler has had its turn with every request that passed."""
+        ...
+
+
+class PagesHere:
+    """For engines that have no other pages than their own."""
+
+    def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
+        """See ``PageReadiness``."""
+
+    def ready(self, event: Arrive) -> bool:
+        """See ``PageReadiness``."""
+        return True
+
+    def forget(self, request: RequestId) -> None:
+        """See ``PageReadiness``."""
+
+    def passed(self, request: RequestId) -> None:
+        """See ``PageReadiness``."""
+
+    def settled(self) -> None:
+        """See ``PageReadiness``."""
 
 
 class NoAdapters:
@@ -70,7 +122,7 @@ class ImageReadiness(Protocol):
         """Nobody waits for this request any more."""
         ...
 
-    def serve(self, content: bytes, picture: Picture) -> NDArray[np.float32] | None:
+    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
         """Encode an image for another worker; None: ``served`` has its rows later.  Raises ImageRefused."""
         ...
 
@@ -91,7 +143,7 @@ class NoImages:
     def forget(self, request: RequestId) -> None:
         """See ``ImageReadiness``."""
 
-    def serve(self, content: bytes, picture: Picture) -> NDArray[np.float32] | None:
+    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
         """See ``ImageReadiness``."""
         raise ImageRefused("this engine reads text only")
 
@@ -107,6 +159,7 @@ class Ready:
     grammars: Readiness = field(default_factory=AlwaysReady)
     images: ImageReadiness = field(default_factory=NoImages)
     adapters: AdapterReadiness = field(default_factory=NoAdapters)
+    pages: PageReadiness = field(default_factory=PagesHere)
 
 
 class Held:
@@ -118,6 +171,7 @@ class Held:
         self._grammars = ready.grammars
         self._images = ready.images
         self._adapters = ready.adapters
+        self._pages = ready.pages
         self._refuse = refuse
         self._kept: list[Event] = []
 
@@ -131,12 +185,14 @@ class Held:
     def sift(self, events: Iterable[Event]) -> list[Event]:
         """What may go on now, of what was kept and of ``events``, in order."""
         self._adapters.settled()  # what passed the last time has reached the scheduler
+        self._pages.settled()
         todo, self._kept = [*self._kept, *events], []
         passed: list[Event] = []
         for event in todo:
             if isinstance(event, Cancelled):
                 self._kept = [kept for kept in self._kept if kept.id != event.id or kept.epoch > event.epoch]
                 self._images.forget(event.id)
+                self._pages.forget(event.id)
                 passed.append(event)
             elif isinstance(event, Arrive):
                 (self._kept if self.holds(event.id) else self._place(event, passed)).append(event)
@@ -150,16 +206,18 @@ class Held:
         """Where this request belongs now.  What is said of a refused one later concerns nobody: it never came."""
         grammar, adapter = event.sampling.grammar, event.adapter
         try:
-            ready = (grammar is None or self._grammars.ready(grammar)) and self._images.ready(event)
+            ready = self._pages.ready(event)  # asked first: who has an image's pages need not encode it
+            ready = (grammar is None or self._grammars.ready(grammar)) and ready and self._images.ready(event)
             # Asked last: who is told that an adapter is there comes at once.
             ready = ready and (adapter is None or self._adapters.ready(adapter))
-        except GrammarRefused as error:
-            self._refuse(event, f"grammar: {error}")
+        except (GrammarRefused, ImageRefused, AdapterRefused) as error:
+            self._pages.forget(event.id)
+            self._refuse(event, f"{_REFUSERS[type(error)]}: {error}")
             return []
-        except ImageRefused as error:
-            self._refuse(event, f"image: {error}")
-            return []
-        except AdapterRefused as error:
-            self._refuse(event, f"adapter: {error}")
-            return []
-        return passed if ready else self._kept
+        if not ready:
+            return self._kept
+        self._pages.passed(event.id)
+        return passed
+
+
+_REFUSERS = {GrammarRefused: "grammar", ImageRefused: "image", AdapterRefused: "adapter"}

@@ -1,4 +1,5 @@
-"""What changes in this worker's prefix cache, told to gateways: numbered, batched, and whole again when asked for.
+"""What changes in this worker's prefix cache and below it, told to gateways: numbered, batched, and whole again when
+asked for.
 
 ::
 
@@ -11,20 +12,32 @@ their pages; and nothing about connections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from penstock.types import BlockHash, WorkerId
 from penstock.wire.messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, KvEvents
 
+_NOWHERE = -1
+
 
 class KvLog:
-    """The log of one incarnation.  ``known`` lists all blocks that the cache has now."""
+    """The log of one incarnation.  ``known`` lists all blocks that the cache has now; ``lower`` those that only one of
+    the lower ``tiers`` has, with the number of the nearest: 1, 2, ..."""
 
-    def __init__(self, worker: WorkerId, incarnation: int, known: Callable[[], Iterable[BlockHash]]) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: int,
+        known: Callable[[], Iterable[BlockHash]],
+        lower: Callable[[], Iterable[tuple[BlockHash, int]]] = tuple,
+        tiers: int = 0,
+    ) -> None:
         self._worker = worker
         self._incarnation = incarnation
         self._known = known
-        self._changed: dict[bytes, bool] = {}
+        self._lower = lower
+        self._tiers = tiers
+        self._changed: dict[bytes, int] = {}  # -> the nearest tier: 0 is the cache
         self.sequence = 0  # of the last message that was taken
 
     def __len__(self) -> int:
@@ -32,39 +45,51 @@ class KvLog:
 
     def note(self, block: BlockHash, known: bool) -> None:
         """A block is in the cache from now on, or is not any more."""
-        self._changed[block[:KV_KEY_BYTES]] = known
+        self._changed[block[:KV_KEY_BYTES]] = 0 if known else _NOWHERE
+
+    def sank(self, block: BlockHash, tier: int) -> None:
+        """A block that the cache does not have is in this lower tier from now on, and in none that is nearer."""
+        self._changed[block[:KV_KEY_BYTES]] = tier
 
     def take(self) -> list[KvEvents]:
         """What has changed since the last call, in order of its numbers."""
         if not self._changed:
             return []
         changed, self._changed = self._changed, {}
-        stored = [key for key, known in changed.items() if known]
-        removed = [key for key, known in changed.items() if not known]
+        by_tier: dict[int, list[bytes]] = {}
+        for key, tier in changed.items():
+            by_tier.setdefault(tier, []).append(key)
         messages = []
-        for start in range(0, max(len(stored), len(removed)), KV_EVENT_BLOCKS):
+        for start in range(0, max(map(len, by_tier.values())), KV_EVENT_BLOCKS):
             self.sequence += 1
-            end = start + KV_EVENT_BLOCKS
-            messages.append(self._message(stored=stored[start:end], removed=removed[start:end]))
+            messages.append(
+                self._message({tier: keys[start : start + KV_EVENT_BLOCKS] for tier, keys in by_tier.items()})
+            )
         return messages
 
     def snapshot(self) -> Iterator[KvEvents]:
-        """Everything as it stands after message ``sequence``, in parts.  To be called with nothing left to ``take``."""
-        keys = [block[:KV_KEY_BYTES] for block in self._known()]
-        parts = max(1, -(-len(keys) // KV_EVENT_BLOCKS))
-        for part in range(parts):
-            stored = keys[part * KV_EVENT_BLOCKS : (part + 1) * KV_EVENT_BLOCKS]
-            yield self._message(stored=stored, part=part, parts=parts)
+        """Everything as it stands after message ``sequence``, in parts.  To be called with nothing left to ``take``.
 
-    def _message(
-        self, *, stored: list[bytes], removed: list[bytes] | None = None, part: int = 0, parts: int = 0
-    ) -> KvEvents:
+        Who hears it learns of lower tiers before of what is nearer.
+        """
+        told = [(tier, block[:KV_KEY_BYTES]) for block, tier in self._lower()]
+        told.sort(key=lambda item: -item[0])
+        told += [(0, block[:KV_KEY_BYTES]) for block in self._known()]
+        parts = max(1, -(-len(told) // KV_EVENT_BLOCKS))
+        for part in range(parts):
+            by_tier: dict[int, list[bytes]] = {}
+            for tier, key in told[part * KV_EVENT_BLOCKS : (part + 1) * KV_EVENT_BLOCKS]:
+                by_tier.setdefault(tier, []).append(key)
+            yield self._message(by_tier, part=part, parts=parts)
+
+    def _message(self, by_tier: Mapping[int, list[bytes]], *, part: int = 0, parts: int = 0) -> KvEvents:
         return KvEvents(
             worker=self._worker,
             incarnation=self._incarnation,
             sequence=self.sequence,
-            stored=b"".join(stored),
-            removed=b"".join(removed or ()),
+            stored=b"".join(by_tier.get(0, ())),
+            removed=b"".join(by_tier.get(_NOWHERE, ())),
+            sunk=tuple(b"".join(by_tier.get(tier, ())) for tier in range(1, self._tiers + 1)),
             part=part,
             parts=parts,
         )

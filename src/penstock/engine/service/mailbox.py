@@ -13,29 +13,28 @@ peer sends raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
 from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
-from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan
-from penstock.engine.core.plan import FirstToken as FirstTokenCame
-from penstock.engine.core.plan import Granted as CreditCame
-from penstock.engine.core.plan import PagesArrived as PagesCame
-from penstock.engine.core.plan import Released as PagesReleased
-from penstock.engine.core.request import Status
+from penstock.engine.core.plan import Arrive, Cancelled, Event, Lane, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of
-from penstock.engine.service.asks import Asks, Gateway
+from penstock.engine.service.asks import Asks, Gateway, arrival_of
 from penstock.engine.service.bulletins import Bulletins
+from penstock.engine.service.departures import LOOK_S, Departures
+from penstock.engine.service.duties import Duties
 from penstock.engine.service.encoders import ServedImages
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
-from penstock.engine.service.held import Held, Ready
+from penstock.engine.service.hedging import OwnPace
+from penstock.engine.service.held import Held, PageWait, Ready
+from penstock.engine.service.moves import Moves
 from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
-from penstock.errors import ImageRefused
-from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
-from penstock.types import Leg, RequestId, WorkerState
+from penstock.engine.service.tidings import Outbox, Tidings
+from penstock.types import Duty, Leg, RequestId, WorkerState
+from penstock.wire.duties import HANDED_OVER, Assign
 from penstock.wire.messages import (
     UNKNOWN,
     Awaited,
@@ -74,24 +73,37 @@ class WorkerMailbox:
         *,
         ready: Ready | None = None,
     ) -> None:
+        self._config = config
         self._scheduler = scheduler
         self._clock = clock
         self._listener: Listener = transport.listen(config.endpoint)
         self._hand_overs = HandOvers(
             hand_over, Peers(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
         )
+        ends = self._hand_overs
+        self._departures = Departures(scheduler.memory.pool, ends.offer, ends.done, hand_over.writer)
         self._asks = Asks(config.gateway_silence_s)
         self._events: list[Event] = []
         ready = ready or Ready()
         self._images = ready.images
         self._held = Held(ready, self._refuse)
+        ready.pages.watch(self._waited)
         self._served = ServedImages(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
-        self._bulletins = Bulletins(config, scheduler.memory.prefix, self._listener)
+        self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener)
         self._next_tick = 0.0
         self._step_began = 0.0
+        self._lane_began: dict[Lane, float] = {}
+        self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
         self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
+        self.reporter.turned_away = lambda: hand_over.sender.turned_away
+        hand_over.receiver.haste.predict = OwnPace(scheduler).predict
+        self._moves = Moves(scheduler, self._hand_overs, self._asks, config.hand_over.copy_budget_bytes)
+        self.duties = Duties(config, self.reporter, scheduler, self._asks)
+        self._tidings = Tidings(
+            scheduler, self._asks, self._moves, self.reporter, Outbox(self._tell, self._return, self._send_tokens)
+        )
 
     # --- for the loop ------------------------------------------------------------------------------------------------
 
@@ -105,26 +117,34 @@ class WorkerMailbox:
             self._from_mailbox(received, now)
         for content, rows_ND in self._images.served(self._served.contents):
             self._served.finished(content, rows_ND)
+        self._departures.turn(now)
         self.reporter.count("transfer_seconds", self._hand_overs.drain(now))
         if now >= self._next_tick:
             self._tick(now)
+        self._events += self._moves.ripe(now)
         events, self._events = self._events, []
         return self._held.sift(events)
 
     def planned(self, plan: Plan) -> None:
         """A plan was made: credits and returns go out before the step is computed."""
         now = self._clock.now()
+        if plan.lane is not None:
+            self._lane_began[plan.lane] = now
         for returned in plan.returned:
             self._return(returned.id, returned.epoch, returned.reason)
         for request in plan.reserved:
             ask = self._asks.get(request.id)
             if ask is not None and ask.pages_from is not None:
+                ask.ended("worker_queue", ask.arrived, now)
+                ask.pulled = (now, len(request.prompt) + request.emitted - request.computed)
                 self._hand_overs.expect(request, ask.pages_from, now)
+        self._moves.finish(now)
         for row in plan.rows:
             if row.count > 1 or len(row.request.output) == row.request.emitted:
                 ask = self._asks.get(row.request.id)
                 if ask is not None and ask.started is None:
                     ask.started = now
+                    ask.ended("worker_queue", ask.arrived, now)
         for request_id in plan.gone:
             ask = self._asks.get(request_id)
             if ask is not None and self._scheduler.find(request_id) is None:
@@ -134,36 +154,27 @@ class WorkerMailbox:
         """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
         now = self._clock.now()
         if plan.rows:
-            self.reporter.count_step(plan, now - self._step_began)
-        pool = self._scheduler.memory.pool
-        for done in outcome.pages_done:
-            request, page = done.request, done.request.held[done.group].pages[done.block]
-            offer = Offer(
-                request=request.id,
-                epoch=request.epoch,
-                block=done.piece,
-                page=page,
-                tokens=done.tokens,
-                generation=pool.generation(page),
-            )
-            self._hand_overs.offer(offer, now)
-            self.reporter.count("pages_sent")
+            began = self._step_began if plan.lane is None else self._lane_began[plan.lane]
+            self.reporter.count_step(plan, now - began)
+        self._departures.final(outcome.pages_done, now)
+        self.reporter.count("pages_sent", len(outcome.pages_done))
+        self._moves.written(outcome, now)
         batches = Batches()
         for progress in outcome.progress:
             ask = self._asks.get(progress.request.id)
             if ask is None or ask.epoch != progress.request.epoch:
                 continue
-            if plan.steps == 1 and len(progress.tokens) > 1:
-                self.reporter.count_progress(len(progress.tokens))
             item = item_of(progress, ask, now)
+            if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first:
+                self.reporter.count_progress(len(progress.tokens))
             batches.add(ask.gateway, item)
             if ask.leg is Leg.PREFILL:
-                self._hand_overs.done(item, len(progress.request.prompt) + progress.index, now)
+                self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
+        self._departures.turn(now)
         telling = self._greeted or (bool(plan.rows) and self.reporter.due(now)) or self.reporter.overdue(now)
         if telling or any(progress.index == progress.request.emitted for progress in outcome.progress):
-            self._bulletins.cache(
-                self._asks.gateways()
-            )  # before the first token: the router counts on the prompt's pages until then
+            # Before the first token: the router counts on the prompt's pages until then.
+            self.bulletins.cache(self._asks.gateways())
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
         if telling:
@@ -174,6 +185,8 @@ class WorkerMailbox:
     def about_to_run(self, predicted_s: float) -> None:
         """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
         self._step_began = self._clock.now()
+        if self.reporter.begins(predicted_s):
+            self.report(self._step_began)
 
     # --- for whoever drives the loop ---------------------------------------------------------------------------------
 
@@ -183,9 +196,14 @@ class WorkerMailbox:
         return [self._listener, *self._hand_overs.links()]
 
     @property
+    def descriptors(self) -> Sequence[int]:
+        """The same: readable when pages may have come that no message tells of."""
+        return self._hand_overs.descriptors
+
+    @property
     def patience_s(self) -> float:
         """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment."""
-        return GRAMMAR_LOOK_S if self._held else inf
+        return GRAMMAR_LOOK_S if self._held else LOOK_S if self._departures else inf
 
     @property
     def busy(self) -> bool:
@@ -201,10 +219,16 @@ class WorkerMailbox:
             settled=not self._events,
             dropped_frames=counters.malformed + counters.unsent,
         )
-        self._bulletins.report(self._asks.gateways(), report)
+        self.bulletins.report(self._asks.gateways(), report)
+
+    def leave(self) -> None:
+        """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``duties.over``)."""
+        now = self._clock.now()
+        self.duties.leave(now)
+        self._assign(Assign(duty=Duty.DRAIN), now)
 
     def drain_out(self) -> None:
-        """This worker is about to stop: give everything back to the gateways."""
+        """This worker stops now: give everything that is left back to the gateways."""
         self.reporter.state = WorkerState.DRAINING
         for ask in self._asks.all():
             self._return(ask.request, ask.epoch, "draining")
@@ -226,7 +250,9 @@ class WorkerMailbox:
             case Hello():
                 self._hello(peer, message, now)
             case EncodeImage():
-                self._encode(peer, message)
+                self._served.encode(peer, message, self._images)
+            case Assign():
+                self._assign(message, now)
             case _:
                 pass  # well-formed, but nothing that a worker is told; the transport has counted it
 
@@ -240,7 +266,7 @@ class WorkerMailbox:
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
-        self._bulletins.greeted(greeted.gateway, message)
+        self.bulletins.greeted(greeted.gateway, message)
         self._greeted = True
 
     def _answer_awaited(self) -> None:
@@ -266,6 +292,9 @@ class WorkerMailbox:
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="no Hello"))
             return
+        if self.duties.draining:
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
+            return
         earlier = self._asks.get(message.request)
         ask = self._asks.submit(peer, message, now)
         if ask is None:
@@ -278,39 +307,27 @@ class WorkerMailbox:
         if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
-        self._events.append(
-            Arrive(
-                id=message.request,
-                epoch=message.epoch,
-                leg=message.leg,
-                prompt=message.prompt,
-                sampling=message.sampling,
-                arrival=message.arrival,
-                root=message.root,
-                hashes=message.block_hashes,
-                emitted=message.emitted,
-                priority=message.priority,
-                images=message.images,
-                pictures=message.pictures,
-                encoders=message.encoders,
-                pooling=message.pooling,
-                adapter=message.adapter,
-            )
-        )
+        self._events.append(arrival_of(message, ahead=self._config.hand_over.ahead_tokens))
         if message.leg is Leg.PREFILL:
             self._hand_overs.open(message.request, message.epoch, now)
 
-    def _encode(self, peer: bytes, message: EncodeImage) -> None:
-        """For another worker, which reads the image's prompt."""
-        if not self._served.asked(peer, message):
-            return
-        try:
-            rows_ND = self._images.serve(message.content, message.picture)
-        except ImageRefused:
-            self._served.finished(message.content, None)
-            return
-        if rows_ND is not None:
-            self._served.finished(message.content, rows_ND)
+    def _assign(self, message: Assign, now: float) -> None:
+        """Gateways hear of it first, so that what is given back does not come back."""
+        reason = self.duties.assign(message, now)
+        self.report(now)
+        if reason is not None:
+            for ask in self.duties.unfit():
+                self._return(ask.request, ask.epoch, reason)
+        self._relieve(now)
+
+    def _relieve(self, now: float) -> None:
+        """Have others go on with what is written here, or not any more."""
+        if self.duties.wants_relief:
+            self._moves.begin()
+            for gateway, relieve in self._moves.ask(now):
+                self._listener.send(gateway.peer, relieve)
+        else:
+            self._moves.cease(now)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
@@ -324,51 +341,25 @@ class WorkerMailbox:
         self._served.alive()
         for ask in self._asks.silent(now):
             self._return(ask.request, ask.epoch, "the gateway was silent")
+        for ask in self._asks.replaced(self.gateways_now()):
+            self._cancel(ask.request, ask.epoch, now)
+        for gateway, question in self._asks.doubtful(now):
+            self._listener.send(gateway.peer, question)
+        self._relieve(now)
+        self.duties.settle()
         closed = self._hand_overs.tick(now)
         if closed:
             self.reporter.count("peer_links_closed", closed)
 
-    # --- what the ends of hand-overs say ------------------------------------------------------------------------------
-
     def _on_news(self, news: News) -> None:
-        match news:
-            case PagesAdvanced():
-                self._events.append(PagesCame(id=news.request, epoch=news.epoch, computed=news.computed))
-            case FirstToken():
-                self._first_token(news)
-            case PullFailed():
-                self.reporter.count("hand_overs_failed")
-                self._return(news.request, news.epoch, f"pages_lost: {news.reason}")
-            case Granted():
-                self._events.append(CreditCame(id=news.request, epoch=news.epoch))
-            case Released():
-                self._released(news)
-
-    def _first_token(self, effect: FirstToken) -> None:
-        """The scheduler puts the token in its place; what else is known of it waits here for ``publish``."""
-        first = effect.first
-        self.reporter.count("hand_overs")
-        ask = self._asks.get(effect.request)
-        if ask is not None and ask.epoch == effect.epoch:
-            ask.first = first
-            if first.finish is not None:
-                # The whole answer is this token.  The prefill worker has told the gateway; if it died first, we do.
-                self._send_tokens(ask.gateway, (first,))
-        self._events.append(
-            FirstTokenCame(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
-        )
-
-    def _released(self, effect: Released) -> None:
-        if effect.reason == "lease ended":
-            self.reporter.count("leases_expired")
-        request = self._scheduler.find(effect.request)
-        if request is not None and request.epoch == effect.epoch and request.status is not Status.HANDOVER:
-            # The receiver went away before the prompt was read: nobody will finish this answer.
-            self.reporter.count("hand_overs_failed")
-            self._return(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
-        self._events.append(PagesReleased(id=effect.request, epoch=effect.epoch))
+        """An end of a hand-over has something to say."""
+        self._tidings.on(news, self._clock.now())
 
     # --- messages out ------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        """To the scheduler, with the next turn."""
+        self._events.append(event)
 
     def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> None:
         if self._listener.send(gateway.peer, Tokens(items=items)):
@@ -387,8 +378,15 @@ class WorkerMailbox:
         self._events.append(Cancelled(id=request, epoch=epoch))
         if ask is None:
             return
-        self.reporter.count("requests_returned")
+        if reason != HANDED_OVER:
+            self.reporter.count("requests_returned")
         self._give_back(ask.gateway, Returned(request=request, epoch=epoch, reason=reason))
+
+    def _waited(self, request: RequestId, wait: PageWait) -> None:
+        """Pages of tiers were waited for."""
+        ask = self._asks.get(request)
+        if ask is not None:
+            ask.ended("tiers", wait.began, wait.ended, **wait.facts)
 
     def _refuse(self, event: Arrive, reason: str) -> None:
         """It cannot be served here.  Another worker may be of another mind."""

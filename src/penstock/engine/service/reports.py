@@ -14,6 +14,9 @@ from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
 from penstock.wire.messages import Report, StepRates
 
+ANNOUNCED_S = 0.25
+"""A step that is predicted to take so long is told of before it begins: nobody shall take it for silence."""
+
 
 class Reporter:
     """Counts, and makes ``Report`` messages."""
@@ -30,8 +33,14 @@ class Reporter:
         self._leaked = 0
         self._step_s = 0.0
         self.images = Counters()  # whoever encodes images puts its own here
+        self.store: Callable[[], dict[str, float]] = dict  # figures of the KV store's tiers
         self.borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed at cores of other workers
+        self.turned_away: Callable[[], int] = lambda: 0  # connections for pages
+        self.domain = ""  # of workers that take pages out of each other's caches
+        self.fetch_s: Callable[[], float] = lambda: 0.0  # how long that takes, a page
+        self.tier_s: Callable[[], tuple[float, ...]] = tuple  # the same of the tiers below its cache
         self.state = WorkerState.READY
+        self.role = config.role
 
     @property
     def steps(self) -> int:
@@ -64,6 +73,13 @@ class Reporter:
             if row.count > 1 or not row.samples:
                 counts["prompt_tokens_computed"] += row.count
 
+    def begins(self, predicted_s: float) -> bool:
+        """A step begins.  True when it will be so long that gateways should hear of it first."""
+        if predicted_s < ANNOUNCED_S:
+            return False
+        self._step_s = predicted_s
+        return True
+
     def count_progress(self, tokens: int) -> None:
         """A request got so many tokens by one row of one step: all but the first were guessed."""
         counts = self._counts
@@ -82,29 +98,17 @@ class Reporter:
         """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
         knows of all that are not asked for any more, so whatever is still owned then is lost."""
         self._told_at = now
-        scheduler, counts, transfer = self._scheduler, self._counts, self._receiver.counters
-        load, memory = scheduler.load(), scheduler.memory
-        counts["prefix_cache_queries"] = memory.asked_tokens
-        counts["prefix_cache_hits"] = memory.found_tokens
-        counts["preemptions"] = scheduler.preemptions
-        counts["pages_received"] = transfer.pages
-        counts["bytes_received"] = transfer.bytes
-        counts["pages_corrupt"] = transfer.corrupt
+        scheduler, counts = self._scheduler, self._counts
+        load = scheduler.load()
+        self._count_others()
         counts["dropped_frames"] = dropped_frames
-        counts["borrowed_core_seconds"] = self.borrowed_s()
-        counts["images_encoded"] = self.images.images
-        counts["images_received"] = self.images.received
-        counts["image_slices"] = self.images.slices
-        counts["image_seconds"] = self.images.seconds
-        counts["image_cache_queries"] = self.images.queries
-        counts["image_cache_hits"] = self.images.hits
-        if settled and not load.running:
+        if settled and not load.running and not scheduler.memory.importing:
             # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
             self._leaked = scheduler.check().total + (0 if asked else load.pages_used)
         return Report(
             worker=self._config.worker,
             incarnation=self._config.incarnation,
-            role=self._config.role,
+            role=self.role,
             state=self.state,
             pid=os.getpid(),
             identity=self._identity,
@@ -118,12 +122,51 @@ class Reporter:
             kv_pages_used=load.pages_used,
             kv_pages_free=load.pages_free,
             kv_pages_leaked=self._leaked,
-            counters={name: value for name, value in counts.items() if value},
+            counters={name: value for name, value in (counts | self.store()).items() if value},
             prompt_tokens=load.prompt_tokens,
             prompt_pairs=load.prompt_pairs,
+            batch_tokens=load.batch_tokens,
+            batch_pairs=load.batch_pairs,
             answers=load.answers,
             context_tokens=load.context_tokens,
             page_bytes=self._receiver.page_bytes,
+            domain=self.domain,
+            fetch_s=self.fetch_s() if self.domain else 0.0,
+            tier_s=self.tier_s(),
             rates=StepRates(*scheduler.cost.rates),
             measured=scheduler.cost.measured,
+            hands_over=self._config.hands_over,
         )
+
+    def _count_others(self) -> None:
+        """What others count."""
+        counts, scheduler, memory = self._counts, self._scheduler, self._scheduler.memory
+        transfer = self._receiver.counters
+        counts["prefix_cache_queries"] = memory.asked_tokens
+        counts["prefix_cache_hits"] = memory.found_tokens
+        counts["preemptions"] = scheduler.preemptions
+        counts["requests_yielded"] = scheduler.yields
+        counts["requests_expired"] = scheduler.expired
+        counts["rows_left_out"] = scheduler.rows_left_out
+        counts["pages_received"] = transfer.pages
+        counts["bytes_received"] = transfer.bytes
+        counts["pages_corrupt"] = transfer.corrupt
+        counts["hand_overs_outrun"] = transfer.outrun
+        counts["page_connections_refused"] = self.turned_away()
+        counts["transfer_wait_seconds"] = transfer.waited_s
+        counts["pages_missed"] = transfer.missed
+        counts["cached_pages_corrupt"] = memory.damaged
+        counts["borrowed_core_seconds"] = self.borrowed_s()
+        counts |= _figures_of(self.images)
+
+
+def _figures_of(images: Counters) -> dict[str, float]:
+    """As reports call them."""
+    return {
+        "images_encoded": images.images,
+        "images_received": images.received,
+        "image_slices": images.slices,
+        "image_seconds": images.seconds,
+        "image_cache_queries": images.queries,
+        "image_cache_hits": images.hits,
+    }

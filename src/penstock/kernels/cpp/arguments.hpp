@@ -7,6 +7,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,6 +17,7 @@
 #include "layer_places.hpp"
 #include "packing.hpp"
 #include "sampler.hpp"
+#include "state_args.hpp"
 
 namespace penstock {
 
@@ -107,6 +109,7 @@ struct KvMemory {
   Out<uint32_t, 1> memory;
   KvView view;
   LayerPlaces places;
+  StatesView states;
 
   KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int key_dim, int value_dim, bool shared,
            int per_cell, std::vector<std::pair<int, int>> layer_places)
@@ -118,6 +121,25 @@ struct KvMemory {
       require(size > 0 && size % 2 == 0 && size <= kMaxHeadDim, "head size must be even and at most 1024");
     require(!shared || value_dim <= key_dim, "shared values are columns of their keys");
     require(memory.size() == static_cast<size_t>(pages) * view.page_cells(), "memory does not fit the pages");
+  }
+
+  // Some pages hold states of so many recurrent layers: heads of keys and values, their sizes, taps of the convolution,
+  // tokens of a cell, rows of a page.
+  void keep_states(const std::tuple<long, long, long, long, long, long, long, long>& sizes) {
+    StatesView own;
+    own.cells = memory.data();
+    own.page_cells = static_cast<long>(view.page_cells());
+    std::tie(own.layers, own.key_heads, own.heads, own.key_dim, own.value_dim, own.taps, own.cell_tokens,
+             own.page_rows) = sizes;
+    require(own.layers > 0 && own.key_heads > 0 && own.heads > 0 && own.heads % own.key_heads == 0,
+            "states need layers, and heads that are a multiple of key heads");
+    require(own.key_dim > 0 && own.key_dim % 2 == 0 && own.key_dim <= kMaxHeadDim, "key size must be even and at most 1024");
+    require(own.value_dim > 0 && own.value_dim % 16 == 0 && own.value_dim <= kMaxHeadDim && own.channels() % 16 == 0,
+            "value size and channels must be multiples of 16");
+    require(own.taps >= 2 && own.taps <= kMaxTaps, "a convolution has 2 to 8 taps");
+    require(own.cell_tokens > 0, "a cell has tokens");
+    require(own.page_rows > 0 && own.page_rows * own.value_dim <= own.page_cells, "rows of states must fit a page");
+    states = own;
   }
 };
 
@@ -140,15 +162,23 @@ struct Rope {
   }
 };
 
-// Which keys attention sees and how scores become weights; 0 for a window, chunk or cap that there is not.
+// Which keys attention sees and how scores become weights; 0 for a window, chunk, cap or limit that there is not.
 struct AttentionRule {
   std::optional<In<float, 1>> sinks;
   KeyRule keys;
   Softmax softmax;
 
-  AttentionRule(float scale, long window, long chunk, float softcap, const std::optional<In<float, 1>>& sinks_H)
-      : sinks(sinks_H), keys{window, chunk}, softmax{scale, softcap, sinks ? sinks->data() : nullptr} {
-    require(window >= 0 && chunk >= 0 && softcap >= 0, "window, chunk and softcap must be above 0");
+  // `sparse`: blocks of sinks, of the window and to choose, and where it starts.
+  AttentionRule(float scale, long window, long chunk, float softcap, const std::optional<In<float, 1>>& sinks_H,
+                long until, const std::optional<std::tuple<long, long, long, long>>& sparse)
+      : sinks(sinks_H), keys{window, chunk, false, until}, softmax{scale, softcap, sinks ? sinks->data() : nullptr} {
+    require(window >= 0 && chunk >= 0 && softcap >= 0 && until >= 0, "window, chunk, softcap and until must be above 0");
+    require(until == 0 || (window == 0 && chunk == 0), "until goes with neither window nor chunk");
+    if (!sparse) return;
+    const auto [first, last, chosen, start] = *sparse;
+    require(first > 0 && last > 0 && chosen > 0 && start >= 0, "sinks, window and chosen must be above 0");
+    require(window == 0 && chunk == 0 && until == 0, "sparse attention has no window and no chunk beside its own");
+    keys.sparse = {first, last, chosen, start};
   }
 
   void check(int heads) const { require(!sinks || dim(*sinks, 0) == heads, "a sink for every query head"); }
@@ -158,10 +188,11 @@ struct AttentionRule {
 struct Batch {
   In<int32_t, 1> positions, starts;
   In<int32_t, 2> table;
-  std::optional<In<int32_t, 2>> turns;
+  std::optional<In<int32_t, 2>> turns, states;
   BatchView view;
   std::vector<int32_t> sequence_of;
   long last_position = -1;
+  long shortest = 0;  // positions, from 0 on, of the sequence that has the fewest
 
   Batch(In<int32_t, 1> positions_T, In<int32_t, 1> starts_S1, In<int32_t, 2> table_SP,
         std::optional<In<int32_t, 2>> turns_T3)
@@ -181,6 +212,7 @@ struct Batch {
   void check() {
     require(view.starts[0] == 0 && view.starts[view.sequences] == view.tokens, "starts must span all tokens");
     last_position = -1;
+    shortest = std::numeric_limits<long>::max();
     for (long s = 0; s < view.sequences; ++s) check_sequence(s);
     // No axis is turned further than the position, so whatever reaches the last position reaches them too.
     for (long i = 0; turns && i < 3 * view.tokens; ++i)
@@ -198,6 +230,26 @@ struct Batch {
     const long last = view.positions[view.starts[s + 1] - 1];
     require(last / kPageTokens < view.table_width, "the table is too short for the last position");
     last_position = std::max(last_position, last);
+    shortest = std::min(shortest, last + 1);
+  }
+
+  // Pages of the states of every sequence.
+  void recur(In<int32_t, 2> states_SW) {
+    require(dim(states_SW, 0) >= view.sequences, "pages of states for every sequence");
+    states = std::move(states_SW);
+  }
+
+  StateTable state_table() const { return states ? StateTable{states->data(), dim(*states, 1)} : StateTable{}; }
+
+  void check_states(const StatesView& kept, long pages) const {
+    const StateTable table = state_table();
+    for (long s = 0; s < view.sequences; ++s) {
+      if (view.starts[s] == view.starts[s + 1]) continue;
+      const long first = view.positions[view.starts[s]], last = view.positions[view.starts[s + 1] - 1];
+      const long wanted = (last / kept.cell_tokens - kept.first_cell(first) + 1) * kept.parts();
+      require(wanted <= table.width, "a step needs the pages of all states that it reads and writes");
+      require_ids({table.pages + s * table.width, wanted}, pages, "page outside the memory");
+    }
   }
 
   // The tables of all groups of layers, side by side.

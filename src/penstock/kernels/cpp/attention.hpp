@@ -8,7 +8,7 @@
 #pragma once
 
 #include "softmax_rows.hpp"
-#include "turned_values.hpp"
+#include "sparse.hpp"
 
 namespace {
 
@@ -107,12 +107,32 @@ struct Attend {
 
   // Partition by absolute position; `first` key that any row sees.
   void partition(long index) {
-    now.clear(rows);
+    const uint32_t wanted = begin_partition(index);
     const long first = first_key[0] / kBlockKeys * kBlockKeys;
     const long begin = first > index * kPartitionKeys ? first : index * kPartitionKeys;
     const long behind = min_of((index + 1) * kPartitionKeys, end);
-    for (long key = begin; key < behind; key += kBlockKeys) block(key);
+    for (long key = begin; key < behind; key += kBlockKeys)
+      if (wanted >> key / kBlockKeys % 8 & 1) block(key);
   }
+
+  // Clears the rows that have a part in it; which of its blocks any row takes, a bit each.
+  uint32_t begin_partition(long index) const {
+    if (args.sparse == nullptr) {
+      now.clear(0, rows);
+      return 0xFF;
+    }
+    uint32_t wanted = 0;
+    for (long token = 0; token < chunk.tokens; ++token) {
+      const uint32_t own = taken(token)[index];
+      if (own != 0) now.clear(token * group, group);
+      wanted |= own;
+    }
+    return wanted;
+  }
+
+  // Which blocks a token of the chunk takes, a byte a partition.
+  const uint8_t* taken(long token) const { return args.sparse->taken_by(chunk.token + token, kv_head, args.kv.kv_heads); }
+  bool takes(long token, long block) const { return taken(token)[block / 8] >> block % 8 & 1; }
 
   // Where the 64 keys from `key` on lie.
   Block locate(long key) const {
@@ -145,22 +165,35 @@ struct Attend {
 
   void block(long key) {
     Block own = locate(key);
+    if (keeps_values(args.kv)) make_values(own);
+    if (args.sparse != nullptr) return runs(key, own);
     // The first tile of a block fetches the next one.
     const Block next = key + kBlockKeys < end ? locate(key + kBlockKeys) : own;
-    const bool made = keeps_values(args.kv);
-    if (made) make_values(own);
     const long skipped = (args.rule.first_seer(key, first_position) - first_position) * group;
     const long last = args.rule.last_seer(key + kBlockKeys - 1, last_position());
-    const long active = (last - first_position + 1) * group - skipped;
+    reduce(skipped, (last - first_position + 1) * group - skipped, own, &next);
+  }
+
+  // A block for the tokens that take it, those that follow one another together.
+  void runs(long key, const Block& own) {
+    for (long token = 0; token < chunk.tokens; ++token) {
+      const long first = token;
+      while (token < chunk.tokens && takes(token, key / kBlockKeys)) ++token;
+      if (token > first) reduce(first * group, (token - first) * group, own, nullptr);
+    }
+  }
+
+  // A block for `active` rows from `skipped` on.
+  void reduce(long skipped, long active, const Block& own, const Block* next) {
     const long tiles = (active + kAttentionRows - 1) / kAttentionRows;
     for (long t = 0; t < tiles; ++t) {
       const long row = skipped + t * active / tiles;
       const int count = static_cast<int>(skipped + (t + 1) * active / tiles - row);
-      score(row, count, own, t == 0 ? &next : nullptr);
+      score(row, count, own, t == 0 ? next : nullptr);
       for (int m = 0; m < count; ++m)
-        now.soften<D>(row + m, seen(row + m, key), args.softmax, scores + m * kBlockKeys, bias(row + m, key),
-                      weights + m * kBlockKeys);
-      gather(row, count, own, t == 0 && !made ? &next : nullptr);
+        now.soften<D>(row + m, seen(row + m, own.first_key), args.softmax, scores + m * kBlockKeys,
+                      bias(row + m, own.first_key), weights + m * kBlockKeys);
+      gather(row, count, own, t == 0 && !keeps_values(args.kv) ? next : nullptr);
     }
   }
 
@@ -287,7 +320,8 @@ struct Attend {
 
   // Does the row see a key of this partition?
   bool sees(long row, long index) const {
-    return end_key[row] > index * kPartitionKeys && first_part(row) <= index;
+    if (end_key[row] <= index * kPartitionKeys || first_part(row) > index) return false;
+    return args.sparse == nullptr || taken(row / group)[index] != 0;
   }
   long first_part(long row) const { return first_key[row] / kPartitionKeys; }
 
@@ -323,6 +357,7 @@ struct Attend {
 template <class D>
 void attention_typed(const AttentionArgs& args) {
   const long heads = args.kv.kv_heads;
+  if (args.sparse != nullptr) choose_blocks<D>(args);
   if (args.partial == nullptr) {
     each_item(args.chunk_count * heads, args.work, [&](long item, int worker) {
       // Late chunks see the most keys, so they go first.

@@ -85,13 +85,37 @@ struct RopeArgs {
   void* q;  // [tokens, heads, key_dim]
 };
 
+// Sparse attention (kernels/ops.py: Sparse), in blocks of 64 keys: the first `sinks`, the last `window` up to the
+// position's own, and of those between them `chosen`.
+struct Sparse {
+  long sinks = 0;  // 0: every position reads everything
+  long window = 0;
+  long chosen = 0;
+  long start = 0;  // positions before it read everything
+
+  // Are there blocks that a position leaves out?
+  PS_EVERYWHERE bool thins(long position) const {
+    return sinks > 0 && position >= start && position / kBlockKeys >= sinks + window + chosen;
+  }
+  PS_EVERYWHERE bool is(const Sparse& other) const {
+    return sinks == other.sinks && window == other.window && chosen == other.chosen && start == other.start;
+  }
+};
+
 // Which keys a position sees: none behind it, and of those before it the last `window`, or those with the same
-// floor(position / chunk); 0 means all.  `both`: as far behind it as before it; then there are no chunks.
+// floor(position / chunk); 0 means all.  `both`: as far behind it as before it; then there are no chunks.  `until`: all
+// positions see the keys below it and no others; 0: there is no such limit.
 struct KeyRule {
   long window;
   long chunk;
   bool both = false;
+  long until = 0;
+  Sparse sparse = {};  // without window, chunk and until only
 
+  PS_EVERYWHERE bool is(const KeyRule& other) const {
+    return window == other.window && chunk == other.chunk && both == other.both && until == other.until &&
+           sparse.is(other.sparse);
+  }
   PS_EVERYWHERE long first_key(long position) const {
     const long left = window > 0 && position >= window ? position - window + 1 : 0;
     const long begun = chunk > 0 ? position / chunk * chunk : 0;
@@ -99,6 +123,7 @@ struct KeyRule {
   }
   // One behind the last key that a position of a sequence of `length` tokens sees.
   PS_EVERYWHERE long end_key(long position, long length) const {
+    if (until > 0) return until;
     if (!both) return position + 1;
     return window > 0 && position + window < length ? position + window : length;
   }
@@ -163,6 +188,20 @@ struct BiasView {
   long reach;
 };
 
+// What sparse attention works out before it reduces keys.
+struct SparseStep {
+  const long* first_mean;  // [sequences + 1]: of each sequence's pages of mean keys
+  const long* mean_pages;  // [sequences]: pages of keys that have a mean there
+  uint32_t* means;         // [first_mean[sequences], kv_heads] pages of keys: 16 means each
+  uint8_t* taken;          // [tokens, kv_heads, bytes]: bit b % 8 of byte b / 8: does the token read block b?
+  long bytes;              // a partition of keys each
+
+  PS_EVERYWHERE uint8_t* taken_by(long token, long head, long heads) const {
+    return taken + (token * heads + head) * bytes;
+  }
+};
+static_assert(kPartitionKeys == 8 * kBlockKeys);
+
 struct AttentionArgs {
   const void* q;  // [tokens, heads, key_dim]
   KvView kv;
@@ -179,6 +218,7 @@ struct AttentionArgs {
   float* partial;  // null, or [part_count * kv_heads, max_rows, ceil(value_dim / 16) * 16 + 2]: partitions apart
   double work;     // multiply-adds, roughly
   void* out;       // [tokens, heads * value_dim]
+  const SparseStep* sparse;  // null: every token of the step reads all that it sees
 };
 
 }  // namespace penstock

@@ -29,6 +29,9 @@ void bind_quantised(nb::module_& m);
 // Declares the operations that go row by row (module_rows.cpp).
 void bind_rows(nb::module_& m);
 
+// Declares the operations of recurrent layers (module_states.cpp).
+void bind_states(nb::module_& m);
+
 // Declares routed experts (module_experts.cpp); after weights and compressed weights.
 void bind_experts(nb::module_& m);
 
@@ -43,6 +46,9 @@ void bind_cores(nb::module_& m);
 
 // Declares what fills weights from files (module_loading.cpp).
 void bind_loading(nb::module_& m);
+
+// Declares what is done to pages as bytes (module_pages.cpp).
+void bind_pages(nb::module_& m);
 
 // Declares chains of hashes and the index of blocks (module_blocks.cpp).
 void bind_blocks(nb::module_& m);

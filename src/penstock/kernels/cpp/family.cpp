@@ -9,6 +9,7 @@
 #include "rope.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
+#include "states.hpp"
 
 #define PS_STRING_OF(x) #x
 #define PS_STRING(x) PS_STRING_OF(x)
@@ -59,6 +60,11 @@ const Family PS_JOIN(family_, PENSTOCK_FAMILY) = {
     by_type<LatentWriteArgs, latent_write_typed<Bf16>, latent_write_typed<Fp32>>,
     by_type<LatentSplitArgs, latent_split_typed<Bf16>, latent_split_typed<Fp32>>,
     by_type<HeadsArgs, heads_linear_typed<Bf16>, heads_linear_typed<Fp32>>,
+    causal_conv_all,
+    delta_rule_all,
+    by_type<GatedNormArgs, gated_norm_typed<Bf16>, gated_norm_typed<Fp32>>,
+    by_type<SigmoidGatedArgs, sigmoid_gated_typed<Bf16>, sigmoid_gated_typed<Fp32>>,
+    gated_add_rows,
     convert,
     argmax,
     sum_exp,

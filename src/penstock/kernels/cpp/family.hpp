@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention_args.hpp"
+#include "state_args.hpp"
 
 namespace penstock {
 
@@ -230,6 +231,11 @@ struct Family {
   void (*latent_write)(const LatentWriteArgs&, Compute);
   void (*latent_split)(const LatentSplitArgs&, Compute);
   void (*heads_linear)(const HeadsArgs&, Compute);
+  void (*causal_conv)(const ConvArgs&);
+  void (*delta_rule)(const DeltaArgs&);
+  void (*gated_norm)(const GatedNormArgs&, Compute);
+  void (*sigmoid_gated)(const SigmoidGatedArgs&, Compute);
+  void (*gated_add)(const GatedAddArgs&);
   void (*to_compute)(const float* from, long count, void* to, Compute);
   // Sampling, on one row.
   Best (*argmax)(const float* x, long n);

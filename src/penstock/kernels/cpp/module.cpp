@@ -135,10 +135,12 @@ NB_MODULE(_native, m) {
       .def("fill", &Weights::fill)
       .def("fill_turned", &Weights::fill_turned);
   nb::class_<KvMemory>(m, "KvMemory")
-      .def(nb::init<Out<uint32_t, 1>, long, int, int, int, int, bool, int, std::vector<std::pair<int, int>>>());
+      .def(nb::init<Out<uint32_t, 1>, long, int, int, int, int, bool, int, std::vector<std::pair<int, int>>>())
+      .def("keep_states", &KvMemory::keep_states);
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>, std::optional<In<int32_t, 2>>>(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg().none());
+           nb::arg(), nb::arg(), nb::arg().none())
+      .def("recur", &Batch::recur);
   nb::class_<DrawRow>(m, "DrawRow")
       .def(nb::init<uint64_t, uint32_t, uint32_t, float, std::optional<long>, float, float, std::optional<int>>(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none())
@@ -161,10 +163,12 @@ NB_MODULE(_native, m) {
   bind_compressed(m);
   bind_quantised(m);
   bind_rows(m);
+  bind_states(m);
   bind_experts(m);
   bind_adapters(m);
   bind_program(m);
   bind_cores(m);
   bind_loading(m);
+  bind_pages(m);
   bind_blocks(m);
 }

@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include "attention_cut.hpp"
 #include "attention_once.hpp"
@@ -94,11 +95,13 @@ class AttentionKernels {
   void attention(const AnyIn& q, const KvMemory& kv, int layer, const Batch& batch, int heads,
                  const AttentionRule& rule, const AnyOut& out) const {
     check_kv(kv, layer, batch, heads);
+    require(heads > 0, "attention needs queries");
     const auto rows = static_cast<size_t>(batch.view.tokens * heads);
     require(q.size() == rows * static_cast<size_t>(kv.view.key_dim) && q.itemsize() == size(),
             "q must be compute [T, H, C]");
     check_out(out, rows * static_cast<size_t>(kv.view.value_dim));
     rule.check(heads);
+    require(rule.keys.until <= batch.shortest, "every sequence must reach the keys that all its tokens see");
     AttentionCut cut;
     AttentionArgs args;
     cut.cut(kv.view, kv.places.of(batch.view, layer), heads, rule.keys, args);
@@ -171,7 +174,7 @@ class AttentionKernels {
   void check_kv(const KvMemory& kv, int layer, const Batch& batch, int heads) const {
     require(kv.view.per_cell == (compute_ == Compute::kBf16 ? 2 : 1), "the KV memory holds the other compute type");
     require(kv.places.has(layer), "no such layer");
-    require(heads > 0 && heads % kv.view.kv_heads == 0, "query heads must be a multiple of key-value heads");
+    require(heads >= 0 && heads % kv.view.kv_heads == 0, "query heads must be a multiple of key-value heads");
     batch.check_pages(kv.view.pages, kv.places.groups());
   }
 
@@ -186,8 +189,9 @@ void bind_attention(nb::module_& m) {
   nb::class_<Rope>(m, "Rope").def(nb::init<In<float, 3>, bool, std::optional<In<uint8_t, 1>>>(), nb::arg(), nb::arg(),
                                   nb::arg().none());
   nb::class_<AttentionRule>(m, "AttentionRule")
-      .def(nb::init<float, long, long, float, const std::optional<In<float, 1>>&>(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg().none());
+      .def(nb::init<float, long, long, float, const std::optional<In<float, 1>>&, long,
+                    const std::optional<std::tuple<long, long, long, long>>&>(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none());
   nb::class_<AttentionKernels>(m, "AttentionKernels")
       .def(nb::init<const std::string&, const std::string&>())
       .def("norm_heads", &AttentionKernels::norm_heads)

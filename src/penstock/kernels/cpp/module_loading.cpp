@@ -72,7 +72,6 @@ class PyLoading {
 
 void bind_loading(nb::module_& m) {
   m.attr("PIECE_BYTES") = kPieceBytes;
-  m.def("xxh3_128", [](const nb::bytes& data) { return as_bytes(xxh3_128(data.data(), data.size())); });
   nb::class_<PyLoading>(m, "Loading")
       .def(nb::init<>())
       .def("add_tensor", &PyLoading::add_tensor)

@@ -56,6 +56,9 @@ struct StepInputs {
     adapters = std::move(adapters_S);
   }
 
+  // Pages of the states of every sequence.
+  void recur(In<int32_t, 2> states_SW) { batch.recur(std::move(states_SW)); }
+
   // How the last rows draw: seeds, positions, choices, temperatures; where their tokens go.
   void pick(In<uint64_t, 1> seeds_F, In<uint32_t, 1> positions_F, In<uint32_t, 1> choices_F,
             In<float, 1> temperatures_F, Out<int32_t, 1> drawn_F) {
@@ -83,12 +86,13 @@ struct StepInputs {
     taps = std::move(taps_RW);
   }
 
-  StepView view(long pages, long groups, long vocabulary, long scored, long slots) {
+  StepView view(const KvMemory& kv, long vocabulary, long scored, long slots) {
     require_ids(ids_of(tokens), vocabulary, "token id outside the vocabulary");
     require_ids(ids_of(wanted), batch.view.tokens, "a wanted row is no row of the step");
     if (given_count > 0) require_ids(ids_of(given_rows), batch.view.tokens, "a given row is no row of the step");
     batch.check();
-    batch.check_pages(pages, groups);
+    batch.check_pages(kv.view.pages, kv.places.groups());
+    if (kv.states.layers > 0) batch.check_states(kv.states, kv.view.pages);
     for (long s = 0; adapters && s < dim(*adapters, 0); ++s) require((*adapters)(s) < slots, "no adapter has this slot");
     for (size_t i = 0; i < picks.size(); ++i) {
       const uint64_t seed = seeds.data()[i];
@@ -99,7 +103,7 @@ struct StepInputs {
     }
     return {tokens.data(), batch.view,   batch.sequence_of.data(),        wanted.data(), dim(wanted, 0),
             scored,        picks.data(), static_cast<long>(picks.size()), given_rows.data(), given.data(), given_count,
-            features_width ? features.data() : nullptr, taps_width ? taps.data() : nullptr,
+            features_width ? features.data() : nullptr, taps_width ? taps.data() : nullptr, batch.state_table(),
             adapters ? adapters->data() : nullptr};
   }
 
@@ -116,12 +120,13 @@ struct StepInputs {
 class RecordedStep {
  public:
   RecordedStep(const std::string& family, const std::string& compute, const KvMemory& kv)
-      : family_(find_family(family.c_str())), pages_(kv.view.pages), groups_(kv.places.groups()) {
+      : family_(find_family(family.c_str())), kv_(kv) {
     require(family_ != nullptr, "this kernel family cannot run here");
     require(compute == "bf16" || compute == "fp32", "the compute type must be bf16 or fp32");
     per_cell_ = compute == "bf16" ? 2 : 1;
     program_ = std::make_unique<Program>(*family_, compressed_family(family.c_str()),
                                          per_cell_ == 2 ? Compute::kBf16 : Compute::kFp32, kv.view, kv.places);
+    program_->keep(kv.states);
   }
 
   int embed(const nb::object& table) {
@@ -155,6 +160,7 @@ class RecordedStep {
     held_.push_back(rule);
     const auto& own = nb::cast<const AttentionRule&>(rule);
     own.check(program_->heads_of(q));
+    keys_until_ = std::max(keys_until_, own.keys.until);
     return program_->attention(q, layer, own.keys, own.softmax);
   }
   int positions(const nb::object& table) {
@@ -197,6 +203,20 @@ class RecordedStep {
     slots_ = slots_ == 0 ? own.table.slots() : std::min(slots_, own.table.slots());
     program_->lora_add(x, own.table, site, out);
   }
+  int causal_conv(int x, const In<float, 2>& weight, long layer) {
+    held_.push_back(nb::cast(weight));
+    return program_->causal_conv(x, weight.data(), dim(weight, 0), dim(weight, 1), layer);
+  }
+  int delta_rule(int qkv, int gates, std::pair<long, long> columns, const In<float, 1>& rates,
+                 const In<float, 1>& shifts, long layer) {
+    require(dim(rates, 0) == kv_.states.heads && dim(shifts, 0) == kv_.states.heads, "a rate and a shift for every head");
+    return program_->delta_rule(qkv, gates, columns.first, columns.second, held(rates), held(shifts), layer);
+  }
+  int gated_norm(int x, int gate, long first, const In<float, 1>& weight, float eps) {
+    return program_->gated_norm(x, gate, first, held(weight), dim(weight, 0), eps);
+  }
+  int sigmoid_gated(int x, int gate) { return program_->sigmoid_gated(x, gate); }
+  void gated_add(int x, int gate, int hidden) { program_->gated_add(x, gate, hidden); }
   int wanted_rows(int x) { return program_->wanted_rows(x); }
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
@@ -210,11 +230,12 @@ class RecordedStep {
     require(program_->finished(), "the recording is not finished");
     require(inputs.features_width == program_->features_width(), "a step brings the features that were recorded");
     require(inputs.taps_width == 0 || inputs.taps_width == program_->taps_width(), "room for the taps that were recorded");
-    const StepView step = inputs.view(pages_, groups_, tokens_below_, scored, slots_);
+    const StepView step = inputs.view(kv_, tokens_below_, scored, slots_);
     require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
             "given rows must be [G, D], and the step must place them");
     require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
             "the tables of positions must reach the last one");
+    require(keys_until_ <= inputs.batch.shortest, "every sequence must reach the keys that all its tokens see");
     for (const DrawRow* row : rows) row->check(program_->vocabulary());
     const auto draw_all = [&] {
       draw_rows(*family_, program_->logits(), program_->vocabulary(), rows, drawn_);
@@ -290,12 +311,12 @@ class RecordedStep {
   }
 
   const Family* family_;
-  long pages_;
-  long groups_;  // of layers
+  const KvMemory& kv_;  // stays as long as this does
   int per_cell_;
   long tokens_below_ = 0;
   long slots_ = 0;  // of the adapters that were recorded; 0: none were
   long positions_below_ = -1;  // rows of the shortest table by position
+  long keys_until_ = 0;  // of sequences whose first keys all tokens see
   Last last_;
   std::unique_ptr<Program> program_;
   std::vector<nb::object> held_;  // what the recorded operations point into
@@ -313,6 +334,7 @@ void bind_program(nb::module_& m) {
       .def("pick", &StepInputs::pick)
       .def("bring", &StepInputs::bring)
       .def("hand_out", &StepInputs::hand_out)
+      .def("recur", &StepInputs::recur)
       .def("adapt", &StepInputs::adapt);
   nb::class_<RecordedStep>(m, "RecordedStep")
       .def(nb::init<const std::string&, const std::string&, const KvMemory&>(), nb::keep_alive<1, 4>())
@@ -342,6 +364,11 @@ void bind_program(nb::module_& m) {
       .def("features", &RecordedStep::features)
       .def("tap", &RecordedStep::tap)
       .def("lora_add", &RecordedStep::lora_add)
+      .def("causal_conv", &RecordedStep::causal_conv)
+      .def("delta_rule", &RecordedStep::delta_rule)
+      .def("gated_norm", &RecordedStep::gated_norm)
+      .def("sigmoid_gated", &RecordedStep::sigmoid_gated)
+      .def("gated_add", &RecordedStep::gated_add)
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)

@@ -41,6 +41,7 @@ struct StepView {
   long given_count = 0;
   const float* features = nullptr;  // [batch.tokens, features_width()]
   float* taps = nullptr;            // [wanted_count, taps_width()]; null: nothing is handed out
+  StateTable states{};
   const int32_t* adapters = nullptr;  // the slot of each sequence's adapter, below 0: none; null: no sequence has one
 };
 
@@ -76,6 +77,12 @@ class Program {
   int features(long width);            // what comes with every token; once
   void tap(int hidden, long place);    // its wanted rows, handed out side by side with those of other places
   void lora_add(int x, const AdapterTable& table, long site, int out);  // the table must stay
+  void keep(const StatesView& states);  // first of all: what recurrent layers keep
+  int causal_conv(int x, const float* weight, long taps, long channels, long layer);
+  int delta_rule(int qkv, int gates, long beta, long decay, const float* rates, const float* shifts, long layer);
+  int gated_norm(int x, int gate, long first, const float* weight, long group, float eps);
+  int sigmoid_gated(int x, int gate);
+  void gated_add(int x, int gate, int hidden);
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
@@ -138,6 +145,8 @@ class Program {
   size_t row_bytes(const Slot& slot) const { return static_cast<size_t>(slot.width) * value_bytes(slot); }
   long count(RowsOf rows) const { return counts_[static_cast<int>(rows)]; }
   char* data(int slot) const;
+  float* floats(int slot) const { return reinterpret_cast<float*>(data(slot)); }
+  StateStep state_step(const StepView& step, long layer) const;
   // How the step's attention is cut for layers with so many heads that see the same keys.
   struct Cut {
     int heads;
@@ -173,6 +182,7 @@ class Program {
   Compute compute_;
   KvView kv_;
   LayerPlaces places_;
+  StatesView states_;
   std::vector<Slot> slots_;
   std::vector<Node> nodes_;
   std::vector<std::vector<int>> users_;  // slots of each buffer

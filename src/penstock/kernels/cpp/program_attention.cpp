@@ -117,7 +117,7 @@ int Program::heads_linear(int x, const Matrix& matrix, int heads) {
 
 Program::Cut& Program::cut_of(int heads, const KeyRule& rule) {
   for (Cut& cut : cuts_)
-    if (cut.heads == heads && cut.rule.window == rule.window && cut.rule.chunk == rule.chunk) return cut;
+    if (cut.heads == heads && cut.rule.is(rule)) return cut;
   return cuts_.emplace_back(Cut{.heads = heads, .rule = rule});
 }
 

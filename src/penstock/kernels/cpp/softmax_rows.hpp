@@ -23,10 +23,10 @@ struct SoftmaxRows {
   float* out;  // [rows][width]: sum of exponential times value
   long width;
 
-  void clear(long rows) const {
-    for (long row = 0; row < rows; ++row) top[row] = -__builtin_inff();
-    __builtin_memset(sum, 0, static_cast<size_t>(rows) * 64);
-    __builtin_memset(out, 0, static_cast<size_t>(rows * width) * 4);
+  void clear(long first, long rows) const {
+    for (long row = first; row < first + rows; ++row) top[row] = -__builtin_inff();
+    __builtin_memset(sum + first * 16, 0, static_cast<size_t>(rows) * 64);
+    __builtin_memset(out + first * width, 0, static_cast<size_t>(rows * width) * 4);
   }
 
   // Scores of one block, and what is added to them unless null, to weights of row `row`; what was summed before is scaled

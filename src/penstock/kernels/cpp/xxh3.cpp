@@ -16,6 +16,8 @@ constexpr uint64_t kPrime64[] = {0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu, 0x165
 constexpr uint64_t kMix1 = 0x165667919E3779F9u, kMix2 = 0x9FB21C651E98DF25u;
 
 constexpr size_t kSecretBytes = 192, kStripe = 64, kStripesABlock = 16;
+constexpr size_t kSmallPage = 4 * kStripe;  // below it a page is hashed from a copy on the stack
+constexpr size_t kAhead = 1024;             // bytes that are fetched before they are copied
 alignas(64) constexpr uint8_t kSecret[kSecretBytes] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d,
     0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0,
@@ -92,7 +94,9 @@ U128 up_to_16(const uint8_t* in, size_t n) {
   return {avalanche(h.low), avalanche(h.high)};
 }
 
-uint64_t mix16(const uint8_t* in, size_t at) { return fold(read64(in) ^ secret64(at), read64(in + 8) ^ secret64(at + 8)); }
+uint64_t mix16(const uint8_t* in, size_t at, uint64_t seed = 0) {
+  return fold(read64(in) ^ (secret64(at) + seed), read64(in + 8) ^ (secret64(at + 8) - seed));
+}
 
 void mix32(U128& acc, const uint8_t* one, const uint8_t* two, size_t at) {
   acc.low = (acc.low + mix16(one, at)) ^ (read64(two) + read64(two + 8));
@@ -122,15 +126,20 @@ U128 up_to_240(const uint8_t* in, size_t n) {
 
 // --- long inputs -----------------------------------------------------------------------------------------------------
 
-// Folds `stripes` of 64 bytes into the eight accumulators; stripe s takes the secret from byte 8 s on, and every
-// sixteenth is followed by a scramble.
-using Fold = void (*)(uint64_t* acc, const uint8_t* in, size_t stripes);
+// Folds `stripes` of 64 bytes into the eight accumulators, the first of which is stripe `first` of the input; stripe s
+// takes the secret from byte 8 s on, and every sixteenth is followed by a scramble.  What is folded is also stored at
+// `out` where the fold copies: every word is loaded once, so what is hashed is what is stored.
+using Fold = void (*)(uint64_t* acc, const uint8_t* in, uint8_t* out, size_t first, size_t stripes);
 
-void fold_anywhere(uint64_t* acc, const uint8_t* in, size_t stripes) {
-  for (size_t s = 0; s < stripes; ++s, in += kStripe) {
+template <bool kCopies>
+void fold_anywhere(uint64_t* acc, const uint8_t* in, uint8_t* out, size_t first, size_t stripes) {
+  for (size_t s = first; s < first + stripes; ++s, in += kStripe, out += kCopies ? kStripe : 0) {
     const size_t at = s % kStripesABlock * 8;
+    uint8_t stripe[kStripe];
+    std::memcpy(stripe, in, kStripe);
+    if constexpr (kCopies) std::memcpy(out, stripe, kStripe);
     for (size_t i = 0; i < 8; ++i) {
-      const uint64_t word = read64(in + 8 * i), key = word ^ secret64(at + 8 * i);
+      const uint64_t word = read64(stripe + 8 * i), key = word ^ secret64(at + 8 * i);
       acc[i ^ 1] += word;
       acc[i] += (key & 0xFFFFFFFFu) * (key >> 32);
     }
@@ -141,11 +150,17 @@ void fold_anywhere(uint64_t* acc, const uint8_t* in, size_t stripes) {
 }
 
 #if defined(PENSTOCK_X86)
-__attribute__((target("avx512f"))) void fold_avx512(uint64_t* acc, const uint8_t* in, size_t stripes) {
+template <bool kCopies>
+__attribute__((target("avx512f"))) void fold_avx512(uint64_t* acc, const uint8_t* in, uint8_t* out, size_t first,
+                                                    size_t stripes) {
   const __m512i prime = _mm512_set1_epi32(static_cast<int>(kPrime32[0]));
   __m512i sum = _mm512_loadu_si512(acc);
-  for (size_t s = 0; s < stripes; ++s, in += kStripe) {
+  for (size_t s = first; s < first + stripes; ++s, in += kStripe, out += kCopies ? kStripe : 0) {
     const __m512i word = _mm512_loadu_si512(in);
+    if constexpr (kCopies) {
+      __builtin_prefetch(in + kAhead);
+      _mm512_storeu_si512(out, word);
+    }
     const __m512i key = _mm512_xor_si512(word, _mm512_loadu_si512(kSecret + s % kStripesABlock * 8));
     const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
     sum = _mm512_add_epi64(product, _mm512_add_epi64(sum, _mm512_shuffle_epi32(word, _MM_PERM_BADC)));
@@ -159,13 +174,19 @@ __attribute__((target("avx512f"))) void fold_avx512(uint64_t* acc, const uint8_t
   _mm512_storeu_si512(acc, sum);
 }
 
-__attribute__((target("avx2"))) void fold_avx2(uint64_t* acc, const uint8_t* in, size_t stripes) {
+template <bool kCopies>
+__attribute__((target("avx2"))) void fold_avx2(uint64_t* acc, const uint8_t* in, uint8_t* out, size_t first,
+                                               size_t stripes) {
   const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32[0]));
-  for (size_t half = 0; half < 2; ++half) {
-    __m256i sum = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(acc) + half);
-    const uint8_t *from = in + half * 32, *secret = kSecret + half * 32;
-    for (size_t s = 0; s < stripes; ++s, from += kStripe) {
-      const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  __m256i sums[2];
+  std::memcpy(sums, acc, sizeof sums);
+  for (size_t s = first; s < first + stripes; ++s, in += kStripe, out += kCopies ? kStripe : 0) {
+    if constexpr (kCopies) __builtin_prefetch(in + kAhead);
+    for (size_t half = 0; half < 2; ++half) {
+      __m256i& sum = sums[half];
+      const uint8_t* secret = kSecret + half * 32;
+      const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in) + half);
+      if constexpr (kCopies) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + half, word);
       const __m256i own = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret + s % kStripesABlock * 8));
       const __m256i key = _mm256_xor_si256(word, own);
       const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
@@ -177,17 +198,18 @@ __attribute__((target("avx2"))) void fold_avx2(uint64_t* acc, const uint8_t* in,
         sum = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(upper, 32));
       }
     }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc) + half, sum);
   }
+  std::memcpy(acc, sums, sizeof sums);
 }
 #endif
 
+template <bool kCopies>
 Fold best_fold() {
 #if defined(PENSTOCK_X86)
-  if (__builtin_cpu_supports("avx512f")) return fold_avx512;
-  if (__builtin_cpu_supports("avx2")) return fold_avx2;
+  if (__builtin_cpu_supports("avx512f")) return fold_avx512<kCopies>;
+  if (__builtin_cpu_supports("avx2")) return fold_avx2<kCopies>;
 #endif
-  return fold_anywhere;
+  return fold_anywhere<kCopies>;
 }
 
 uint64_t merge(const uint64_t* acc, size_t at, uint64_t start) {
@@ -196,16 +218,38 @@ uint64_t merge(const uint64_t* acc, size_t at, uint64_t start) {
   return avalanche(start);
 }
 
-U128 of_any_length(const uint8_t* in, size_t n) {
-  static const Fold fold_stripes = best_fold();
-  uint64_t acc[8] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2], kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
-  fold_stripes(acc, in, (n - 1) / kStripe);
-  for (size_t i = 0; i < 8; ++i) {  // the last 64 bytes, with a part of the secret of their own
-    const uint64_t word = read64(in + n - kStripe + 8 * i), key = word ^ secret64(kSecretBytes - kStripe - 7 + 8 * i);
-    acc[i ^ 1] += word;
-    acc[i] += (key & 0xFFFFFFFFu) * (key >> 32);
+// A long input in pieces: whole stripes first, then everything that is left.
+class Long {
+ public:
+  // `out` null: nothing is copied.  After these stripes at least one more byte must follow.
+  void stripes(const uint8_t* in, uint8_t* out, size_t count) {
+    static const Fold fold_only = best_fold<false>(), fold_and_copy = best_fold<true>();
+    (out == nullptr ? fold_only : fold_and_copy)(acc_, in, out, folded_, count);
+    folded_ += count;
   }
-  return {merge(acc, 11, n * kPrime64[0]), merge(acc, kSecretBytes - kStripe - 11, ~(n * kPrime64[1]))};
+
+  size_t folded() const { return folded_; }
+
+  // `last`: the last 64 bytes of an input of `n` bytes, which take a part of the secret of their own.
+  U128 finish(const uint8_t* last, size_t n) {
+    for (size_t i = 0; i < 8; ++i) {
+      const uint64_t word = read64(last + 8 * i), key = word ^ secret64(kSecretBytes - kStripe - 7 + 8 * i);
+      acc_[i ^ 1] += word;
+      acc_[i] += (key & 0xFFFFFFFFu) * (key >> 32);
+    }
+    return {merge(acc_, 11, n * kPrime64[0]), merge(acc_, kSecretBytes - kStripe - 11, ~(n * kPrime64[1]))};
+  }
+
+ private:
+  uint64_t acc_[8] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
+                      kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
+  size_t folded_ = 0;
+};
+
+U128 of_any_length(const uint8_t* in, size_t n) {
+  Long input;
+  input.stripes(in, nullptr, (n - 1) / kStripe);
+  return input.finish(in + n - kStripe, n);
 }
 
 U128 digest(const uint8_t* in, size_t n) {
@@ -218,14 +262,71 @@ U128 digest(const uint8_t* in, size_t n) {
   return {avalanche64(secret64(64) ^ secret64(72)), avalanche64(secret64(80) ^ secret64(88))};
 }
 
-}  // namespace
-
-Checksum xxh3_128(const void* data, size_t bytes) {
-  const U128 h = digest(static_cast<const uint8_t*>(data), bytes);
+Checksum as_checksum(const U128& h) {
   const uint64_t words[2] = {__builtin_bswap64(h.high), __builtin_bswap64(h.low)};
   Checksum result;
   std::memcpy(result.data(), words, 16);
   return result;
+}
+
+}  // namespace
+
+Checksum xxh3_128(const void* data, size_t bytes) {
+  return as_checksum(digest(static_cast<const uint8_t*>(data), bytes));
+}
+
+uint64_t xxh3_64(const uint8_t* data, size_t bytes, uint64_t seed) {
+  uint64_t sum = bytes * kPrime64[0];
+  for (size_t i = 0; i < 4; ++i)
+    sum += mix16(data + 16 * i, 32 * i, seed) + mix16(data + bytes - 16 * (i + 1), 32 * i + 16, seed);
+  return avalanche(sum);
+}
+
+Checksum xxh3_128_sealed(const uint8_t* page, uint8_t* into, size_t bytes, const uint8_t* suffix, size_t suffix_bytes) {
+  uint8_t end[kSmallPage + kMaxSuffix];  // the whole of a small page, or the last stripe of a large one and what is left
+  const size_t whole = bytes < kSmallPage ? 0 : bytes / kStripe, rest = bytes - whole * kStripe;
+  Long input;
+  uint8_t* to = end;
+  if (whole > 0) {
+    input.stripes(page, into, whole);
+    std::memcpy(end, (into == nullptr ? page : into) + (whole - 1) * kStripe, kStripe);
+    to += kStripe;
+  }
+  std::memcpy(to, page + whole * kStripe, rest);
+  if (into != nullptr) std::memcpy(into + whole * kStripe, to, rest);
+  std::memcpy(to + rest, suffix, suffix_bytes);
+  to += rest + suffix_bytes;
+  if (whole == 0) return as_checksum(digest(end, bytes + suffix_bytes));
+  const size_t left = rest + suffix_bytes;
+  const size_t more = (left - 1) / kStripe;
+  input.stripes(end + kStripe, nullptr, more);
+  return as_checksum(input.finish(to - kStripe, bytes + suffix_bytes));
+}
+
+struct GrowingPage::Read {
+  Long input;
+};
+
+GrowingPage::GrowingPage(const uint8_t* page, size_t bytes)
+    : page_(page), bytes_(bytes), read_(std::make_unique<Read>()) {}
+GrowingPage::~GrowingPage() = default;
+GrowingPage::GrowingPage(GrowingPage&&) noexcept = default;
+
+void GrowingPage::grew(size_t there) {
+  if (bytes_ < kSmallPage) return;
+  const size_t before = read_->input.folded();
+  read_->input.stripes(page_ + before * kStripe, nullptr, there / kStripe - before);
+}
+
+Checksum GrowingPage::sealed(const uint8_t* suffix, size_t suffix_bytes) {
+  if (bytes_ < kSmallPage) return xxh3_128_sealed(page_, nullptr, bytes_, suffix, suffix_bytes);
+  grew(bytes_);
+  uint8_t end[2 * kStripe + kMaxSuffix];  // the last whole stripe, what is left, the suffix
+  const size_t whole = bytes_ / kStripe, rest = bytes_ - whole * kStripe, left = rest + suffix_bytes;
+  std::memcpy(end, page_ + (whole - 1) * kStripe, kStripe + rest);
+  std::memcpy(end + kStripe + rest, suffix, suffix_bytes);
+  read_->input.stripes(end + kStripe, nullptr, (left - 1) / kStripe);
+  return as_checksum(read_->input.finish(end + left, bytes_ + suffix_bytes));
 }
 
 }  // namespace penstock

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from penstock.kv.transfer.effects import (
     FirstToken,
     Granted,
+    Outrun,
     PagesAdvanced,
     PullFailed,
     ReceiverTurn,
@@ -28,7 +29,7 @@ def post(turn: SenderTurn, listener: Listener, sender: HandOverSender, now: floa
 
 def post_pulls(
     turn: ReceiverTurn, say: Callable[[PageSource, PullPages | PagesReceived], object]
-) -> list[PagesAdvanced | FirstToken | PullFailed]:
+) -> list[PagesAdvanced | FirstToken | Outrun | PullFailed]:
     """Send what the receiving end asks for with ``say``; what is left is for the scheduler."""
     for send in turn.sends:
         say(send.source, send.message)

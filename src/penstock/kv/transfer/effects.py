@@ -16,6 +16,7 @@ from penstock.wire.messages import (
     PullPages,
     TokenItem,
 )
+from penstock.wire.page_doors import PagesAt, PagesReady
 
 # --- sending end -----------------------------------------------------------------------------------------------------
 
@@ -39,10 +40,15 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The receiver has room for all pages: the prompt may be computed."""
+    """The receiver has room for all pages: the prompt may be computed.  ``pull`` is what it said."""
 
     request: RequestId
     epoch: int
+    pull: PullPages | None = field(default=None, compare=False)
+
+
+TAKEN = "taken"
+"""The answer that was moving goes on at the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Released:
 
     request: RequestId
     epoch: int
-    reason: str  # "received", "cancelled", "lease ended", ...
+    reason: str  # "received", TAKEN, "cancelled", "lease ended", ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class Send:
     """For the listener.  When it answers False, tell ``HandOverSender.unsent``."""
 
     peer: bytes
-    message: PageReady | PrefillDone | HandOverAlive | HandOverFailed
+    message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
     payload: memoryview | None = None
 
 
@@ -80,6 +86,9 @@ class Pull:
 
     ``pages[block]`` is the receiver's own page for each that travels (``reach.Pieces``) of the first ``tokens`` tokens;
     those below ``skip_blocks`` are there already.
+
+    With ``ahead`` the answer is still being written at the source, where ``tokens`` are computed at least; up to so
+    many more will be, and ``pages`` are those of ``tokens + ahead``.
     """
 
     request: RequestId
@@ -88,6 +97,7 @@ class Pull:
     pages: Sequence[PageId]
     skip_blocks: int
     tokens: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,8 @@ class PagesAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The hand-over is complete; decoding goes on after this token.
+    """The hand-over is complete; decoding goes on after this token.  Of an answer that moved (``Pull.ahead``) it has
+    any number of tokens: those that were written meanwhile.
 
     When ``first.finish`` is set the answer is complete too, and pages may be missing.
     """
@@ -121,6 +132,16 @@ class PullFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Outrun:
+    """Nothing more will be written for this request, though all of it was computed: the bytes are too slow, and
+    computing what is missing is predicted to be sooner.  Decoding goes on after this token."""
+
+    request: RequestId
+    epoch: int
+    first: TokenItem
+
+
+@dataclass(frozen=True, slots=True)
 class SendTo:
     """For the link to ``source``.  When it answers False nothing need be done: it is said again in time."""
 
@@ -133,6 +154,6 @@ class ReceiverTurn:
     """In this order: send, then apply."""
 
     sends: list[SendTo] = field(default_factory=list[SendTo])
-    effects: list[PagesAdvanced | FirstToken | PullFailed] = field(
-        default_factory=list["PagesAdvanced | FirstToken | PullFailed"]
+    effects: list[PagesAdvanced | FirstToken | Outrun | PullFailed] = field(
+        default_factory=list["PagesAdvanced | FirstToken | Outrun | PullFailed"]
     )

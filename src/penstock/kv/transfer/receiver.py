@@ -1,14 +1,21 @@
-"""The receiving end of hand-overs: one decode worker, many senders.
+"""The receiving end of hand-overs: one worker that writes answers, many senders.
 
 ::
 
-    expect -> pulling: frames queue up, ``work`` copies them a budget at a time -> complete: FirstToken, PagesReceived
+    expect -> pulling: frames queue up, ``work`` brings them a budget at a time -> complete: FirstToken, PagesReceived
                  |
                  +-- cancel (silent), HandOverFailed, wrong checksum, lease ended (PullFailed) -> forgotten
 
-Copying is the only thing that writes, it happens in ``work`` only, and only for a request that is expected at that
-moment: a request that is cancelled while its frames wait gets nothing written any more.  A frame that nobody expects
-is dropped, and its sender told that nobody wants it.
+Bringing a page is the only thing that writes, it begins in ``work`` only, and is stopped before a request is
+forgotten: one that is cancelled gets nothing written any more.  Most carriers bring a page at once; one that fetches
+over a network says later what has landed.  A frame that nobody expects is dropped, and its sender told that nobody
+wants it.
+
+Once the sender has said everything, only bytes are missing: should they take longer than computing them here
+(``Haste``), the pull is given up for that.
+
+An answer that moves (``Pull.ahead``) is being written while its pages come: how many there are is known with the
+sender's last word only, and nothing beyond ``Pull.tokens`` counts as computed before it.
 
 Knows no sockets and no clock, and nothing of what the pages mean.
 """
@@ -16,22 +23,25 @@ Knows no sockets and no clock, and nothing of what the pages mean.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from penstock.config.schema import HandOverConfig
+from penstock.config.hand_over import HandOverConfig
 from penstock.errors import HandOverRefused, PageCorrupt
 from penstock.kv.layout import KvLayout
+from penstock.kv.transfer.counters import TransferCounters
 from penstock.kv.transfer.effects import (
     FirstToken,
+    Outrun,
     PagesAdvanced,
     Pull,
     PullFailed,
     ReceiverTurn,
     SendTo,
 )
-from penstock.kv.transfer.port import PageCarrier
+from penstock.kv.transfer.haste import Haste, Waiting
+from penstock.kv.transfer.port import CORRUPT, REFUSED, Landed, PageCarrier, Wanted
+from penstock.kv.transfer.pulling import Pulling, Queued, frames_of
 from penstock.kv.transfer.sender import SIGNS_PER_LEASE
-from penstock.reach import Pieces
 from penstock.types import RequestId, WorkerId
 from penstock.wire.messages import (
     HandOverAlive,
@@ -41,43 +51,13 @@ from penstock.wire.messages import (
     PagesReceived,
     PrefillDone,
     PullPages,
-    TokenItem,
 )
+from penstock.wire.page_doors import PagesAt, PagesReady
 
-SenderMessage = PageReady | PrefillDone | HandOverAlive | HandOverFailed
+TOLD_PER_WINDOW = 8
+"""How often the sender hears how far we are while one window of bytes comes."""
 
-
-@dataclass(slots=True)
-class TransferCounters:
-    """Numbers only grow."""
-
-    pages: int = 0
-    bytes: int = 0
-    corrupt: int = 0  # pages whose copy failed its check
-    duplicates: int = 0  # frames for a block that was here or queued
-    strays: int = 0  # frames that nobody expected
-    expired: int = 0  # pulls given up because the sender was silent
-
-
-@dataclass(slots=True)
-class _Pulling:
-    pull: Pull
-    pieces: Pieces  # what a "block" is in all messages: a page, in the order of travel
-    missing: set[int]  # blocks not yet copied
-    queued: set[int]  # blocks whose frame waits to be copied
-    contiguous: int  # blocks from 0 that are here
-    heard: float  # when the sender last gave a sign
-    moved: float  # when it last gave a frame
-    spoke: float  # when we last gave a sign
-    patience: float  # silence before asking again; doubles each time
-    first: TokenItem | None = None
-
-
-@dataclass(slots=True)
-class _Queued:
-    pulling: _Pulling
-    frame: PageReady
-    payload: memoryview | None = field(repr=False)
+SenderMessage = PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
 class HandOverReceiver:
@@ -85,11 +65,12 @@ class HandOverReceiver:
 
     def __init__(self, config: HandOverConfig, carrier: PageCarrier) -> None:
         self.counters = TransferCounters()
+        self.haste = Haste(config)  # whoever drives this says how long computing takes
         self._config = config
         self._carrier = carrier
         self._layout = carrier.seal.layout
-        self._pulls: dict[RequestId, _Pulling] = {}
-        self._queue: deque[_Queued] = deque()
+        self._pulls: dict[RequestId, Pulling] = {}
+        self._queue: deque[Queued] = deque()
         self._told: dict[tuple[PageSource, RequestId, int], float] = {}  # who knows that we want no more, since when
 
     @property
@@ -102,6 +83,11 @@ class HandOverReceiver:
         """Bytes a page."""
         return self._layout.page_bytes
 
+    @property
+    def beside_s(self) -> float:
+        """Seconds of processor time that pages took beside ``work``, since the start."""
+        return self._carrier.busy_s
+
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def expect(self, pull: Pull, now: float) -> ReceiverTurn:
@@ -109,7 +95,7 @@ class HandOverReceiver:
 
         Raises ValueError when one of this or a later epoch is here, or the pages are not those of ``pull.tokens``.
         """
-        pieces = self._layout.pieces(pull.tokens)
+        pieces = self._layout.pieces(pull.tokens, ahead=pull.ahead)
         blocks = pieces.total
         if len(pull.pages) != blocks or not 0 <= pull.skip_blocks <= blocks:
             raise ValueError(f"{len(pull.pages)} pages from block {pull.skip_blocks} for {pull.tokens} tokens")
@@ -119,7 +105,7 @@ class HandOverReceiver:
             if earlier.pull.epoch >= pull.epoch:
                 raise ValueError(f"{pull.request} is pulled already, in epoch {earlier.pull.epoch}")
             self._forget(earlier, turn)
-        pulling = _Pulling(
+        pulling = Pulling(
             pull=pull,
             pieces=pieces,
             missing=set(range(pull.skip_blocks, blocks)),
@@ -155,8 +141,12 @@ class HandOverReceiver:
             return turn
         pulling.heard = now
         match message:
+            case PagesAt():
+                self._carrier.door(source, message)
             case PageReady():
                 self._queue_page(pulling, message, payload, now, turn)
+            case PagesReady():
+                self._queue_pages(pulling, message, now, turn)
             case PrefillDone():
                 self._finish(pulling, message, now, turn)
             case HandOverFailed():
@@ -169,22 +159,29 @@ class HandOverReceiver:
 
     @property
     def has_work(self) -> bool:
-        """Are there frames to copy?"""
-        return bool(self._queue)
+        """Are there frames to bring, or has something landed?"""
+        return bool(self._queue) or self._carrier.has_landed
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Readable when there may be work that no message announces."""
+        return self._carrier.descriptors
 
     def work(self, now: float, budget_bytes: int | None = None) -> ReceiverTurn:
-        """Copy and verify queued pages until the budget is used up, one page at least."""
+        """Take what has landed, and copy and verify queued pages until the budget is used up, one page at least."""
         turn = ReceiverTurn()
         left = self._config.copy_budget_bytes if budget_bytes is None else budget_bytes
-        touched: dict[RequestId, _Pulling] = {}
+        touched: dict[RequestId, Pulling] = {}
+        for landed in self._carrier.landed():
+            self._landed(landed, now, turn, touched)
         while self._queue:
             queued = self._queue.popleft()
-            pulling = queued.pulling
-            if self._copy(queued, turn):
-                touched[pulling.pull.request] = pulling
-            left -= self._layout.page_bytes
-            if left <= 0:
-                break
+            if self._bring(queued, turn):
+                touched[queued.pulling.pull.request] = queued.pulling
+                left -= self._layout.page_bytes
+                if left <= 0:
+                    break
+        self._carrier.flush()
         for request, pulling in touched.items():
             if self._pulls.get(request) is pulling:
                 self._advance(pulling, now, turn)
@@ -194,10 +191,14 @@ class HandOverReceiver:
         """Give up on senders that are silent, and give signs of our own.  Call it a few times a second."""
         turn = ReceiverTurn()
         lease = self._config.lease_s
+        outran = False  # one a turn: the next is predicted with what this one adds to the work here
         for pulling in list(self._pulls.values()):
             if now - pulling.heard >= lease:
                 self.counters.expired += 1
                 self._fail(pulling, "silent", turn)
+            elif not outran and pulling.waiting is not None and self._outrun(pulling, pulling.waiting, now):
+                outran = True
+                self._give_up(pulling, now, turn)
             elif not pulling.queued and now - pulling.moved >= pulling.patience:
                 pulling.moved = now
                 pulling.patience *= 2
@@ -224,10 +225,9 @@ class HandOverReceiver:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _queue_page(
-        self, pulling: _Pulling, frame: PageReady, payload: memoryview | None, now: float, turn: ReceiverTurn
+        self, pulling: Pulling, frame: PageReady, payload: memoryview | None, now: float, turn: ReceiverTurn
     ) -> None:
-        last = len(pulling.pull.pages) - 1
-        if not 0 <= frame.block <= last or frame.tokens != self._tokens_of(pulling, frame.block):
+        if not pulling.fits(frame):
             self._fail(pulling, f"protocol: {frame.tokens} tokens in block {frame.block}", turn)
         elif frame.block not in pulling.missing or frame.block in pulling.queued:
             self.counters.duplicates += 1
@@ -235,35 +235,64 @@ class HandOverReceiver:
             pulling.moved = now
             pulling.patience = self._config.lease_s / SIGNS_PER_LEASE
             pulling.queued.add(frame.block)
-            self._queue.append(_Queued(pulling, frame, payload))
+            self._queue.append(Queued(pulling, frame, payload))
 
-    def _tokens_of(self, pulling: _Pulling, piece: int) -> int:
-        size = self._layout.page_tokens
-        return min(size, pulling.pull.tokens - pulling.pieces.place(piece)[0] * size)
+    def _queue_pages(self, pulling: Pulling, several: PagesReady, now: float, turn: ReceiverTurn) -> None:
+        for frame in frames_of(several):
+            if self._pulls.get(several.request) is pulling:
+                self._queue_page(pulling, frame, None, now, turn)
 
-    def _copy(self, queued: _Queued, turn: ReceiverTurn) -> bool:
-        """Write one page.  True when it is the announced one."""
+    def _bring(self, queued: Queued, turn: ReceiverTurn) -> bool:
+        """Have one page copied, or begin to.  True when it is here."""
         pulling, frame = queued.pulling, queued.frame
         pull = pulling.pull
         if self._pulls.get(pull.request) is not pulling:
             return False
+        into = self._carrier.own.view(pull.pages[frame.block])
         try:
-            into = self._carrier.own.view(pull.pages[frame.block])
-            self._carrier.copy(pull.source, frame, queued.payload, into)
+            if self._carrier.fetch(Wanted(pull.source, frame, into, queued.payload)):
+                self._came(pulling, frame)
+                return True
         except PageCorrupt:
             self.counters.corrupt += 1
-            self._fail(pulling, "corrupt", turn)
-            return False
+            self._fail(pulling, CORRUPT, turn)
         except HandOverRefused as refusal:
             self._fail(pulling, f"refused: {refusal}", turn)
-            return False
+        return False
+
+    def _landed(self, landed: Landed, now: float, turn: ReceiverTurn, touched: dict[RequestId, Pulling]) -> None:
+        """A page that was fetched is here, or cannot be had.  Of a pull that is no longer open it means nothing."""
+        wanted, frame = landed.wanted, landed.wanted.frame
+        pulling = self._pulls.get(frame.request)
+        if pulling is None or pulling.pull.epoch != frame.epoch or pulling.pull.source != wanted.source:
+            return
+        if frame.block not in pulling.missing:
+            return
+        if landed.failure is None:
+            self._came(pulling, frame)
+            touched[frame.request] = pulling
+            return
+        if landed.failure == REFUSED:  # it says why over the control channel, or it will send it once more
+            pulling.queued.discard(frame.block)
+            return
+        self.counters.corrupt += landed.failure == CORRUPT
+        if landed.failure != CORRUPT:
+            self._missed(pulling, now)
+        self._fail(pulling, landed.failure, turn)
+
+    def _missed(self, pulling: Pulling, now: float) -> None:
+        """It is given up because pages have not come: how many, and in what time."""
+        waiting = pulling.waiting
+        self.counters.waited_s += now - (pulling.moved if waiting is None else waiting.since)
+        self.counters.missed += len(pulling.queued if waiting is None else pulling.missing)
+
+    def _came(self, pulling: Pulling, frame: PageReady) -> None:
         self.counters.pages += 1
-        self.counters.bytes += into.nbytes
+        self.counters.bytes += self._layout.page_bytes
         pulling.queued.discard(frame.block)
         pulling.missing.discard(frame.block)
-        return True
 
-    def _advance(self, pulling: _Pulling, now: float, turn: ReceiverTurn) -> None:
+    def _advance(self, pulling: Pulling, now: float, turn: ReceiverTurn) -> None:
         """After copying: tell how far we are, and the sender that it may send more."""
         pull = pulling.pull
         before = pulling.contiguous
@@ -271,43 +300,75 @@ class HandOverReceiver:
             pulling.contiguous += 1
         if pulling.contiguous > before:
             computed = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
-            turn.effects.append(PagesAdvanced(pull.request, pull.epoch, computed))
-            if pulling.missing or pulling.first is None:
+            if computed > pulling.told:
+                pulling.told = computed
+                turn.effects.append(PagesAdvanced(pull.request, pull.epoch, computed))
+            if (pulling.missing or pulling.first is None) and self._is_worth_telling(pulling):
                 self._ask(pulling, now, turn)
-        self._complete(pulling, turn)
+        self._complete(pulling, now, turn)
 
-    def _finish(self, pulling: _Pulling, done: PrefillDone, now: float, turn: ReceiverTurn) -> None:
+    def _is_worth_telling(self, pulling: Pulling) -> bool:
+        """Should the sender hear how far we are?  Always, but by parts of its window while pages come by themselves."""
+        if self._queue or not pulling.queued:
+            return True
+        new = (pulling.contiguous - pulling.acknowledged) * self._layout.page_bytes
+        return new * TOLD_PER_WINDOW >= self._config.window_bytes
+
+    def _finish(self, pulling: Pulling, done: PrefillDone, now: float, turn: ReceiverTurn) -> None:
         pull = pulling.pull
         pulling.moved = now
-        first = done.first
-        if done.blocks != len(pull.pages) or (first.request, first.epoch) != (pull.request, pull.epoch):
+        first, most = done.first, len(pull.pages)
+        fits = 0 <= done.blocks <= most if pull.ahead else done.blocks == most
+        if not fits or (first.request, first.epoch) != (pull.request, pull.epoch):
             self._fail(pulling, f"protocol: {done.blocks} blocks for {pull.tokens} tokens", turn)
             return
-        if len(first.tokens) != 1:
+        if len(first.tokens) != 1 and not pull.ahead:
             self._fail(pulling, f"protocol: {len(first.tokens)} first tokens", turn)
             return
         pulling.first = first
-        self._complete(pulling, turn)
+        pulling.waiting = pulling.waiting or Waiting(now, len(pulling.missing))
+        pulling.missing = {block for block in pulling.missing if block < done.blocks}
+        self._complete(pulling, now, turn)
 
-    def _complete(self, pulling: _Pulling, turn: ReceiverTurn) -> None:
+    def _complete(self, pulling: Pulling, now: float, turn: ReceiverTurn) -> None:
         first = pulling.first
         if first is None or (pulling.missing and first.finish is None):
             return
-        self._forget(pulling, turn)
+        if pulling.waiting is not None:
+            self.counters.waited_s += now - pulling.waiting.since
+        self._forget(pulling, turn, taken=pulling.pull.ahead > 0)
         turn.effects.append(FirstToken(pulling.pull.request, pulling.pull.epoch, first))
 
-    def _fail(self, pulling: _Pulling, reason: str, turn: ReceiverTurn, *, tell: bool = True) -> None:
+    def _outrun(self, pulling: Pulling, waiting: Waiting, now: float) -> bool:
+        """Would computing what is missing be sooner than waiting for it?"""
+        pull, first = pulling.pull, pulling.first
+        if pull.ahead or first is None or first.finish is not None:
+            return False
+        here = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
+        return self.haste.outruns(pull.request, waiting, (len(pulling.missing), here, pull.tokens), now)
+
+    def _give_up(self, pulling: Pulling, now: float, turn: ReceiverTurn) -> None:
+        """What is missing is computed here instead."""
+        assert pulling.first is not None
+        self.counters.outrun += 1
+        self._missed(pulling, now)
+        self._forget(pulling, turn)
+        turn.effects.append(Outrun(pulling.pull.request, pulling.pull.epoch, pulling.first))
+
+    def _fail(self, pulling: Pulling, reason: str, turn: ReceiverTurn, *, tell: bool = True) -> None:
         self._forget(pulling, turn, tell=tell)
         turn.effects.append(PullFailed(pulling.pull.request, pulling.pull.epoch, reason))
 
-    def _forget(self, pulling: _Pulling, turn: ReceiverTurn, *, tell: bool = True) -> None:
+    def _forget(self, pulling: Pulling, turn: ReceiverTurn, *, tell: bool = True, taken: bool = False) -> None:
         """Nothing will be written for it from here on; its queued payloads are given back."""
         pull = pulling.pull
         del self._pulls[pull.request]
+        self._carrier.stop(pull.source, pull.request, pull.epoch)
         if pulling.queued:
             self._queue = deque(queued for queued in self._queue if queued.pulling is not pulling)
         if tell:
-            turn.sends.append(SendTo(pull.source, PagesReceived(request=pull.request, epoch=pull.epoch)))
+            received = PagesReceived(request=pull.request, epoch=pull.epoch, taken=taken)
+            turn.sends.append(SendTo(pull.source, received))
 
     def _stray(self, source: PageSource, message: SenderMessage, now: float, turn: ReceiverTurn) -> None:
         """A frame for a request that is not expected: tell its sender, but not for every frame."""
@@ -318,9 +379,9 @@ class HandOverReceiver:
         self._told[key] = now
         turn.sends.append(SendTo(source, PagesReceived(request=message.request, epoch=message.epoch)))
 
-    def _ask(self, pulling: _Pulling, now: float, turn: ReceiverTurn, *, resend: bool = False) -> None:
+    def _ask(self, pulling: Pulling, now: float, turn: ReceiverTurn, *, resend: bool = False) -> None:
         pull, seal = pulling.pull, self._carrier.seal
-        pulling.spoke = now
+        pulling.spoke, pulling.acknowledged = now, pulling.contiguous
         message = PullPages(
             request=pull.request,
             epoch=pull.epoch,
@@ -330,5 +391,7 @@ class HandOverReceiver:
             carrier=self._carrier.name,
             incarnation=pull.source.incarnation,
             resend=resend,
+            tokens=pull.tokens if pull.ahead else 0,
+            ahead=pull.ahead,
         )
         turn.sends.append(SendTo(pull.source, message))

@@ -1,4 +1,4 @@
-"""The sending end of hand-overs: one prefill worker, many receivers.
+"""The sending end of hand-overs: one worker that has pages, many receivers.
 
 ::
 
@@ -12,6 +12,7 @@
 ``open`` and the pull come in either order.  A receiver acknowledges by pulling again with a higher ``skip_blocks``;
 what is under way to it and not acknowledged stays below the window.  Its lease runs only while it owes a sign: once
 it has been silent for ``lease_s``, everything held for it is released.  A pull for an unknown request is kept as long.
+An answer that moves while it is written (a pull with ``ahead``) is handed over by the very same steps.
 
 Knows no sockets and no clock, computes nothing, owns no pages: it says when they may be freed.
 """
@@ -21,8 +22,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.config.schema import HandOverConfig
-from penstock.kv.transfer.effects import Granted, Offer, Released, Send, SenderTurn
+from penstock.config.hand_over import HandOverConfig
+from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released, Send, SenderTurn
 from penstock.kv.transfer.port import PageCarrier
 from penstock.types import RequestId
 from penstock.wire.messages import (
@@ -34,12 +35,17 @@ from penstock.wire.messages import (
     PullPages,
     TokenItem,
 )
+from penstock.wire.page_doors import MOST_ANNOUNCED, Announced, PagesAt, PagesReady
 
 SIGNS_PER_LEASE = 4
 """How often an idle end says that it is still there."""
 
 FRAME_COST_BYTES = 4096
 """What one announcement takes of the window at least: bounds the queue to a receiver when pages have no payload."""
+
+FIRST_ANNOUNCED_BYTES, ANNOUNCED_BYTES = 512 << 10, 8 << 20
+"""Of pages that are offered in one go, in one announcement: the first few at once, so that they travel while the next
+are hashed; then twice as many each time, since an announcement takes both ends as long as some 100 KiB."""
 
 MAX_WAITING_PULLS = 4096
 """Pulls kept for requests that nobody has submitted yet."""
@@ -57,12 +63,16 @@ class _Leg:
     request: RequestId
     epoch: int
     peer: bytes | None = None  # set when granted
+    room: tuple[int, int] = (0, 0)  # tokens and ahead of the pull that it was granted to: pages are numbered by them
     acknowledged: int = 0  # blocks below are the receiver's own
     frames: dict[int, PageReady] = field(default_factory=dict[int, PageReady])  # offered, by block
-    waiting: deque[int] = field(default_factory=deque[int])  # blocks that the window holds back
+    waiting: deque[int] = field(default_factory=deque[int])  # blocks that the window holds back, or more come with
+    gathered: int = 0  # bytes of those that more come with
+    enough: int = FIRST_ANNOUNCED_BYTES  # of them, to be announced
     flying: dict[int, int] = field(default_factory=dict[int, int])  # block -> its part of the window
     done: PrefillDone | None = None
     done_sent: bool = False
+    door_said: bool = False  # whoever has it knows where the pages are to be fetched
     lost: bool = False  # the peer could not be reached; a new pull brings it back
     owed_since: float | None = None  # since when the receiver owes a sign
     spoke: float = 0.0  # when something was last sent
@@ -79,6 +89,11 @@ class HandOverSender:
         self._pulls: dict[RequestId, _WaitingPull] = {}
         self._closed: dict[RequestId, tuple[int, str, float]] = {}  # epoch, reason, when: to refuse late pulls at once
         self._window: dict[bytes, int] = {}  # peer -> bytes under way
+
+    @property
+    def turned_away(self) -> int:
+        """Connections for pages that proved nothing, or were too many, since the start."""
+        return self._carrier.turned_away
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
@@ -97,24 +112,31 @@ class HandOverSender:
             self._pulled(waiting.peer, waiting.pull, now, turn)
         return turn
 
-    def offer(self, offer: Offer, now: float) -> SenderTurn:
-        """A page is final.  Ignored for a leg that is not here (any more), and when it was offered before."""
+    def offer(self, offer: Offer, now: float, *, more: bool = False) -> SenderTurn:
+        """A page is final.  Ignored for a leg that is not here (any more), and when it was offered before.
+
+        ``more``: another of this leg, or its ``done``, follows at once, and it may be announced with that.
+        """
         turn = SenderTurn()
         leg = self._legs.get(offer.request)
-        if leg is None or leg.epoch != offer.epoch or offer.block in leg.frames:
+        if leg is None or leg.epoch != offer.epoch:
             return turn
-        page = self._carrier.own.view(offer.page)
-        leg.frames[offer.block] = PageReady(
-            request=offer.request,
-            epoch=offer.epoch,
-            block=offer.block,
-            tokens=offer.tokens,
-            page=offer.page,
-            generation=offer.generation,
-            checksum=self._carrier.seal.checksum(page, offer.generation),
-        )
-        leg.waiting.append(offer.block)
-        self._pump(leg, now, turn)
+        if offer.block not in leg.frames:
+            page = self._carrier.own.view(offer.page)
+            leg.frames[offer.block] = PageReady(
+                request=offer.request,
+                epoch=offer.epoch,
+                block=offer.block,
+                tokens=offer.tokens,
+                page=offer.page,
+                generation=offer.generation,
+                checksum=self._carrier.seal.checksum(page, offer.generation),
+            )
+            leg.waiting.append(offer.block)
+            leg.gathered += page.nbytes
+        if not more or leg.gathered >= leg.enough:
+            leg.enough = min(2 * leg.enough, ANNOUNCED_BYTES) if more else FIRST_ANNOUNCED_BYTES
+            self._pump(leg, now, turn)
         return turn
 
     def done(self, first: TokenItem, blocks: int, now: float) -> SenderTurn:
@@ -168,7 +190,7 @@ class HandOverSender:
             del self._pulls[message.request]
         leg = self._legs.get(message.request)
         if leg is not None and leg.epoch == message.epoch and leg.peer is not None:
-            self._close(leg, "received", now, turn)
+            self._close(leg, TAKEN if message.taken else "received", now, turn)
         return turn
 
     # --- what the transport and the clock say ------------------------------------------------------------------------
@@ -198,6 +220,11 @@ class HandOverSender:
         self._closed = {request: entry for request, entry in self._closed.items() if now - entry[2] < lease}
         return turn
 
+    def acknowledged(self, request: RequestId, epoch: int) -> int:
+        """Blocks from 0 that the receiver of this leg is known to have."""
+        leg = self._legs.get(request)
+        return leg.acknowledged if leg is not None and leg.epoch == epoch else 0
+
     @property
     def open_legs(self) -> frozenset[tuple[RequestId, int]]:
         """Legs whose pages are held, as (request, epoch): for integrity checks."""
@@ -221,11 +248,13 @@ class HandOverSender:
         elif mine is None:
             self._pulls[pull.request] = _WaitingPull(peer, pull, now)
         elif mine.peer is None:
-            mine.peer = peer
+            mine.peer, mine.room = peer, (pull.tokens, pull.ahead)
             mine.acknowledged = pull.skip_blocks
             mine.spoke = now
-            turn.effects.append(Granted(mine.request, mine.epoch))
+            turn.effects.append(Granted(mine.request, mine.epoch, pull))
             self._pump(mine, now, turn)
+        elif mine.room != (pull.tokens, pull.ahead):  # another receiver, which would number the pages otherwise
+            turn.sends.append(Send(peer, _failed(pull, "granted to another receiver")))
         else:
             self._acknowledged(mine, peer, pull, now, turn)
 
@@ -269,34 +298,46 @@ class HandOverSender:
         """Send what the window lets through."""
         if leg.peer is None or leg.lost:
             return
+        if not leg.door_said:
+            leg.door_said = True
+            door = self._carrier.grant(leg.request, leg.epoch)
+            if door is not None:
+                self._say(leg, door, now, turn)
+        leg.gathered, ready = 0, list[PageReady]()
         while leg.waiting:
             block = leg.waiting[0]
             if block >= leg.acknowledged:
                 frame = leg.frames[block]
+                self._carrier.offer(frame)
                 payload = self._carrier.payload(frame.page)
                 cost = max(FRAME_COST_BYTES, 0 if payload is None else payload.nbytes)
                 used = self._window.get(leg.peer, 0)
                 if used > 0 and used + cost > self._config.window_bytes:
-                    return
+                    break
                 self._window[leg.peer] = used + cost
                 leg.flying[block] = cost
-                self._say(leg, frame, now, turn, payload)
+                if payload is None:
+                    ready.append(frame)
+                else:
+                    self._say(leg, frame, now, turn, payload)
             leg.waiting.popleft()
-        if leg.done is not None and not leg.done_sent:
+        for first in range(0, len(ready), MOST_ANNOUNCED):
+            self._say(leg, _announced(ready[first : first + MOST_ANNOUNCED]), now, turn)
+        if leg.done is not None and not leg.done_sent and not leg.waiting:
             leg.done_sent = True
             self._say(leg, leg.done, now, turn)
 
     def _say(
         self,
         leg: _Leg,
-        message: PageReady | PrefillDone | HandOverAlive,
+        message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive,
         now: float,
         turn: SenderTurn,
         payload: memoryview | None = None,
     ) -> None:
         assert leg.peer is not None
         leg.spoke = now
-        if leg.owed_since is None and not isinstance(message, HandOverAlive):
+        if leg.owed_since is None and not isinstance(message, HandOverAlive | PagesAt):
             leg.owed_since = now
         turn.sends.append(Send(leg.peer, message, payload))
 
@@ -306,7 +347,7 @@ class HandOverSender:
         for block in again:
             self._land(leg, block)
         leg.waiting.extendleft(reversed(again))
-        leg.done_sent = False
+        leg.done_sent = leg.door_said = False
 
     def _land(self, leg: _Leg, block: int) -> None:
         assert leg.peer is not None
@@ -322,12 +363,21 @@ class HandOverSender:
         turn.effects.append(Released(leg.request, leg.epoch, reason))
         if leg.peer is None:
             return
+        self._carrier.revoke(leg.request, leg.epoch)
         for block in list(leg.flying):
             self._land(leg, block)
-        if reason != "received" and not leg.lost:
+        if reason not in ("received", TAKEN) and not leg.lost:
             turn.sends.append(Send(leg.peer, HandOverFailed(request=leg.request, epoch=leg.epoch, reason=reason)))
         self._pump_all(leg.peer, now, turn)
 
 
 def _failed(pull: PullPages, reason: str) -> HandOverFailed:
     return HandOverFailed(request=pull.request, epoch=pull.epoch, reason=reason)
+
+
+def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
+    """One message for all of them, of one leg."""
+    if len(frames) == 1:
+        return frames[0]
+    pages = tuple(Announced(each.block, each.tokens, each.page, each.generation, each.checksum) for each in frames)
+    return PagesReady(request=frames[0].request, epoch=frames[0].epoch, pages=pages)

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 
 from penstock.errors import HandOverRefused, PageCorrupt
 from penstock.kv.memory import KvMemory
-from penstock.kv.transfer.port import PageSeal
-from penstock.types import PageId, WorkerId
-from penstock.wire.messages import PageReady, PageSource
+from penstock.kv.transfer.port import PageCarrier, PageSeal, Wanted
+from penstock.types import WorkerId
 
 
-class ShmCarrier:
+class ShmCarrier(PageCarrier):
     """``peers``: the other workers' memory, mapped read-only.  It may grow while the carrier is in use."""
 
     name = "shm"
@@ -24,17 +23,13 @@ class ShmCarrier:
         self.seal = seal
         self._peers = peers
 
-    def payload(self, page: PageId) -> memoryview | None:
-        """Nothing: the receiver reads the page where it lies."""
-        del page
-        return None
-
-    def copy(self, source: PageSource, frame: PageReady, payload: memoryview | None, into: memoryview) -> None:
-        """As ``PageCarrier.copy``."""
-        del payload
+    def fetch(self, wanted: Wanted) -> bool:
+        """At once: the page is copied out of where it lies, and checked in the same pass."""
+        source, frame = wanted.source, wanted.frame
         memory = self._peers.get(source.worker)
         if memory is None:
             raise HandOverRefused(f"the memory of {source.worker} is not mapped here")
         if not 0 <= frame.page < memory.pages:
             raise PageCorrupt(f"page {frame.page} of {source.worker}, which has {memory.pages}")
-        self.seal.copy(frame, memory.view(frame.page), into)
+        self.seal.copy(frame, memory.view(frame.page), wanted.into)
+        return True

@@ -3,11 +3,15 @@
 A step takes ``step + token * tokens + pair * (query, key) pairs + draw * draws`` seconds, by rates that each worker has
 learned from its own steps.  From that follow, for a request of ``known`` tokens of which ``cached`` are there already:
 
-    wait     what lies before it: all prompt tokens that the worker has still to read
+    wait     what lies before it: all prompt tokens that the worker has still to read (for an interactive request those
+             of batch work do not count)
     read     its own prompt, without what is cached
+    fetch    pages that it takes out of the caches of others on its host or out of its own lower tiers, by its measured
+             time to take one from there, where that is less than computing them; they count as ``cached`` in the others
     disturb  answers that are written there, each of which waits while it is read; no fewer are expected than the
              candidates write on the average, for an idle worker of a busy fleet does not stay idle
-    move     pages that a decode worker lacks, by its measured time to copy one; who is written there waits too
+    move     pages that a decode worker lacks, by its measured time to copy one, for which who is written there waits
+             too, and by the measured time that prompts waited for one when all was computed
     write    its answer, in steps with all others that are written there
     slow     what those others lose by its being in their steps
 
@@ -16,6 +20,7 @@ The sum is what everybody together waits longer.  Pure arithmetic on columns; ch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +33,8 @@ from penstock.types import PAGE_TOKENS
 class Reading(NamedTuple):
     """The cost of reading the prompt, at each candidate."""
 
-    cached: Numbers  # tokens
+    cached: Numbers  # tokens, here
+    fetch: Numbers  # seconds
     compute: Numbers  # tokens
     wait: Numbers
     read: Numbers
@@ -43,9 +49,9 @@ class Writing(NamedTuple):
     slow: Numbers
 
 
-def pages_of(tokens: int) -> int:
+def pages_of(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
     """KV pages that hold so many tokens."""
-    return -(-tokens // PAGE_TOKENS)
+    return -(-tokens // page_tokens)
 
 
 def pairs_of(compute: Numbers, cached: Numbers) -> Numbers:
@@ -55,16 +61,47 @@ def pairs_of(compute: Numbers, cached: Numbers) -> Numbers:
 
 def reading(view: View, slots: Slots, load: Load, rates: Rates) -> Reading:
     """One token at least is computed, for the next one is drawn from it."""
-    cached = np.minimum(view.hits.take(slots) * float(PAGE_TOKENS), view.known - 1)
+    cached = here = np.minimum(view.hits.take(slots) * float(view.page_tokens), view.known - 1)
     compute = view.known - cached
     work = rates.token * compute + rates.pair * pairs_of(compute, cached)
+    fetch = np.zeros(len(slots))
+    for there, bringing in sources(view, slots, rates, here):
+        left = view.known - there
+        rest = rates.token * left + rates.pair * pairs_of(left, there)
+        sooner = (there > here) & (bringing + rest < fetch + work)
+        fetch, work, compute = (
+            np.where(sooner, one, other) for one, other in ((bringing, fetch), (rest, work), (left, compute))
+        )
     return Reading(
-        cached=cached,
+        cached=here,
+        fetch=fetch,
         compute=compute,
-        wait=rates.token * load.tokens + rates.pair * load.pairs,
+        wait=waiting(load, rates, urgent=view.urgent),
         read=rates.step + work + rates.draw,
         disturb=np.maximum(load.rows, load.rows.mean()) * work,
     )
+
+
+def sources(view: View, slots: Slots, rates: Rates, here: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+    """Beside its cache: (tokens that a candidate then has, seconds of taking them), from others, from each tier."""
+    if view.reach is not view.hits:
+        there = np.minimum(view.reach.take(slots) * float(view.page_tokens), view.known - 1)
+        yield there, rates.fetch * np.ceil((there - here) / view.page_tokens)
+    so_far, bringing = here, np.zeros(len(slots))
+    for depths, page_s in zip(view.below, rates.tiers, strict=False):
+        there = np.maximum(so_far, np.minimum(depths.take(slots) * float(view.page_tokens), view.known - 1))
+        pages = np.ceil((there - so_far) / view.page_tokens)
+        bringing = bringing + np.where(pages > 0, pages, 0.0) * np.where(pages > 0, page_s, 0.0)
+        so_far = there
+        yield there, bringing
+
+
+def waiting(load: Load, rates: Rates, *, urgent: bool) -> Numbers:
+    """What lies before a request; batch work lies before other batch work alone."""
+    seconds: Numbers = rates.token * load.tokens + rates.pair * load.pairs
+    if urgent:
+        seconds = np.maximum(seconds - rates.token * load.batch_tokens - rates.pair * load.batch_pairs, 0.0)
+    return seconds
 
 
 def writing(view: View, load: Load, rates: Rates) -> Writing:
@@ -76,24 +113,29 @@ def writing(view: View, load: Load, rates: Rates) -> Writing:
 
 
 def moving(view: View, slots: Slots, load: Load, rates: Rates) -> Numbers:
-    """Copying what a decode worker lacks, between two of its steps."""
-    lacking = np.maximum(pages_of(view.known) - view.hits.take(slots), 0)
-    return lacking * rates.page * (1 + load.rows)
+    """Copying what a decode worker lacks, between two of its steps, and what its link takes that nothing hides."""
+    lacking = np.maximum(pages_of(view.known, view.page_tokens) - view.hits.take(slots), 0)
+    return lacking * (rates.page * (1 + load.rows) + rates.wait)
 
 
 def short_of(view: View, load: Load) -> Numbers:
     """Pages that a worker lacks to take the request at once."""
-    return np.maximum(pages_of(view.known) - load.pages, 0.0)
+    return np.maximum(pages_of(view.known, view.page_tokens) - load.pages, 0.0)
 
 
-def due_of(known: int, hit: int, *, reads: bool, writes: bool) -> Due:
+def due_of(
+    known: int, hit: int, *, reads: bool, writes: bool, batch: bool = False, page_tokens: int = PAGE_TOKENS
+) -> Due:
     """What a leg asks of a worker that has the first ``hit`` pages of ``known`` tokens."""
-    cached = min(hit * PAGE_TOKENS, known - 1)
+    cached = min(hit * page_tokens, known - 1)
     compute = known - cached if reads else 0
+    pairs = int(compute * (cached + 0.5 * (compute + 1)))
     return Due(
         tokens=compute,
-        pairs=int(compute * (cached + 0.5 * (compute + 1))),
+        pairs=pairs,
+        batch_tokens=compute if batch else 0,
+        batch_pairs=pairs if batch else 0,
         rows=int(writes),
         context=known if writes else 0,
-        pages=pages_of(known),
+        pages=pages_of(known, page_tokens),
     )

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from penstock.router.columns import Load, Numbers, Rates, Slots
 from penstock.router.policy import costs
 from penstock.router.policy.port import Choice, View, Weighed, foremost, mixed, told
-from penstock.types import PAGE_TOKENS, Leg
+from penstock.types import Leg
 
 SLACK = 0.02
 """Costs closer than this part of the lesser one are equal."""
 
-READ_NAMES = ("cost_s", "wait_s", "read_s", "disturb_s", "compute", "cached", "short")
+READ_NAMES = ("cost_s", "wait_s", "read_s", "fetch_s", "disturb_s", "compute", "cached", "short")
 WRITE_NAMES = ("cost_s", "wait_s", "move_s", "write_s", "slow_s", "answers", "cached", "short")
-WHOLE_NAMES = ("cost_s", "wait_s", "read_s", "disturb_s", "write_s", "slow_s", "compute", "cached", "short")
+WHOLE_NAMES = ("cost_s", "wait_s", "read_s", "fetch_s", "disturb_s", "write_s", "slow_s", "compute", "cached", "short")
 
 
 class _Found(NamedTuple):
@@ -59,8 +59,8 @@ class _At(NamedTuple):
 
     def those(self, mask: NDArray[np.bool_]) -> _At:
         """Some of them."""
-        load, rates = Load(*(column[mask] for column in self.load)), Rates(*(column[mask] for column in self.rates))
-        return _At(self.slots[mask], load, rates, self.short[mask])
+        rates = self.rates.of(mask)
+        return _At(self.slots[mask], Load(*(column[mask] for column in self.load)), rates, self.short[mask])
 
 
 class LeastCost:
@@ -88,6 +88,12 @@ class LeastCost:
         why = f"split {both[1] * 1e3:.3g} ms" + (f", whole {whole.cost * 1e3:.3g} ms" if whole else "")
         return Choice(legs, (decode.weighed, prefill.weighed), why)
 
+    def writer(self, view: View) -> Choice:
+        """See ``port.Policy``."""
+        at = _At.of(view, view.decode)
+        found = _decode(view, at, costs.writing(view, at.load, at.rates))
+        return Choice(((Leg.DECODE, found.slot),), (found.weighed,), "its worker wants to be relieved of it")
+
 
 def _at(view: View, slots: Slots) -> _At | None:
     return _At.of(view, slots) if len(slots) else None
@@ -95,16 +101,17 @@ def _at(view: View, slots: Slots) -> _At | None:
 
 def _prefill(view: View, at: _At) -> _Found:
     reading = costs.reading(view, at.slots, at.load, at.rates)
-    cost = reading.wait + _shared(view, reading.read) + reading.disturb
-    table = np.array((cost, reading.wait, reading.read, reading.disturb, reading.compute, reading.cached, at.short))
+    cost = reading.wait + _shared(view, reading.read + reading.fetch) + reading.disturb
+    spent = (reading.wait, reading.read, reading.fetch, reading.disturb)
+    table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
     return _best(view, Leg.PREFILL, at, (READ_NAMES, table))
 
 
 def _decode(view: View, at: _At, writing: costs.Writing) -> _Found:
     _, load, rates, short = at
     move = costs.moving(view, at.slots, load, rates)
-    wait = rates.token * load.tokens + rates.pair * load.pairs
-    cached = np.minimum(view.hits.take(at.slots) * float(PAGE_TOKENS), view.known)
+    wait = costs.waiting(load, rates, urgent=view.urgent)
+    cached = np.minimum(view.hits.take(at.slots) * float(view.page_tokens), view.known)
     cost = wait + move + writing.write + writing.slow
     table = np.array((cost, wait, move, writing.write, writing.slow, load.rows, cached, short))
     return _best(view, Leg.DECODE, at, (WRITE_NAMES, table))
@@ -115,20 +122,22 @@ def _whole(view: View, at: _At | None) -> _Found | None:
         return None
     reading = costs.reading(view, at.slots, at.load, at.rates)
     writing = costs.writing(view, at.load, at.rates)
-    cost = reading.wait + _shared(view, reading.read) + reading.disturb + writing.write + writing.slow
-    spent = (reading.wait, reading.read, reading.disturb, writing.write, writing.slow)
+    reads = _shared(view, reading.read + reading.fetch)
+    cost = reading.wait + reads + reading.disturb + writing.write + writing.slow
+    spent = (reading.wait, reading.read, reading.fetch, reading.disturb, writing.write, writing.slow)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
     return _best(view, Leg.WHOLE, at, (WHOLE_NAMES, table))
 
 
 def _quick(view: View, at: _At, step: Numbers) -> _At | None:
     """Decode workers that have room, and know by experience that they read this prompt within one ``step``."""
-    least = view.known - PAGE_TOKENS * float(view.hits.take(at.slots).max())  # tokens that are to be read, at least
+    deepest = max(float(depths.take(at.slots).max()) for depths in (view.reach, *view.below))
+    least = view.known - view.page_tokens * deepest  # tokens that are to be read, at least
     if least * at.rates.token.min() > step.max():
         return None
     reading = costs.reading(view, at.slots, at.load, at.rates)
     known = view.columns.measured(at.slots) & (at.short == 0)
-    quick = known & (reading.read - at.rates.step <= step) & (reading.wait <= step)
+    quick = known & (reading.read + reading.fetch - at.rates.step <= step) & (reading.wait <= step)
     return at.those(quick) if quick.any() else None
 
 

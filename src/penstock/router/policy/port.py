@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.router.columns import Columns, Numbers, Slots
-from penstock.types import Leg
+from penstock.types import PAGE_TOKENS, Leg
 
 TOLD_CANDIDATES = 16
 """Candidates of a leg whose numbers are kept: the best ones."""
@@ -32,6 +32,8 @@ class View:
     write: int  # tokens that will probably be written
     last: bool  # exactly one token is wanted: whoever reads the prompt can write it
     hits: NDArray[np.int32]  # leading blocks of the prompt that each slot has, or will have soon
+    reach: NDArray[np.int32]  # the same with what it can take out of others' caches
+    below: tuple[NDArray[np.int32], ...] = ()  # the same with what its own lower tiers have: of one, of two...
     sharers: int  # open requests that begin as this one does, as far as the best of ``hits`` goes
     key: int  # 64 bits: of the session, or of how the prompt begins
     luck: int  # 64 bits: of this very submission
@@ -39,7 +41,9 @@ class View:
     prefill: Slots
     decode: Slots
     whole: Slots
+    urgent: bool = True  # it goes before batch work
     always_split: bool = False  # wherever there are workers for both legs
+    page_tokens: int = PAGE_TOKENS
 
 
 class Weighed(NamedTuple):
@@ -67,6 +71,10 @@ class Policy(Protocol):
 
     def choose(self, view: View) -> Choice:
         """Who is to do what; no legs when there are no workers for all parts."""
+        ...
+
+    def writer(self, view: View) -> Choice:
+        """Who of ``view.decode``, which has somebody, goes on with an answer that is being written: a decode leg."""
         ...
 
 

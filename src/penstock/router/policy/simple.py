@@ -23,14 +23,18 @@ class Simple:
 
     def choose(self, view: View) -> Choice:
         """See ``port.Policy``."""
+        return by_legs(view, lambda leg, slots: self._best(view, leg, slots))
 
-        def best(leg: Leg, slots: Slots) -> tuple[int, Weighed]:
-            what, numbers = self._order(view, slots)
-            equals = np.flatnonzero(numbers == numbers.min())
-            place = int(equals[foremost(view, slots[equals], view.luck)])
-            return place, told(leg, slots, ((what,), numbers[None, :]), numbers)
+    def writer(self, view: View) -> Choice:
+        """See ``port.Policy``."""
+        place, weighed = self._best(view, Leg.DECODE, view.decode)
+        return Choice(((Leg.DECODE, int(view.decode[place])),), (weighed,), "its worker wants to be relieved of it")
 
-        return by_legs(view, best)
+    def _best(self, view: View, leg: Leg, slots: Slots) -> tuple[int, Weighed]:
+        what, numbers = self._order(view, slots)
+        equals = np.flatnonzero(numbers == numbers.min())
+        place = int(equals[foremost(view, slots[equals], view.luck)])
+        return place, told(leg, slots, ((what,), numbers[None, :]), numbers)
 
 
 def at_random(view: View, slots: Slots) -> tuple[str, Numbers]:

@@ -27,7 +27,8 @@ OLD_FIELD = "compression_config"
 TEXT = "text_config"
 
 UNUSED = re.compile(r".*\.(?:k_scale|v_scale|q_scale|prob_output_scale|kv_cache_scale|[kv]_proj\.output_scale)")
-"""Tensors about a quantised KV cache: pages keep keys and values in the compute type."""
+"""Tensors about a quantised KV cache: pages keep the compute type, or codes whose scales each row makes for itself
+(docs/gpu.md)."""
 
 AnyScheme = EightBits | Packed | Gptq | Awq | Mxfp4
 

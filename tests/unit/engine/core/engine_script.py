@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from engine_world import ROOT, World, answer, prompt_of
+from engine_world import World
+from glass_model import ROOT, answer, prompt_of
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import Arrive
-from penstock.types import Leg, RequestId, SamplingParams
+from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 TOO_SMALL_FOR_TWO = {"pages": 7, "max_model_len": 20}
 """Room for two prompts of 6 tokens, and for one answer of 12."""
@@ -56,13 +57,22 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> Arri
         sampling=sampling,
         arrival=float(options.get("at", len(world.clients))),
         root=ROOT,
-        priority=int(options.get("priority", "0")),
+        claim=claim_of(options),
     )
     if stop is not None:  # the answer's token at this index is a stop token
         event = retold(world, event, stop_token_ids=(want(world, event)[int(stop)],))
     if "emitted" in options:
         event = retold(world, event, emitted=tuple(want(world, event)[: int(options["emitted"])]))
     return event
+
+
+def claim_of(options: dict[str, str]) -> Claim:
+    return Claim(
+        tenant=options.get("tenant", ""),
+        weight=float(options.get("weight", "1")),
+        service=ServiceClass[options.get("class", "interactive").upper()],
+        max_wait_s=float(options["wait"]) if "wait" in options else None,
+    )
 
 
 def want(world: World, event: Arrive) -> list[int]:
@@ -87,6 +97,8 @@ def perform(world: World, command: str, line: str) -> None:
             world.pages_arrive(words[0], int(words[1]))
         case "first":
             world.first_token(words[0])
+        case "here":
+            world.compute_here(words[0])
         case "release":
             world.release(words[0])
         case "cancel":
@@ -108,7 +120,8 @@ def perform(world: World, command: str, line: str) -> None:
             raise ValueError(line)
 
 
-def check(script: str, *, max_steps: int = 1, to_the_end: bool = True, **config: Any) -> World:
+def check(script: str, *, max_steps: int = 1, to_the_end: bool = True, clock_s: float = 0.0, **config: Any) -> World:
+    """``clock_s``: what a step takes by the clock; nothing is learned of it."""
     defaults = {
         "pages": 32,
         "page_tokens": 4,
@@ -116,7 +129,7 @@ def check(script: str, *, max_steps: int = 1, to_the_end: bool = True, **config:
         "step_budget_ms": 1e6,
         "prefill_step_budget_ms": 1e6,
     }
-    world = World(SchedulerConfig(**(defaults | config)), max_steps=max_steps)
+    world = World(SchedulerConfig(**(defaults | config)), max_steps=max_steps, clock_s=clock_s)
     for line in filter(None, (line.split("#")[0].strip() for line in script.splitlines())):
         command, arrow, expected = line.partition("->")
         perform(world, command, line)

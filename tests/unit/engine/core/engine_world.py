@@ -1,159 +1,33 @@
-"""A scheduler with a model that can be looked through, and a client who knows what the answer must be.
-
-The model's KV memory holds, for every position, a hash of all tokens up to it; a row that draws reads its whole
-context back through its own page table and compares it with its tokens.  So a page that is shared wrongly, given out
-too early, not copied or not computed is seen by the first row that reads it.  The token drawn depends on the whole
-context; ``answer`` computes the same without pages, batches, chunks or caches.
+"""A scheduler over the glass model, clients who know what their answers must be, and the other worker of each split
+request: whatever happens in whatever order, everybody gets the whole of the right answer, and all pages come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import accumulate
+
+from glass_model import Answer, GlassRunner, answer, context_of, extend
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import (
     Arrive,
     Cancelled,
-    Drawn,
+    ComputeHere,
     FirstToken,
     Granted,
     Outcome,
     PagesArrived,
     Plan,
     Released,
-    Row,
 )
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.speculation import Speculator, standing
+from penstock.engine.core.speculation import Speculator
 from penstock.reach import most_blocks
-from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams, TokenLogprob
+from penstock.types import FinishReason, Leg, RequestId
 
-VOCAB = 11
-STOP = 0
-ROOT = BlockHash(b"r" * 32)
 MOST_GUESSES = 5
-
-
-def prompt_of(family: int, length: int) -> tuple[int, ...]:
-    """Prompts of one family are prefixes of each other."""
-    return tuple(1 + (family * 3 + position * (position + family)) % (VOCAB - 1) for position in range(length))
-
-
-def extend(context: int, token: int) -> int:
-    return hash((context, token))
-
-
-def draw(context: int, sampling: SamplingParams, drawn: int) -> int:
-    token = hash((context, sampling.seed)) % VOCAB
-    if drawn < sampling.min_tokens and token in sampling.stop_token_ids:
-        token += 1
-    return token
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    finish: FinishReason
-
-
-def answer(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int) -> Answer:
-    """What the request must yield, computed alone and at once."""
-    context = 0
-    for token in prompt:
-        context = extend(context, token)
-    tokens: list[int] = []
-    while True:
-        tokens.append(draw(context, sampling, len(tokens)))
-        context = extend(context, tokens[-1])
-        if tokens[-1] in sampling.stop_token_ids:
-            return Answer(tokens, FinishReason.STOP)
-        if len(tokens) == sampling.max_tokens or len(prompt) + len(tokens) == max_model_len:
-            return Answer(tokens, FinishReason.LENGTH)
-
-
-class GlassRunner:
-    """The model one can look through.  ``kv[page][slot]``: a group, and the hash of all tokens up to there."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.size = config.page_tokens
-        self.reaches = config.reaches
-        self.kv: list[list[tuple[int, int] | None]] = [[None] * self.size for _ in range(config.pages)]
-
-    def run(self, plan: Plan) -> list[Drawn]:
-        return [self.row(row, plan.steps) for row in plan.rows]
-
-    def forget(self, request: RequestId) -> None:
-        pass
-
-    def row(self, row: Row, steps: int) -> Drawn:
-        request = row.request
-        assert row.start == request.computed
-        assert row.count >= 1
-        assert row.samples == (row.start + row.count == request.known)
-        told = ()
-        if request.wants_prompt_logprobs:
-            told = tuple(TokenLogprob(t, -1.0) for t in request.prompt[row.start + 1 : row.start + row.count + 1])
-        tokens = list(request.tokens(0, row.start + row.count))
-        for position in range(row.start, row.start + row.count):
-            self.write(request, tokens, position)
-        self.read(request, tokens, row.start)
-        if not row.samples:
-            return Drawn((), (), told)
-        if row.draft:
-            assert steps == 1
-            return self.drafted(row, tokens)
-        drawn: list[int] = []
-        for step in range(steps):
-            if step:
-                self.write(request, tokens, len(tokens) - 1)
-            self.read(request, tokens, len(tokens) - 1)
-            drawn.append(draw(context_of(tokens), request.sampling, len(request.output) + step))
-            tokens.append(drawn[-1])
-        return Drawn(tuple(drawn), tuple(TokenLogprob(t, -1.0) for t in drawn), told)
-
-    def drafted(self, row: Row, tokens: list[int]) -> Drawn:
-        """Compute the guesses as if they were true, draw after each, and keep what stands."""
-        request, drawn = row.request, list[int]()
-        assert request.known + len(row.draft) < request.last, "guessed beyond the end"
-        for index, guess in enumerate((*row.draft, None)):
-            self.read(request, tokens, len(tokens) - 1)
-            drawn.append(draw(context_of(tokens), request.sampling, len(request.output) + index))
-            if guess is not None:
-                tokens.append(guess)
-                self.write(request, tokens, len(tokens) - 1)
-        stands = tuple(drawn[: standing(row.draft, drawn)])
-        return Drawn(stands, tuple(TokenLogprob(t, -1.0) for t in stands))
-
-    def write(self, request: Request, tokens: Sequence[int], position: int) -> None:
-        self.put(request, position, context_of(tokens[: position + 1]), range(len(self.reaches)))
-
-    def put(self, request: Request, position: int, context: int, groups: Iterable[int]) -> None:
-        for group in groups:
-            own, block = request.held[group], position // self.size
-            assert own.begin <= block, (request.id, "writes what it has given back")
-            self.kv[own.pages[block]][position % self.size] = (group, context)
-
-    def read(self, request: Request, tokens: Sequence[int], position: int) -> None:
-        """All that ``position`` sees of ``tokens`` stands where the page tables say."""
-        contexts = list(accumulate(tokens[: position + 1], extend, initial=0))[1:]
-        for group, reach in enumerate(self.reaches):
-            self.check(request, group, contexts, reach.first(position))
-
-    def check(self, request: Request, group: int, contexts: Sequence[int], first: int) -> None:
-        """What stands in a group's pages from ``first`` on."""
-        own = request.held[group]
-        for seen in range(first, len(contexts)):
-            block, slot = divmod(seen, self.size)
-            assert own.begin <= block, (request.id, group, seen, "given back too early")
-            assert self.kv[own.pages[block]][slot] == (group, contexts[seen]), (request.id, group, seen)
-
-
-def context_of(tokens: Sequence[int]) -> int:
-    return reduce(extend, tokens, 0)
 
 
 @dataclass
@@ -181,6 +55,7 @@ class World:
         *,
         max_steps: int = 1,
         seconds: float | None = None,
+        clock_s: float = 0.0,
         speculator: Speculator | None = None,
     ) -> None:
         self.config = config
@@ -188,12 +63,14 @@ class World:
         self.runner = GlassRunner(config)
         self.max_steps = max_steps
         self.seconds = seconds
+        self.clock_s = clock_s
         self.now = 0.0
         self.rested = False  # a step waited for another's prompt
         self.clients: dict[str, Client] = {}
         self.plan = Plan()
         self.outcome = Outcome()
         self.resubmitted = 0
+        self.taken_over = 0
         self.several = False  # a plan granted several steps at once
 
     # --- what may happen ----------------------------------------------------------------------------------------------
@@ -201,7 +78,7 @@ class World:
     def arrive(self, event: Arrive) -> None:
         want = answer(event.prompt, event.sampling, self.config.max_model_len)
         present = self.clients.get(event.id)
-        self.scheduler.apply(event, 0.0)
+        self.scheduler.apply(event, self.now)
         if present is not None and self.find(event.id) is not None and present.event.epoch >= event.epoch:
             return
         self.clients[event.id] = Client(event, want, list(event.emitted))
@@ -228,8 +105,12 @@ class World:
         context = 0
         for position, token in enumerate(tokens[:upto]):
             context = extend(context, token)
-            block = position // self.runner.size
-            needed = [group for group, own in enumerate(request.held) if block >= own.begin]
+            needed = [
+                group
+                for group, (own, reach) in enumerate(zip(request.held, self.config.reaches, strict=True))
+                if position // reach.tokens(self.runner.size) >= own.begin
+                and (reach.cell is None or upto == len(tokens))  # a state comes last
+            ]
             if position >= request.computed:
                 self.runner.put(request, position, context, needed)
         self.scheduler.apply(PagesArrived(id=client.event.id, epoch=client.event.epoch, computed=upto), 0.0)
@@ -245,11 +126,27 @@ class World:
             FirstToken(id=event.id, epoch=event.epoch, token=client.want.tokens[index], finish=finish), 0.0
         )
 
+    def compute_here(self, name: str) -> None:
+        """The pages are too slow to come, and the answer goes on behind its first token."""
+        client = self.clients[name]
+        index = len(client.event.emitted)
+        if index + 1 == len(client.want.tokens):
+            self.first_token(name)
+            return
+        client.prefilled = True
+        event = client.event
+        self.scheduler.apply(ComputeHere(id=event.id, epoch=event.epoch, token=client.want.tokens[index]), 0.0)
+        request = self.find(name)
+        assert request is not None
+        assert request.status is Status.WAITING
+        self.taken_over += 1
+
     def release(self, name: str) -> None:
         client, request = self.clients[name], self.find(name)
         if request is not None and request.status is Status.HANDOVER:
             tokens = (*client.event.prompt, *client.event.emitted)
             self.runner.read(request, tokens, len(tokens))
+            self.runner.check_states(request, context_of(tokens), len(tokens))
         client.gone = True
         self.scheduler.apply(Released(id=client.event.id, epoch=client.event.epoch), 0.0)
 
@@ -262,7 +159,7 @@ class World:
     def step(self, *, cancel_in_flight: str | None = None) -> Plan:
         waiting = {r for r in self.requests() if r.status is Status.WAITING}
         self.plan = plan = self.scheduler.plan(self.now, self.max_steps)
-        self.now += self.seconds or 0.0
+        self.now += self.seconds or self.clock_s
         self.several = self.several or plan.steps > 1
         self._check_plan(plan, waiting)
         drawn = self.runner.run(plan)
@@ -291,7 +188,9 @@ class World:
             assert 0 <= request.computed <= request.known
             assert bool(request.held) == (request.status not in (Status.UNGRANTED, Status.WAITING))
             if request.held:
-                assert request.room == min(len(own.pages) for own in request.held) * self.config.page_tokens
+                size, reaches = self.config.page_tokens, self.config.reaches
+                rooms = [len(own.pages) * reach.tokens(size) for own, reach in zip(request.held, reaches, strict=True)]
+                assert request.room == min(rooms)
                 self._check_windows(request)
             assert request.computed <= max(request.room, 0)
 
@@ -301,7 +200,7 @@ class World:
         ahead = max(min(config.max_chunk_tokens, config.max_step_tokens), self.max_steps, MOST_GUESSES + 1)
         after = request.known if request.status is Status.RESERVED else request.computed
         for own, reach in zip(request.held, config.reaches, strict=True):
-            assert own.begin * size <= reach.first(after)
+            assert own.begin * reach.tokens(size) <= reach.first(after)
             held = len(own.pages) - own.begin
             assert held <= most_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
 
@@ -312,12 +211,14 @@ class World:
         left = [r for r in waiting if r.status is Status.WAITING]
         admitted = [r for r in waiting if r.held]
         for request in admitted:
-            assert all(request.order < other.order for other in left), "somebody was overtaken"
+            assert all(request.order < other.order for other in left if other.line == request.line), (
+                "somebody was overtaken in its own line"
+            )
         for returned in plan.returned:
             client = self.clients[returned.id]
             if returned.epoch == client.event.epoch:
                 client.gone = True
-                client.returned = returned.reason == "preempted"
+                client.returned = returned.reason in ("preempted", "yielded")
 
     def _deliver(self, outcome: Outcome) -> None:
         for item in outcome.progress:
@@ -329,19 +230,24 @@ class World:
             assert len(item.logprobs) in (0, len(item.tokens))
             client.tokens.extend(item.tokens)
             client.finish = item.finish
-            if item.index == 0 and item.request.leg is not Leg.DECODE:
+            if item.index == 0 and client.event.leg is not Leg.DECODE:
                 client.prompt_logprobs = len(item.prompt_logprobs)
             else:
                 assert not item.prompt_logprobs
         for page in outcome.pages_done:
             client = self.clients[page.request.id]
             assert not client.gone
-            size, request = self.config.page_tokens, page.request
+            reach, request = self.config.reaches[page.group], page.request
+            size = reach.tokens(self.config.page_tokens)
             assert page.piece == len(client.blocks), "pages are announced in order, each once"
             client.blocks.append(page.tokens)
             tokens = request.tokens(0, page.block * size + page.tokens)
             contexts = list(accumulate(tokens, extend, initial=0))[1:]
-            self.runner.check(request, page.group, contexts, page.block * size)
+            if reach.cell is None:
+                self.runner.check(request, page.group, contexts, page.block * size)
+            else:
+                assert len(tokens) == len(client.event.prompt) + len(client.event.emitted), "a state goes last"
+                self.runner.check_states(request, contexts[-1], len(tokens))
 
     def finished(self, name: str) -> bool:
         """This worker has nothing more to do for the client."""
@@ -408,6 +314,7 @@ class World:
         client = self.clients[name]
         before = len(client.event.prompt) + len(client.event.emitted)
         size = self.config.page_tokens
-        assert sum(client.blocks) == sum(before - reach.kept(before, size) * size for reach in self.config.reaches)
+        wanted = [before - reach.kept(before, size) * reach.tokens(size) for reach in self.config.reaches]
+        assert sum(client.blocks) == sum(wanted)
         assert len(client.tokens) == len(client.event.emitted) + 1
         assert (client.finish is not None) == (len(client.tokens) == len(client.want.tokens))

@@ -11,28 +11,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from engine_world import MOST_GUESSES, ROOT, STOP, World, answer, prompt_of
+from engine_world import MOST_GUESSES, World
+from glass_model import ROOT, STOP, answer, prompt_of
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import Arrive, Drawn, Row
 from penstock.engine.core.request import Request, Status
 from penstock.hashing import block_hashes
 from penstock.reach import EVERYTHING, Reach, most_pages
-from penstock.types import Leg, RequestId, SamplingParams
+from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 MAX_LEN = 32
 MOVES = (
-    ("arrive",) * 7 + ("step",) * 5 + ("pages", "first", "grant", "release", "cancel", "in_flight", "resubmit", "stale")
+    ("arrive",) * 7
+    + ("step",) * 5
+    + ("pages", "first", "here", "grant", "release", "cancel", "in_flight", "resubmit", "stale")
 )
+OF = {
+    "pages": Status.RESERVED,
+    "first": Status.RESERVED,
+    "here": Status.RESERVED,
+    "grant": Status.UNGRANTED,
+    "release": Status.HANDOVER,
+}
+"""In which state a request must be for these."""
+
 LEGS = (Leg.WHOLE, Leg.WHOLE, Leg.WHOLE, Leg.DECODE, Leg.DECODE, Leg.PREFILL)
 
+STATE = Reach(window=1, cell=3)  # blocks here, of whatever size
 REACHES = (
     (EVERYTHING,),
     (EVERYTHING, Reach(window=5)),
     (Reach(window=3),),
     (EVERYTHING, Reach(chunk=8), Reach(window=6), Reach(window=6)),
+    (EVERYTHING, STATE, STATE),
+    (EVERYTHING, Reach(window=6), STATE),
 )
 
 Move = tuple[str, int, int, int]
@@ -46,7 +62,10 @@ moves = st.lists(
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     size = draw(st.sampled_from([1, 4, 16]))
-    reaches = draw(st.sampled_from(REACHES))
+    reaches = tuple(
+        reach if reach.cell is None else structs.replace(reach, cell=reach.cell * size)
+        for reach in draw(st.sampled_from(REACHES))
+    )
     step, chunk = draw(st.sampled_from([64, 64, 5, 1])), draw(st.sampled_from([1, 3, 16, 64]))
     least = most_pages(reaches, MAX_LEN, ahead=min(step, chunk), page_tokens=size)
     return SchedulerConfig(
@@ -60,7 +79,11 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         step_budget_ms=draw(st.sampled_from([0.5, 3.0, 100.0, 100.0])),
         prefill_step_budget_ms=draw(st.sampled_from([0.5, 100.0])),
         max_queued=draw(st.sampled_from([3, 100, 100])),
+        batch_step_budget_ms=draw(st.sampled_from([0.5, 250.0])),
+        contended_step_ms=draw(st.sampled_from([0.5, 20.0])),
+        batch_patience_s=draw(st.sampled_from([0.05, 5.0])),
         even_pace=draw(st.booleans()),
+        stoppable=draw(st.booleans()),
     )
 
 
@@ -85,7 +108,7 @@ def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> Arrive:
         root=ROOT,
         hashes=tuple(block_hashes(ROOT, prompt, page_tokens=size)) if a % 2 else (),
         emitted=tuple(whole[: b % len(whole)]) if b % 5 == 0 else (),
-        priority=int(a % 9 == 0),
+        claim=Claim(tenant="xyz"[b % 3], weight=1 + b % 2, service=ServiceClass(int(a % 4 == 0))),
     )
 
 
@@ -111,8 +134,7 @@ def apply(world: World, move: Move) -> None:
         for name in [name for name, client in world.clients.items() if client.returned]:
             world.resubmit(name)
         return
-    status = {"pages": Status.RESERVED, "first": Status.RESERVED, "grant": Status.UNGRANTED, "release": Status.HANDOVER}
-    found = pick(world, number, *([status[kind]] if kind in status else []))
+    found = pick(world, number, *([OF[kind]] if kind in OF else []))
     if found is None:
         return
     match kind:
@@ -120,6 +142,8 @@ def apply(world: World, move: Move) -> None:
             world.pages_arrive(found, a % (MAX_LEN + 1))
         case "first" if not world.clients[found].prefilled:
             world.first_token(found)
+        case "here" if not world.clients[found].prefilled:
+            world.compute_here(found)
         case "grant":
             world.grant(found)
         case "release":
@@ -176,6 +200,8 @@ class Guesser:
 def test_no_page_is_lost_and_every_answer_is_right(
     config: SchedulerConfig, max_steps: int, seconds: float | None, guesser: Guesser | None, moves: list[Move]
 ) -> None:
+    if any(reach.cell for reach in config.reaches):
+        guesser = None  # a state takes nothing back
     world = World(config, max_steps=max_steps, seconds=seconds, speculator=guesser)
     for move in moves:
         apply(world, move)
@@ -187,7 +213,9 @@ def test_no_page_is_lost_and_every_answer_is_right(
         assert not guesser.asked, "whoever guesses was not told that a request has gone"
         event(f"guesses stood {guesser.stood > 0}, fell {guesser.fell > 0}")
     event(f"preempted {min(world.scheduler.preemptions, 3)}")
+    event(f"yielded {world.scheduler.yields > 0}, left out {world.scheduler.rows_left_out > 0}")
     event(f"preempted decode leg {world.resubmitted > 0}")
+    event(f"computed here instead {world.taken_over > 0}")
     event(f"found in the cache {memory.found_tokens > 0}")
     event(f"evicted {any(memory.pool.generation(page) > 1 for page in range(config.pages))}")
     event(f"groups {config.reaches}")

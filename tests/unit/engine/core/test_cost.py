@@ -95,6 +95,18 @@ def test_only_decoding_for_long_leaves_a_sane_idea_of_chunks() -> None:
     assert 16 <= cost.affordable(Work(), 0.25, 0) <= 10_000
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_steps_of_nearly_one_length_tell_weights_apart_in_time(noise: float) -> None:
+    """A worker that reads brief pieces only took a step's own cost for nothing, and so cut them ever shorter."""
+    random, cost = Random(6), StepCost(prior_for(70_000_000_000))
+    for _ in range(900):
+        work = Work()
+        work.add(random.randrange(8000), random.choice([256, 256, 256, 272, 328, 600]), 0)
+        cost.learn(work, (0.012 + 5e-5 * work.tokens) * random.uniform(1 - noise, 1 + noise))
+    assert cost.rates[0] == pytest.approx(0.012, rel=0.25)
+    assert cost.rates[1] == pytest.approx(5e-5, rel=0.15)
+
+
 def test_a_step_of_nothing_teaches_nothing() -> None:
     cost = StepCost()
     before = cost.predict(Work())

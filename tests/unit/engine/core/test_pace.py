@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_world import prompt_of
+from glass_model import prompt_of
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, Work

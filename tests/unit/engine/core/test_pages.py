@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.core.blocks import BlockPool, Leaks, Lease, Shortfall
 from penstock.engine.core.prefix import PrefixCache
-from penstock.reach import EVERYTHING, Reach
+from penstock.reach import EVERYTHING, Pieces, Reach
 from penstock.types import BlockHash, PageId
 
 
@@ -194,6 +194,51 @@ def test_who_goes_on_elsewhere_needs_what_the_next_position_reads() -> None:
     assert cache.match([name(block) for block in range(3)], limit=3, position=23).lease.pages == held[0][:3]
     five = cache.match([name(block) for block in range(5)], limit=5, position=23)
     assert five.lease.pages == [*held[0][:5], held[1][4]]
+
+
+STATEFUL = (EVERYTHING, Reach(window=1, cell=8))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "lost", "position", "known", "cell"),
+    [
+        (7, (), 0, 6, 2),  # what is computed here begins with a cell
+        (6, (), 0, 6, 2),
+        (6, (2,), 0, 4, 1),
+        (7, (1, 2), 0, 2, 0),
+        (7, (0, 1, 2), 0, 0, None),
+        (7, (0, 1, 2), 29, 7, None),  # the state behind position 28 comes from elsewhere
+        (7, (), 28, 6, None),  # it comes with the last block, so that one must not be known
+        (6, (), 24, 6, 2),  # all there is, state and all
+        (6, (2,), 24, 5, None),
+    ],
+)
+def test_a_prefix_with_states_ends_where_a_state_is(
+    blocks: int, lost: tuple[int, ...], position: int, known: int, cell: int | None
+) -> None:
+    """Blocks of 4 tokens, states every 8: ``cell`` is whose page is needed."""
+    cache = PrefixCache(BlockPool(20), STATEFUL, page_tokens=4)
+    keys, states = leased(cache._pool, 7), leased(cache._pool, 3)
+    for block, page in enumerate(keys):
+        assert cache.insert(name(block), page)
+    for index, page in enumerate(states):
+        if index not in lost:
+            assert cache.insert(name(2 * index + 1), page, 1)
+    match = cache.match([name(block) for block in range(blocks)], blocks, position)
+    assert match.blocks == known
+    assert match.lease.pages == keys[:known] + ([] if cell is None else [states[cell]])
+
+
+def test_a_state_travels_last_and_all_of_it() -> None:
+    pieces = Pieces([EVERYTHING, Reach(window=7), *[Reach(window=1, cell=32)] * 3], 77, 16)
+    keyed = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)]
+    assert list(pieces) == [*keyed, (2, 2), (2, 3), (2, 4)]
+    assert [pieces.place(piece) for piece in range(pieces.total)] == list(pieces)
+    assert [pieces.tokens_of(piece) for piece in range(pieces.total)] == [16, 16, 16, 16, 13, 13, 13, 13, 13]
+    assert (pieces.before(4), pieces.before(5)) == (4, 9)
+    assert [pieces.tokens_in(count) for count in (3, 5, 6, 8, 9)] == [48, 64, 64, 64, 80]
+    with pytest.raises(IndexError):
+        pieces.place(9)
 
 
 def test_sharing_what_moves_promises_a_page() -> None:

@@ -136,6 +136,22 @@ def test_a_decode_leg_takes_what_is_cached_and_pulls_the_rest() -> None:
     )
 
 
+def test_a_decode_leg_whose_pages_are_too_slow_computes_what_has_not_come() -> None:
+    check(
+        """
+        decode a prompt=9 max=4
+        step -> reserved a@0
+        pages a 5
+        here a
+        load awaiting=0 running=0 queued=1
+        step -> a 4+6*     | a token 0, a token 1
+        first a                     # too late to be heard
+        step -> a 10+1*    | a token 2
+        step -> a 11+1*    | a token 3 length
+        """
+    )
+
+
 def test_arrived_pages_are_cached_like_computed_ones() -> None:
     check(
         """

@@ -19,12 +19,12 @@ def test_nobody_overtakes_not_even_the_small() -> None:
     )
 
 
-def test_priority_then_arrival() -> None:
+def test_class_then_arrival() -> None:
     check(
         """
-        whole late prompt=4 family=0 max=1 at=2
-        whole early prompt=4 family=1 max=1 at=1
-        whole urgent prompt=4 family=2 max=1 at=3 priority=-1
+        whole late prompt=4 family=0 max=1 at=2 class=batch
+        whole early prompt=4 family=1 max=1 at=1 class=batch
+        whole urgent prompt=4 family=2 max=1 at=3
         step -> urgent 0+4*
         step -> early 0+4*
         step -> late 0+4*
@@ -206,4 +206,21 @@ def test_as_many_requests_run_as_a_step_has_tokens() -> None:
         step -> c 0+1*
         """,
         max_step_tokens=2,
+    )
+
+
+def test_several_steps_that_can_be_stopped_are_granted_whoever_waits() -> None:
+    check(
+        """
+        whole a prompt=1 max=9 family=0
+        decode b prompt=4 max=3 family=1
+        step -> a 0+1*, reserved b@0
+        whole c prompt=8 max=3 family=2       # for whom there is no room
+        step -> a 1+1*, x3                    # a fourth would take a page that is b's
+        """,
+        max_steps=3,
+        pages=3,
+        max_model_len=12,
+        stoppable=True,
+        to_the_end=False,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_world import ROOT, prompt_of
+from glass_model import ROOT, prompt_of
 
 from penstock.config.schema import PoolingConfig, SchedulerConfig
 from penstock.engine.core.plan import Arrive, Drawn, Outcome, Plan

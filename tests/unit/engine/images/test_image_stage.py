@@ -38,7 +38,11 @@ class _Encoding:
 class _Encoder:
     """Its rows are the first tone of the picture."""
 
-    token_side, width, axes = SIDE, WIDTH, True
+    width, axes, leads = WIDTH, True, 0
+
+    def check(self, medium: Picture) -> None:
+        if len(medium.pixels) != 3 * medium.rows * medium.columns * SIDE**2:
+            raise ImageRefused("another number of pixels")
 
     def begin(self, ops: Ops, picture: Picture) -> _Encoding:
         return _Encoding(picture)
@@ -198,6 +202,19 @@ def test_what_is_not_itself_is_refused(change: dict[str, Any], why: str):
     fields = {name: getattr(event, name) for name in Arrive.__dataclass_fields__}
     with pytest.raises(ImageRefused, match=why):
         stage().ready(Arrive(**fields | change))
+
+
+class _Listener(_Encoder):
+    """Its prompts begin with one."""
+
+    leads = TOKENS
+
+
+@pytest.mark.parametrize("images", [[], [PlacedImage(bytes(32), 1, 2, 3)], [PlacedImage(bytes(32), 0, 2, 2)]])
+def test_a_model_that_hears_wants_its_sound_first(images: list[PlacedImage]):
+    own = ImageStage(cast(Any, _Listener()), cast(Ops, None), cache_bytes=1 << 20)
+    with pytest.raises(ImageRefused, match="begin with one sound of 6 tokens"):
+        own.ready(replace(arrive("a", [7]), images=images))
 
 
 SOURCE = PageSource(worker=WorkerId("encode-0"), incarnation=1, endpoint="memory://e")

@@ -17,6 +17,7 @@ from penstock.kernels.native import families
 from penstock.kernels.recording import RecordedProgram
 from penstock.types import AdapterRef, SamplingParams
 from penstock.weights.adapter import Adapter
+from penstock.weights.compressing import compress_folder
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import llama_config, write_model
@@ -81,6 +82,21 @@ def test_alone_or_mixed_whole_or_in_chunks(places: tuple[Path, list[Path]], fami
     for path in adapters:
         direct.load_adapter(path)
     assert told(direct, [direct.request(prompt, sampling(way), adapter=ref) for prompt, way, ref in asked], 48) == alone
+
+
+def test_over_compressed_weights_the_bits_are_those_over_plain_ones(
+    places: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    folder, adapters = places
+    compress_folder(folder, tmp_path / "compressed", threads=1, report=lambda _: None)
+    brought = []
+    for model in (folder, tmp_path / "compressed"):
+        bench = RunnerBench(model, "bf16", pages=400, threads=2)
+        refs = [None, *(bench.load_adapter(path) for path in adapters)]
+        requests = [bench.request(prompt, sampling(way), adapter=refs[way % 3]) for way, prompt in enumerate(PROMPTS)]
+        brought.append(told(bench, requests, 48))
+    assert bench.fingerprint == RunnerBench(folder, "bf16").fingerprint
+    assert brought[0] == brought[1]
 
 
 # --- which adapters are in memory -------------------------------------------------------------------------------------

@@ -117,12 +117,12 @@ def test_pages_follow_the_request() -> None:
     request = request_of()
     answer = Answer(request)
     assert answer.pages() == []
-    request.adopt([Holding(0, [PageId(4), PageId(2)]), Holding(1, [PageId(3)])], page_tokens=16)
+    request.adopt([Holding(0, [PageId(4), PageId(2)]), Holding(1, [PageId(3)])])
     assert [pages.tolist() for pages in answer.pages()] == [[4, 2], [0, 3]]
     request.held[0].pages.append(PageId(9))
     assert [pages.tolist() for pages in answer.pages()] == [[4, 2, 9], [0, 3]]
     request.surrender()
-    request.adopt([Holding(0, [PageId(2), PageId(4), PageId(9)])], page_tokens=16)
+    request.adopt([Holding(0, [PageId(2), PageId(4), PageId(9)])])
     assert [pages.tolist() for pages in answer.pages()] == [[2, 4, 9]]
     assert answer.pages()[0].dtype == np.int32
 
@@ -144,3 +144,16 @@ def test_forgetting() -> None:
     answers.forget("a")
     answers.forget("a")
     assert len(answers) == 1
+
+
+def test_what_may_never_be_drawn_and_what_not_first() -> None:
+    sampling = SamplingParams(seed=1, max_tokens=9, banned=(5, 6), banned_first=(7,), min_tokens=2, stop_token_ids=(8,))
+    answer = Answer(request_of(sampling))
+    assert [answer.row(position, ()).banned_ids.tolist() for position in (4, 5, 6, 7)] == [
+        [5, 6, 8, 7],
+        [5, 6, 8],
+        [5, 6],
+        [5, 6],
+    ]
+    assert not answer.picks(7)
+    assert [row.banned_ids.tolist() for row in answer.rows(4, (1, 1))] == [[5, 6, 8, 7], [5, 6, 8], [5, 6]]

@@ -10,7 +10,8 @@ from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Arrive, Row
 from penstock.engine.core.request import Request
 from penstock.engine.runner.answer import Answer
-from penstock.engine.runner.batch import Span, StepArrays
+from penstock.engine.runner.batch import StepArrays
+from penstock.engine.runner.span import Span
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 
 SAMPLING = SamplingParams(seed=0, max_tokens=100)
@@ -36,7 +37,7 @@ def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPL
 
 def give(request: Request, pages: list[int]) -> None:
     """Of two groups of layers; the second has other pages."""
-    request.adopt([Holding(0, [PageId(page + other) for page in pages]) for other in (0, 7000)], page_tokens=16)
+    request.adopt([Holding(0, [PageId(page + other) for page in pages]) for other in (0, 7000)])
 
 
 def span_of(request: Request, start: int, count: int, samples: bool = True) -> Span:
@@ -125,7 +126,7 @@ def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tup
             if request.known > request.room:
                 for group, own in enumerate(request.held):
                     own.pages.append(PageId(serial + group))
-                request.measure(16)
+                request.measure()
         request = requests[chosen % len(requests)]
         if move == "pages":
             own, _ = request.held

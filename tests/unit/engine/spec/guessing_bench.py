@@ -14,10 +14,12 @@ from penstock.engine.core.speculation import Speculator
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.eagle import EagleHead, build_head
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.spec.contexts import CONTEXT_TOKENS
 from penstock.engine.spec.drafter import Drafter
 from penstock.engine.spec.guides import Guide, HeadGuide, ModelGuide
+from penstock.grammar.matcher import CompiledGrammar
+from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.kernels.select import make_ops
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams, TokenLogprob
 from penstock.weights.checkpoint import inspect_model
@@ -27,6 +29,11 @@ from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import llama_config, write_model
 
 VOCAB = 97
+END = VOCAB - 1
+LETTERS = Vocabulary(
+    tokens=[*(bytes((32 + index,)) for index in range(95)), b'":', b"<|end|>"], special=(END,), end_tokens=(END,)
+)
+"""What the model's tokens are to grammars."""
 CONFIG = llama_config(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=2048)
 
 
@@ -81,6 +88,7 @@ class GuessingBench:
     """One model, its random head, and itself as its own draft model."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
+        self._trie = token_trie(LETTERS)
         write_model(folder / "model", CONFIG)
         head = head_config(CONFIG)
         write_head(folder / "head", head, head_tensors(head))
@@ -95,7 +103,8 @@ class GuessingBench:
 
     def runner(self, pages: int, tapped: tuple[int, ...] = ()) -> ModelRunner:
         kv = self.ops.new_kv(self.spec.kv, pages=pages)
-        runner = ModelRunner(self.model, self.ops, kv, self.ops.record(self.model, kv, tapped=tapped))
+        aids = Aids(matcher_of=lambda grammar: CompiledGrammar(grammar, self._trie).matcher())
+        runner = ModelRunner(self.model, self.ops, kv, self.ops.record(self.model, kv, tapped=tapped), aids)
         runner.tap(tapped, self.head.hidden)
         return runner
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
-from guessing_bench import VOCAB, GuessingBench
+from guessing_bench import END, LETTERS, VOCAB, GuessingBench
 
-from penstock.types import SamplingParams
+from grammar_world import grammar_of, schema_grammar
+from penstock.types import RequestId, SamplingParams
 
 ANSWER = 60
 REQUESTS = [
@@ -39,6 +41,42 @@ def test_guesses_change_how_fast_and_nothing_else(bench: GuessingBench, kind: st
         assert guessed.logprobs == plain.logprobs
         assert always is not None
         assert always.drafted > 50
+        assert (guessed.preempted > 0) == (pages == 14)
+
+
+PET = schema_grammar(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 999}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    compact=True,
+)
+ANYTHING = grammar_of("regex", "[ -~]{30,50}")
+FORMED = {"max_tokens": ANSWER, "stop_token_ids": (END,)}
+CONSTRAINED = [
+    (37, SamplingParams(seed=1, temperature=0.0, grammar=PET, **FORMED)),
+    (5, SamplingParams(seed=2, temperature=0.9, grammar=PET, logprobs=2, **FORMED)),
+    (20, SamplingParams(seed=3, temperature=0.8, grammar=ANYTHING, logprobs=0, min_tokens=35, **FORMED)),
+    (12, SamplingParams(seed=4, temperature=0.8, **FORMED)),
+]
+
+
+@pytest.mark.parametrize("kind", ["head", "draft"])
+def test_guesses_change_no_answer_that_is_held_to_a_form(bench: GuessingBench, kind: str) -> None:
+    """Who guesses knows nothing of it: what it forbids falls.  Beside an answer without a form; preempted, too."""
+    asked = [(list(range(length)), sampling) for length, sampling in CONSTRAINED]
+    plain, _ = bench.answers(asked)
+    for number, (_, sampling) in enumerate(asked):
+        if sampling.grammar == PET and (tokens := plain.answers[RequestId(f"r{number}")])[-1] == END:
+            assert set(json.loads(b"".join(LETTERS.tokens[token] for token in tokens[:-1]))) == {"name", "age"}
+    for pages in (200, 14):
+        guessed, always = bench.answers(asked, kind, pages=pages)
+        assert guessed.answers == plain.answers
+        assert guessed.logprobs == plain.logprobs
+        assert always is not None
+        assert 0 < always.stood < always.drafted
         assert (guessed.preempted > 0) == (pages == 14)
 
 

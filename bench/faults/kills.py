@@ -1,0 +1,260 @@
+"""F1: processes are killed, stopped and told to end at every point of answers; F12: the fleet shrinks under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from bench.faults.blows import NO_SIGNAL, Blow, Striker, plan
+from bench.faults.result import Budget, Result, judged, quantile
+from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, histogram, together
+
+from cluster.chaos import Record, client_loop
+from cluster.server import PenstockServer
+from cluster.streams import Answer, all_answers, make_client
+from cluster.varied import varied_requests
+from vision_models import image_part, write_vision_model
+
+CLIENTS = 16
+BLOWS = 320
+TOUCHED = 3000
+KILL_STALL_S, STOP_STALL_S = 1.5, 5.0
+SCALE_DOWNS = 100
+PART = 48
+"""Blows between two starts of a service: a run that is cut short loses no more."""
+
+SPLIT = ("--prefill", "2", "--decode", "2", "--gateways", "2")
+TOGETHER = ("--aggregated", "--gateways", "2")
+KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", NO_BLOW)
+
+Work = list[tuple[dict[str, Any], Answer]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blows that one service stands one after the other."""
+
+    name: str
+    flags: tuple[str, ...]
+    targets: tuple[str, ...]
+    blows: int
+
+    def run(self) -> Toll:
+        """The same blows each time."""
+        dice = random.Random(self.name)
+        blows = plan(self.blows, self.targets, dice)
+        toll, began = Toll(), time.monotonic()
+        try:
+            if self.targets == ("encode",):
+                _images(toll, blows)
+            else:
+                with PenstockServer(self.flags) as server:
+                    asyncio.run(_struck(server, toll, blows, dice))
+                    _note_what_is_left(server, toll, self.name)
+        except AssertionError as error:  # the service did not begin, or something outlived it
+            toll.left.append(f"{self.name}: {error}")
+        toll.seconds, toll.load = time.monotonic() - began, os.getloadavg()[0]
+        return toll
+
+
+def parts(blows: int) -> list[Part]:
+    """Three quarters of the blows upon a split fleet, a tenth upon workers that encode, the others upon one worker of
+    both phases."""
+    split, images = round(0.75 * blows), max(1, round(0.1 * blows))
+    told = [("split", SPLIT, ("prefill", "decode", "gateway"), min(PART, split - at)) for at in range(0, split, PART)]
+    told.append(("together", TOGETHER, ("both", "gateway"), max(1, blows - split - images)))
+    told.append(("images", (), ("encode",), images))
+    return [Part(f"{number}: {name}", *rest) for number, (name, *rest) in enumerate(told)]
+
+
+def f1(budget: Budget) -> Result:
+    """Kills and stops over all targets and points."""
+    blows = budget.count(BLOWS, least=6)
+    planned = parts(blows)
+    kept = Parts(budget.resume, f"F1, {blows} blows")
+    tolls = []
+    for part in planned:
+        toll = kept.get(part.name)
+        if toll is None and budget.over():
+            continue
+        if toll is None:
+            toll = part.run()
+            kept.put(part.name, toll)
+        tolls.append(toll)
+    whole = together(tolls)
+    missing = len(planned) - len(tolls)
+    checks = _checks(whole, blows, budget) | ({f"{missing} parts are still to be run": False} if missing else {})
+    result = judged("F1", "SIGKILL, SIGSTOP, SIGTERM of any process at any point", checks, _figures(whole))
+    result.figures["stalls"] = {kind: histogram(whole.of(kind)) for kind in KINDS}
+    return result
+
+
+def _checks(whole: Toll, blows: int, budget: Budget) -> dict[str, bool]:
+    return {
+        "too few blows": sum(whole.blows.values()) >= blows,
+        "too few answers touched": whole.touched >= budget.count(TOUCHED),
+        f"answers differ or failed: {whole.wrong[:2]}": not whole.wrong,
+        f"something is left: {whole.left[:2]}": not whole.left,
+        "hangs": whole.hangs == 0,
+        "stall after SIGKILL": quantile(whole.of("SIGKILL"), 0.99) <= KILL_STALL_S,
+        "stall after SIGSTOP": quantile(whole.of("SIGSTOP"), 0.99) <= STOP_STALL_S,
+    }
+
+
+def _figures(whole: Toll) -> dict[str, Any]:
+    """The worst target of each kind of blow is told, too, and what answers waited that it served themselves."""
+    figures: dict[str, Any] = {
+        "blows": sum(whole.blows.values()),
+        **{f"at {name}": count for name, count in sorted(whole.blows.items())},
+        **dict(sorted(whole.signals.items())),
+        "answers": whole.answers,
+        "touched": whole.touched,
+        "wrong": len(whole.wrong),
+        "hangs": whole.hangs,
+        "left": len(whole.left),
+        "asked for again": whole.resumed,
+        "seconds": whole.seconds,
+        "load": whole.load,
+    }
+    for kind in KINDS:
+        all_of = whole.of(kind)
+        for share in (0.5, 0.9, 0.99, 1.0):
+            figures[f"{kind} p{100 * share:g} s"] = quantile(all_of, share)
+    for kind in ("SIGKILL", "SIGSTOP"):
+        for target in sorted(whole.blows):
+            served = whole.of(kind, lambda stall, target=target: _hurt(stall, target))
+            if served:
+                figures[f"{kind} p99 s, served by {target}"] = quantile(served, 0.99)
+    return figures
+
+
+def _hurt(stall: Stall, target: str) -> bool:
+    return stall.target == target and stall.served
+
+
+def f12(budget: Budget) -> Result:
+    """Workers are told to end under load, again and again: no stream breaks."""
+    downs = budget.count(SCALE_DOWNS, least=4)
+    blows = [Blow(("prefill", "decode")[i % 2], "mid-decode", signal.SIGTERM) for i in range(downs)]
+    with PenstockServer(SPLIT[:4]) as server:
+        toll = Toll()
+        asyncio.run(_struck(server, toll, blows, random.Random(12)))
+        _note_what_is_left(server, toll, "at the end")
+    stalls = toll.of("SIGTERM")
+    checks = {
+        f"streams broke: {toll.wrong[:2]}": not toll.wrong,
+        "streams were asked for again": toll.resumed == 0,
+        "too few scale-downs": toll.signals["SIGTERM"] >= downs,
+        f"something is left: {toll.left[:2]}": not toll.left,
+    }
+    figures = {
+        "scale-downs": toll.signals["SIGTERM"],
+        "answers": toll.answers,
+        "touched": toll.touched,
+        "broken": len(toll.wrong) + toll.resumed,
+        "stall_p99_s": quantile(stalls, 0.99),
+    }
+    return judged("F12", "scale-downs under load", checks, figures)
+
+
+async def _struck(server: PenstockServer, toll: Toll, blows: list[Blow], dice: random.Random) -> None:
+    """The undisturbed answers first, then clients and blows together until all blows have fallen."""
+    bodies = varied_requests(max_tokens=40)
+    undisturbed = await all_answers(server.url, bodies, together=False)
+    work: Work = list(zip(bodies, undisturbed, strict=True))
+    record = Record()
+    striker = Striker(server, toll, blows, dice)
+    await striker.heal()
+    deadline = time.monotonic() + 60 + 6.0 * len(blows)
+
+    def going() -> bool:
+        return not striker.over and time.monotonic() < deadline
+
+    async with make_client() as client, asyncio.TaskGroup() as tasks:
+        for number in range(CLIENTS):
+            own = random.Random(number)
+            tasks.create_task(
+                client_loop(client, server.url, work, record, dice=own, going=going, ask=striker.ask, hang_up=0.05)
+            )
+    toll.answers, toll.wrong = record.complete, record.wrong
+
+
+def _images(toll: Toll, blows: list[Blow]) -> None:
+    """The same of workers that encode images; chats in one piece, since a picture's answer is short."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_vision_model(Path(folder), dtype="bf16")
+        flags = [str(model), "--served-model-name", "tiny-vision", "--kv-memory", "16MiB", "--encode-workers", "2"]
+        with PenstockServer(flags) as server:
+            asyncio.run(_struck_images(server, toll, [blow for blow in blows if blow.signum != NO_SIGNAL]))
+            _note_what_is_left(server, toll, "images")
+
+
+def _chat(seed: int) -> dict[str, Any]:
+    words = {"type": "text", "text": "t3 t4 t5 t6 " * 5}
+    content = [words, image_part(150, 90, seed=seed), words, image_part(61, 230, seed=seed + 1), words]
+    return {
+        "model": "tiny-vision",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 24,
+        "temperature": 0.8,
+        "seed": seed,
+        "logprobs": True,
+        "ignore_eos": True,
+    }
+
+
+async def _struck_images(server: PenstockServer, toll: Toll, blows: list[Blow]) -> None:
+    striker = Striker(server, toll, blows, random.Random(3))
+    await striker.heal()
+    wanted: dict[int, Any] = {}
+
+    async def ask(client: httpx.AsyncClient, seed: int, *, salt: str) -> Any:
+        body = _chat(seed) | {"cache_salt": salt}
+        answer = await client.post(f"{server.url}/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        own = random.Random(number)
+        while not striker.over:
+            seed = own.randrange(8)
+            blow = striker.take()
+            if blow is not None:
+                asyncio.get_running_loop().call_later(own.uniform(0, 0.02), striker.strike, blow)
+            try:
+                async with asyncio.timeout(60):
+                    # A picture that was not seen before must be encoded: its seed is new, and so is the answer's.
+                    await ask(client, 1000 + own.randrange(10**6), salt="new")
+                    got = await ask(client, seed, salt=str(own.random()))
+            except (AssertionError, httpx.HTTPError, TimeoutError) as error:
+                toll.wrong.append(f"{type(error).__name__}: {error}")
+                continue
+            toll.answers += 1
+            toll.touched += blow is not None
+            if got != wanted[seed]:
+                toll.wrong.append(f"image {seed}: another answer")
+
+    async with make_client() as client:
+        for seed in range(8):
+            wanted[seed] = await ask(client, seed, salt="first")
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(one(client, number))
+
+
+def _note_what_is_left(server: PenstockServer, toll: Toll, when: str) -> None:
+    """Idle, and no page without an owner; what outlives the service is looked for when it ends."""
+    try:
+        server.wait_all_ready(30.0)
+        server.wait_idle(10.0)
+    except AssertionError as error:
+        toll.left.append(f"{when}: {error}")
+    toll.left += [f"{when}: {row}" for row in server.workers() if row["kv_pages_leaked"] or row["kv_pages_used"]]

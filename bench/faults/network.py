@@ -1,0 +1,184 @@
+"""F2: the network between any two hosts is cut; F4: a link is slow.  F3 is in ``messages``."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from bench.faults.hosts import Hosts, HostServer, HostWorker
+from bench.faults.result import Budget, Result, judged, quantile
+
+from cluster.chaos import Record
+from cluster.server import PenstockServer
+from cluster.streams import Answer, make_client, stream_completion
+from cluster.varied import varied_requests
+from penstock.wire.keys import Keys
+
+FAILOVER_S, REFUSED_S = 10.0, 2.0
+CUT_S = 6.0
+SLOW = "20mbit"
+ROLES = {"p": "prefill", "d": "decode", "b": "both"}
+KEY = {"Authorization": "Bearer bench"}
+
+
+@contextmanager
+def _town() -> Iterator[tuple[Hosts, HostServer]]:
+    """A gateway's host, and one each for three workers."""
+    with Hosts(("g", *ROLES)) as hosts, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        keys = Path(folder) / "keys"
+        Keys.ephemeral().save(keys)
+        joined: list[str] = []
+        for name, role in ROLES.items():
+            flags = ["--role", role, "--keys", str(keys), "--name", name, "--kv-memory", "64MiB"]
+            worker = stack.enter_context(HostWorker(hosts, name, flags))
+            joined += ["--join", worker.endpoint]
+        yield hosts, stack.enter_context(HostServer(hosts, "g", ["--keys", str(keys), *joined]))
+
+
+def f2(budget: Budget) -> Result:
+    """Each pair in turn, then the gateway from everybody."""
+    pairs = [("g", "p"), ("g", "d"), ("g", "b"), ("p", "d")]
+    record, waits = Record(), []
+    with _town() as (hosts, server):
+        for one, other in pairs[: budget.count(len(pairs))]:
+            waits += asyncio.run(_cut(hosts, server, (one, other), record))
+            server.wait_all_ready(30.0)
+        refused = asyncio.run(_cut_off(hosts, server))
+        server.wait_all_ready(30.0)
+        server.wait_idle(10.0)
+        clean = all(row["kv_pages_leaked"] == 0 for row in server.workers())
+    checks = {
+        f"answers differ or failed: {record.wrong[:2]}": not record.wrong,
+        "failover took too long": max(waits, default=0.0) <= FAILOVER_S,
+        "no 503 in time": refused is not None and refused <= REFUSED_S,
+        "pages leaked": clean,
+    }
+    figures = {
+        "cuts": len(pairs) + 1,
+        "answers": record.complete,
+        "wrong": len(record.wrong),
+        "stall_p99_s": quantile(waits, 0.99),
+        "stall_max_s": max(waits, default=0.0),
+        "refused_after_s": refused,
+    }
+    return judged("F2", "network cut between any two hosts", checks, figures)
+
+
+async def _cut(hosts: Hosts, server: PenstockServer, pair: tuple[str, str], record: Record) -> list[float]:
+    """Clients ask; the cut comes, stays a while and is mended.  How long answers that met it stood still."""
+    bodies = varied_requests(max_tokens=40)
+    stalls: list[float] = []
+    cut_at = 0.0
+    over = False
+
+    async def one(client: httpx.AsyncClient, number: int, work: list[tuple[dict[str, Any], Answer]]) -> None:
+        dice = random.Random(number)
+        while not over:
+            body, wanted = dice.choice(work)
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(60):
+                    got = await stream_completion(client, server.url, body)
+            except (AssertionError, httpx.HTTPError, TimeoutError) as error:
+                record.wrong.append(f"{'-'.join(pair)}: {type(error).__name__}: {error}")
+                continue
+            record.complete += 1
+            if got.identical != wanted.identical:
+                record.wrong.append(f"{'-'.join(pair)}: another answer")
+            moments = [began, *got.times]
+            stalls.extend(b - max(a, cut_at) for a, b in pairwise(moments) if a <= cut_at < b)
+
+    async with make_client() as client:
+        client.headers.update(KEY)
+        work = [(body, await stream_completion(client, server.url, body)) for body in bodies]
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(8):
+                tasks.create_task(one(client, number, work))
+            await asyncio.sleep(1.0)
+            cut_at = time.monotonic()
+            hosts.cut(*pair)
+            await asyncio.sleep(CUT_S)
+            hosts.mend(*pair)
+            await asyncio.sleep(2.0)
+            over = True
+    return stalls
+
+
+async def _cut_off(hosts: Hosts, server: PenstockServer) -> float | None:
+    """The gateway alone: how long until a request is refused with 503, once that is known."""
+    for name in ROLES:
+        hosts.cut("g", name)
+    body = {"model": "storyteller", "prompt": [50, 51], "max_tokens": 4}
+    try:
+        async with make_client() as client:
+            client.headers.update(KEY)
+            deadline = time.monotonic() + FAILOVER_S
+            ready = f"{server.url}/ready"
+            while (await client.get(ready)).status_code == 200 and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            began = time.monotonic()
+            answer = await client.post(f"{server.url}/v1/completions", json=body)
+            return time.monotonic() - began if answer.status_code == 503 else None
+    finally:
+        for name in ROLES:
+            hosts.mend("g", name)
+
+
+def f4(budget: Budget) -> Result:
+    """The link between the prefill and the decode worker is slow: answers right, and others unharmed."""
+    rounds = budget.count(3)
+    record = Record()
+    with _town() as (hosts, server):
+        before = asyncio.run(_timed(server, record, rounds))
+        hosts.slow("p", "d", SLOW)
+        slowed = asyncio.run(_timed(server, record, rounds))
+        server.wait_idle(10.0)
+        clean = all(row["kv_pages_leaked"] == 0 for row in server.workers())
+    checks = {
+        f"answers differ or failed: {record.wrong[:2]}": not record.wrong,
+        "answers take over three times as long": slowed <= 3 * before + 1.0,
+        "pages leaked": clean,
+    }
+    figures = {
+        "rate": SLOW,
+        "answers": record.complete,
+        "wrong": len(record.wrong),
+        "p99_before_s": before,
+        "p99_slow_s": slowed,
+    }
+    return judged("F4", "slow link between the workers", checks, figures)
+
+
+async def _timed(server: PenstockServer, record: Record, rounds: int) -> float:
+    """The p99 of whole answers, four at a time, new prefixes each round."""
+    took: list[float] = []
+    wanted: dict[int, Any] = {}
+
+    async def one(client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            got = await stream_completion(client, server.url, body)
+        except (AssertionError, httpx.HTTPError) as error:
+            record.wrong.append(f"{type(error).__name__}: {error}")
+            return
+        took.append(time.monotonic() - began)
+        record.complete += 1
+        if wanted.setdefault(index, got.identical) != got.identical:
+            record.wrong.append(f"request {index}: another answer")
+
+    async with make_client() as client:
+        client.headers.update(KEY)
+        for number in range(rounds):
+            bodies = varied_requests(max_tokens=40, salt=f"{time.monotonic()}-{number}", salt_each=True)
+            for start in range(0, len(bodies), 4):
+                group = enumerate(bodies[start : start + 4], start=start)
+                await asyncio.gather(*(one(client, index, body) for index, body in group))
+    return quantile(took, 0.99)

@@ -1,0 +1,92 @@
+"""F10: out of file descriptors, out of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from pathlib import Path
+
+import httpx
+from bench.faults.result import Budget, Result, judged
+
+from cluster.server import PenstockServer
+from cluster.streams import all_answers
+from cluster.varied import varied_requests
+
+DESCRIPTORS = 128
+FLOOD = 400
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+def f10(budget: Budget) -> Result:
+    """The gateway may open no more files while connections pour in; a worker is ended for want of memory."""
+    checks: dict[str, bool] = {}
+    figures: dict[str, object] = {}
+    bodies = varied_requests(max_tokens=30)[:8]
+    with PenstockServer(["--decode", "2"]) as server:
+        wanted = asyncio.run(all_answers(server.url, bodies, together=False))
+        gateway = server.gateway_pid()
+        _, hard = resource.prlimit(gateway, resource.RLIMIT_NOFILE)
+        resource.prlimit(gateway, resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+        with contextlib.ExitStack() as stack:
+            opened = 0
+            for _ in range(FLOOD):
+                with contextlib.suppress(OSError):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=1))
+                    opened += 1
+        server.wait_for(lambda: _answers(server), 30.0, "answering again")
+        checks["not the same gateway after a flood"] = server.gateway_pid() == gateway
+        resource.prlimit(gateway, resource.RLIMIT_NOFILE, (hard, hard))
+        figures |= {"connections": opened, "descriptors": DESCRIPTORS}
+        checks["answers differ after a flood"] = _same(server, bodies, wanted)
+        killed = _out_of_memory(server)
+        figures["out of memory"] = "killed and replaced" if killed else "not run (needs a memory cgroup)"
+        checks["a worker without memory was not replaced"] = killed is not False
+        checks["answers differ after a lack of memory"] = _same(server, bodies, wanted)
+        server.wait_idle(10.0)
+        checks["pages leaked"] = all(row["kv_pages_leaked"] == 0 for row in server.workers())
+    return judged("F10", "out of file descriptors, out of memory", checks, figures)
+
+
+def _answers(server: PenstockServer) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return server.get("/ready").status_code == 200
+    return False
+
+
+def _same(server: PenstockServer, bodies: list, wanted: list) -> bool:
+    got = asyncio.run(all_answers(server.url, bodies, together=True))
+    return [one.identical for one in got] == [one.identical for one in wanted]
+
+
+def _out_of_memory(server: PenstockServer) -> bool | None:
+    """A worker whose memory cgroup has no room for one more page: the kernel ends it.  None without cgroups of ours.
+
+    What it has already stays with the group that it came from; whatever it touches from now on is too much.
+    """
+    group = CGROUP / f"penstock-bench-{os.getpid()}"
+    victim = next(row for row in server.workers() if row["role"] == "decode")
+    try:
+        group.mkdir()
+    except OSError:
+        return None
+    try:
+        try:
+            (group / "memory.swappiness").write_text("0")
+            (group / "cgroup.procs").write_text(str(victim["pid"]))
+            (group / "memory.limit_in_bytes").write_text("0")
+        except OSError:
+            return None
+        bodies = [body | {"cache_salt": "new"} for body in varied_requests(max_tokens=200)]
+        asyncio.run(all_answers(server.url, bodies[:12], together=True))
+        if not Path(f"/proc/{victim['pid']}").exists():
+            server.wait_all_ready(30.0)
+            return True
+        (group.parent / "cgroup.procs").write_text(str(victim["pid"]))
+        return None  # it needed no new memory
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()

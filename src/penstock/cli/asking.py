@@ -1,0 +1,60 @@
+"""Flags that say which running service is meant, and one question to it, answered with JSON.
+
+Knows how to ask and what can go wrong, not what is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.errors import ConfigError, WorkerError
+
+_MAX_ANSWER_BYTES = 4 << 20
+
+
+def add_service_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--url`` and ``--api-key``, for ``config.load.load_client``."""
+    parser.add_argument("--url", metavar="URL", help="default: PENSTOCK_URL or http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
+
+
+def ask(
+    url: str, api_key: str | None, timeout_s: float, path: str, body: dict[str, Any] | None = None
+) -> tuple[int, Any]:
+    """(status, parsed body; None when it is no JSON) of ``GET path``, or of ``POST path`` with a body.
+
+    Raises ConfigError for a URL that is none or a key that is wrong, WorkerError when nothing answers.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+    except ValueError as error:  # a port that is no number
+        raise ConfigError(f"--url {url}: {error}") from None
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        if body is None:
+            connection.request("GET", parts.path.rstrip("/") + path, headers=headers)
+        else:
+            headers["Content-Type"] = "application/json"
+            connection.request("POST", parts.path.rstrip("/") + path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        raw = answer.read(_MAX_ANSWER_BYTES)
+    except ConnectionRefusedError:
+        raise WorkerError(f"nothing listens at {url}; start it with `penstock serve`") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise WorkerError(f"no answer from {url}: {error}") from None
+    finally:
+        connection.close()
+    if answer.status in (401, 403):
+        raise ConfigError(f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY")
+    try:
+        return answer.status, json.loads(raw)
+    except ValueError:
+        return answer.status, None

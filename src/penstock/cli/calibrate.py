@@ -1,0 +1,125 @@
+"""``penstock calibrate``: how long steps take on this machine, as a fleet file for ``penstock simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.cli.paint import Paint, count_bar, table
+from penstock.errors import ConfigError
+from penstock.launch.locate import locate
+from penstock.sim.fitting import Fit, Reading, Writing, fit
+from penstock.sim.fleet import FleetFile, KvMemory, Limits, Links, as_toml, checked, parse_workers
+from penstock.sim.measuring import Bench, Extent
+
+EPILOG = """\
+examples:
+  penstock calibrate                            the bundled storyteller, one thread
+  penstock calibrate ~/models/llama --threads 8 --workers 2:2 --out here.toml
+  penstock simulate TRACE --fleet here.toml
+
+Nothing else should run meanwhile.  Fleets of the package (h100, h200) are given, not measured.
+"""
+
+KV_BYTES = 4 << 30
+CONTEXT, ROUNDS = 1536, 3
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measure this machine for the simulator",
+        description="Times steps that read and that write, and copies of KV pages; writes a fleet file.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, .gguf file or Hub name; default: bundled")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of a worker's kernels; default: 1")
+    parser.add_argument("--context", type=int, default=CONTEXT, metavar="T", help="tokens; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--workers", default="2", metavar="N", help="of the fleet file, as 4 or 2:2; default: 2")
+    parser.add_argument("--kv-memory", type=int, default=KV_BYTES, metavar="B", help="of each; default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the fleet file there; default: print it")
+    parser.add_argument("--json", action="store_true", help="print measurements and fleet as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Always 0; raises ConfigError, ModelError, KernelError."""
+    cores = len(os.sched_getaffinity(0))
+    for flag, least, most in (("threads", 1, cores), ("context", 128, 1 << 20), ("rounds", 1, 1000)):
+        if not least <= getattr(args, flag) <= most:
+            raise ConfigError(f"--{flag} must be from {least} to {most}, got {getattr(args, flag)}")
+    groups = parse_workers(args.workers)
+    located = locate(args.model)
+    bench = Bench(located.path, Extent(context=args.context, rounds=args.rounds, threads=args.threads))
+    with count_bar("measuring", bench.turns + 1, "runs") as turn:
+        readings = bench.readings(lambda: turn(1))
+        writings = bench.writings(lambda: turn(1))
+        bytes_s = bench.copy_bytes_s()
+        turn(1)
+    found = fit(readings, writings)
+    layout = bench.layout
+    token_bytes = -(-layout.page_bytes // layout.page_tokens)
+    fleet = checked(
+        FleetFile(
+            name=located.name,
+            source=f"measured: {bench.identity.numerics}, {args.threads} threads, {platform.machine()}, {cores} cores",
+            workers=groups,
+            steps=found.times,
+            memory=KvMemory(token_bytes=token_bytes, device_bytes=args.kv_memory),
+            links=Links(worker_bytes_s=bytes_s, host_bytes_s=bytes_s),
+            scheduler=Limits(max_model_len=bench.max_positions, max_running=256, max_step_tokens=2048),
+        )
+    )
+    if args.out is not None:
+        _write(args.out, as_toml(fleet))
+    if args.json:
+        print(msgspec.json.encode(as_json(fleet, found, readings, writings)).decode())
+    else:
+        print(show(fleet, found, Paint()) if args.out is not None else as_toml(fleet), end="")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}") from None
+
+
+def as_json(fleet: FleetFile, found: Fit, readings: list[Reading], writings: list[Writing]) -> dict[str, Any]:
+    """Everything that was measured, in seconds, tokens and bytes."""
+    return {
+        "fleet": msgspec.to_builtins(fleet),
+        "reading_error": found.reading_error,
+        "writing_error": found.writing_error,
+        "readings": readings,
+        "writings": writings,
+    }
+
+
+def show(fleet: FleetFile, found: Fit, paint: Paint) -> str:
+    """For people."""
+    times = fleet.steps
+    read, write = f"off by {found.reading_error:.1%}", f"off by {found.writing_error:.1%}"
+    rows = [
+        ("a step that reads", f"{times.read_step_s * 1e3:.3f} ms", paint(f"{read} in the median", "dim")),
+        ("  each prompt token", f"{times.token_s * 1e6:.3f} us", f"{1 / times.token_s:,.0f} a second"),
+        ("  each pair of attention", f"{times.pair_s * 1e9:.4f} ns", ""),
+        ("a step that writes", f"{times.step_s * 1e3:.3f} ms", paint(f"{write} in the median", "dim")),
+        ("  each answer", f"{times.row_s * 1e6:.3f} us", ""),
+        ("  1,000 tokens of context", f"{times.context_s * 1e9:.3f} us", ""),
+        (
+            "KV pages copied",
+            f"{fleet.links.worker_bytes_s / 1e9:.2f} GB/s",
+            f"{fleet.memory.token_bytes:,} bytes a token",
+        ),
+    ]
+    return f"{paint(fleet.name, 'bold')}; {fleet.source}\n{table(rows, right=(1,))}\n"

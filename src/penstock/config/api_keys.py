@@ -1,0 +1,169 @@
+"""The file of API keys: who may ask, told by hashes of keys, and how each tenant is to be served.
+
+Written by ``penstock keys``, read by gateways, which notice when it changes.  A key is shown once, when it is made; the
+file has its SHA-256, which is enough for keys of 256 random bits.  Knows nothing about HTTP.
+
+::
+
+    {"salt": "...", "tenants": {"search": {"weight": 2.0, ...}}, "keys": [{"id": "k-…", "tenant": "search", ...}]}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from penstock.config.base import Config
+from penstock.errors import ConfigError
+
+MAX_FILE_BYTES = 4 << 20
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+"""Of a tenant."""
+
+ID_CHARS = 12
+KEY_PREFIX = "sk-ps-"
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Name = Annotated[str, msgspec.Meta(pattern=NAME)]
+Service = Literal["interactive", "batch"]
+
+
+class TenantEntry(Config, frozen=True, kw_only=True):
+    """How one tenant is served, with whichever of its keys it comes."""
+
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # of its share, against those of others
+    tokens_per_minute: _Positive | None = None  # of prompts and answers
+    requests_per_minute: _Positive | None = None
+
+
+class KeyEntry(Config, frozen=True, kw_only=True):
+    """One key."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^k-[0-9a-f]{8}$")]
+    tenant: _Name
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    classes: Annotated[tuple[Service, ...], msgspec.Meta(min_length=1)] = ("interactive", "batch")  # first: unless said
+    operator: bool = False  # may it also change roles, drain workers, load adapters and see everybody's requests?
+    created: int = 0  # Unix seconds
+
+
+class KeyFile(Config, frozen=True, kw_only=True):
+    """All of it."""
+
+    version: Literal[1] = 1
+    salt: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # of tenants' ids
+    share_prefixes: bool = False  # may tenants use each other's cached pages?
+    tenants: dict[_Name, TenantEntry] = {}  # noqa: RUF012 - msgspec copies it
+    keys: tuple[KeyEntry, ...] = ()
+
+    def tenant_id(self, name: str) -> str:
+        """A short name for workers, metrics and logs, which tells nobody whose it is.  The same for every gateway."""
+        return hashlib.blake2b(name.encode(), key=bytes.fromhex(self.salt), digest_size=ID_CHARS // 2).hexdigest()
+
+
+def load_keys(path: Path, max_keys: int) -> KeyFile:
+    """Read and check.  Raises ConfigError, naming file and field."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place must not make us wait
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the API keys {path}: {error.strerror}; "
+            f"'penstock keys add {path} --tenant NAME' makes the file"
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"{path} must be a file that only its owner can write; it has {stat.filemode(facts.st_mode)}"
+            )
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        found = msgspec.json.decode(raw, type=KeyFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    _check(found, path, max_keys)
+    return found
+
+
+def check_keys(api_keys: str | None, max_keys: int) -> None:
+    """Raises ConfigError for a file that no gateway could read; said before any process starts."""
+    if api_keys is not None:
+        load_keys(Path(api_keys).expanduser(), max_keys)
+
+
+def _check(file: KeyFile, path: Path, max_keys: int) -> None:
+    if len(file.keys) > max_keys:
+        raise ConfigError(f"{path} has {len(file.keys)} keys; at most {max_keys} are read ([scheduling] max_tenants)")
+    for key in file.keys:
+        if key.tenant not in file.tenants:
+            raise ConfigError(f"{path}: key {key.id} is of tenant {key.tenant!r}, which is not among 'tenants'")
+    for field in ("id", "sha256"):
+        if len({getattr(key, field) for key in file.keys}) < len(file.keys):
+            raise ConfigError(f"{path}: two keys have the same {field}")
+
+
+@contextmanager
+def changing(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list[KeyFile]]:
+    """The file as a list of one, which is written back whole on leaving; others who change it wait meanwhile.
+
+    ``make``: begin a new file where there is none.  Raises ConfigError.
+    """
+    folder = path.absolute().parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"cannot write API keys to {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new = make and not path.exists()
+        held = [KeyFile(salt=secrets.token_hex(16)) if new else load_keys(path, max_keys)]
+        before = held[0]
+        yield held
+        if new or held[0] is not before:
+            _check(held[0], path, max_keys)
+            _write(path, held[0])
+    finally:
+        os.close(lock)
+
+
+def _write(path: Path, file: KeyFile) -> None:
+    """All or nothing: whoever reads meanwhile sees the old file or the new one."""
+    raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=f".{path.name}-", delete=False) as out:
+            os.fchmod(out.fileno(), 0o600)
+            out.write(raw)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(out.name, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def new_key(tenant: str, classes: tuple[Service, ...], *, operator: bool = False) -> tuple[str, KeyEntry]:
+    """A key, and what is kept of it."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    entry = KeyEntry(
+        id=f"k-{secrets.token_hex(4)}",
+        tenant=tenant,
+        sha256=digest,
+        classes=classes,
+        operator=operator,
+        created=int(time.time()),
+    )
+    return key, msgspec.convert(msgspec.to_builtins(entry), KeyEntry)  # checks the tenant's name

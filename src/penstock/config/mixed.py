@@ -1,0 +1,182 @@
+"""Fleets that read prompts in one numerics class and write answers in another: who computes where, and what is refused.
+
+Such a fleet is asked for twice, by where its prefill workers are to compute and by ``--allow-mixed-numerics``: its bits
+are those of neither class alone.  Pure: decided from given facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.config.base import Config
+from penstock.config.cores import Core, Division, Places, Share, Wishes, divide
+from penstock.config.gpu import TRITON, DeviceChoice, chosen
+from penstock.config.room import Room, show_bytes
+from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
+from penstock.errors import ConfigError
+from penstock.types import MIXES, Role
+
+if TYPE_CHECKING:
+    from penstock.config.resolve import MachineFacts, ModelFacts, PageSize
+
+REFERENCE = "reference"
+INTERPRETER = "triton-interpreter"
+TORCH = (REFERENCE, INTERPRETER)
+"""Families whose pages do not lie as the processors' kernels have them; they have no threads of ours."""
+
+STORES = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")
+"""Settings of tiers of the KV store."""
+
+TWIN_SHARE = 0.5
+"""Part of the host's memory that the twins of a GPU's pages may take, in a worker that runs by itself."""
+
+LOADING_THREADS = 8
+"""Of a worker that computes on a GPU: to load with."""
+
+
+class Reading(Config, frozen=True, kw_only=True):
+    """Where prompts are read, if not where answers are written."""
+
+    device: str  # "cpu" or "cuda"
+    family: str
+    pages: int = 0  # of each such worker
+
+    @property
+    def apart(self) -> bool:
+        """Do its pages lie in other memory than that which is handed over from?"""
+        return self.device != "cpu" or self.family in TORCH
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The same before there are pages, and the device that was chosen."""
+
+    choice: DeviceChoice
+    family: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.choice.gpu is not None
+
+
+def reader_of(config: ServeConfig, machine: MachineFacts, model: ModelFacts, family: str) -> Reader | None:
+    """Who reads prompts, where answers are written by ``family``; None: the same.  Raises ConfigError."""
+    on_gpu = config.prefill_device == "cuda"
+    if not on_gpu and config.prefill_kernels in (None, family):
+        return None
+    flag = "--prefill-device cuda" if on_gpu else f"--prefill-kernels {config.prefill_kernels}"
+    _check(config, model, flag)
+    if not config.allow_mixed_numerics:
+        raise ConfigError(
+            f"{flag}: prompts that are read by other kernels than answers are written by have other bits than those of "
+            "either alone (docs/gpu.md, Mixed fleets); add --allow-mixed-numerics if that is wanted, or leave it out"
+        )
+    if on_gpu or config.prefill_kernels in TORCH:
+        _check_stores(config, flag)
+    known = (TRITON, REFERENCE) if on_gpu else (*machine.kernel_families, INTERPRETER)
+    named = config.prefill_kernels or TRITON
+    if family in TORCH and named not in (*TORCH, TRITON):
+        raise ConfigError(f"{flag}: these kernels cannot write pages for --kernels {family}; turn them round")
+    if named not in known:
+        raise ConfigError(f"--prefill-kernels {named}: prefill workers have {', '.join(known)} there")
+    if not on_gpu:
+        return Reader(DeviceChoice(device="cpu"), named)
+    gpu = machine.gpu.gpu
+    if gpu is None:
+        mend = f"; {machine.gpu.mend}" if machine.gpu.mend else ""
+        raise ConfigError(f"{flag}: {machine.gpu.why_not}{mend}")
+    if (config.prefill or 1) > 1:
+        raise ConfigError(
+            f"--prefill {config.prefill} with {flag}: two processes on one GPU take turns; use --prefill 1"
+        )
+    return Reader(chosen(gpu, "as --prefill-device cuda says, for prompts only"), named)
+
+
+def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
+    """What does not go together.  Raises ConfigError."""
+    if model.pooling is not None:
+        raise ConfigError(f"{flag}: {model.name} only reads, so there are no answers that others could write")
+    if any(reach.cell is not None for reach in model.reaches):
+        raise ConfigError(f"{flag}: {model.name} has recurrent layers, whose states cannot pass between kernels")
+    if config.kv_dtype != "auto":
+        raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
+    if config.aggregated:
+        raise ConfigError(f"{flag} with --aggregated: one worker reads and writes there; leave one of them out")
+    if config.encode_workers:
+        raise ConfigError(f"{flag}: prompts with images are read in one numerics class; leave out --encode-workers")
+    if config.prefill_device == "cuda" and config.prefill_cores is not None:
+        raise ConfigError(f"{flag}: --prefill-cores are for prefill workers on processors; leave it out")
+
+
+def _check_stores(config: EngineSettings, flag: str) -> None:
+    """Of whoever reads prompts otherwise than the processors' kernels do.  Raises ConfigError."""
+    stores = [name for name in STORES if getattr(config, name) is not None]
+    if stores:
+        raise ConfigError(
+            f"--{stores[0].replace('_', '-')} with {flag}: stored pages are for those who read prompts, "
+            "and these keep theirs on their device; leave it out"
+        )
+
+
+def check_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> None:
+    """The same of a worker that is joined, and computes by ``family``.  Raises ConfigError."""
+    other = config.mixed_with
+    if other is None:
+        return
+    flag = f"--mixed-with {other}"
+    if config.role not in (Role.PREFILL, Role.DECODE):
+        raise ConfigError(f"{flag}: in a mixed fleet a worker has one phase: use --role prefill or --role decode")
+    if MIXES in other or not other.isprintable() or not 0 < len(other) <= 200 or " " in other:
+        raise ConfigError(f"{flag}: expected the numerics class that workers of the other role say when they start")
+    if config.kv_dtype != "auto":
+        raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
+    if model.pooling is not None or any(reach.cell is not None for reach in model.reaches):
+        raise ConfigError(f"{flag}: {model.name} cannot be read by some kernels and written by others")
+    if config.role is Role.PREFILL and family in (*TORCH, TRITON):
+        _check_stores(config, f"{flag} and kernels {family}")
+
+
+def mixed_numerics(reads: str, writes: str) -> str:
+    """The class of a fleet that reads prompts in one and writes answers in the other.  The same one, if they are."""
+    return reads if reads == writes else f"{reads}{MIXES}{writes}"
+
+
+def shares(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes, reader: Reader | None) -> Division:
+    """The cores of a host.  Who reads on a GPU has none of its own, and whose kernels are torch's lends none."""
+    if reader is None or (not reader.on_gpu and reader.family not in TORCH):
+        return divide(places, cores, usable, wishes)
+    wishes = Wishes(threads=wishes.threads, prefill=wishes.prefill, decode=wishes.decode, lend=reader.on_gpu)
+    if not reader.on_gpu:
+        return divide(places, cores, usable, wishes)
+    writers = tuple(place for place in places if place[1] is not Role.PREFILL)
+    division = divide(writers, cores, usable, wishes)
+    own = dict(zip((name for name, _ in writers), division.shares, strict=True))
+    loading = Share(threads=max(1, min(LOADING_THREADS, len(cores))), cpus=())
+    return Division(tuple(own.get(name, loading) for name, _ in places), division.nodes, division.notes)
+
+
+def reading_of(reader: Reader, memory: Room, size: PageSize, pages: int, longest: int) -> Reading:
+    """With as many pages as those of others, whose twins they are, or as many as fit there.  Raises ConfigError."""
+    if reader.on_gpu:
+        room = Room(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
+        pages = min(pages, room.room() // size.page_bytes)
+        _check_longest(room.where, size, pages, longest)
+    return Reading(device=reader.choice.device, family=reader.family, pages=pages)
+
+
+def with_twins(machine: MachineFacts, size: PageSize, pages: int, longest: int) -> int:
+    """Pages of a GPU, of which as many must stand in the host's memory.  Raises ConfigError."""
+    pages = min(pages, int(machine.memory_bytes * TWIN_SHARE) // size.page_bytes)
+    _check_longest(f"half of this machine's memory, {show_bytes(machine.memory_bytes // 2)},", size, pages, longest)
+    return pages
+
+
+def _check_longest(where: str, size: PageSize, pages: int, longest: int) -> None:
+    if pages < size.pages(longest):
+        fits = size.tokens(pages, longest)
+        raise ConfigError(
+            f"one context of {longest} tokens needs {show_bytes(size.pages(longest) * size.page_bytes)} of KV pages "
+            f"where prompts are read, and {where} holds {fits}: use --max-model-len {max(fits, 16)} or less"
+        )

@@ -1,0 +1,84 @@
+"""Memory that a model and its pages share, the host's or a GPU's own, and how much of it the pages get.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.config.beside import beside_bytes
+from penstock.config.gpu import RUNTIME_BYTES, DeviceChoice
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config.resolve import ModelFacts
+
+KV_SHARE = 0.10
+"""Part of the available memory that the KV pages of all workers together take unless told otherwise."""
+
+KV_CONTEXTS = 64
+"""More full contexts than this in one worker are not kept room for unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a model and its pages share: the host's, or a GPU's own."""
+
+    model: ModelFacts
+    workers: int  # that hold pages
+    number_bytes: int  # of a weight
+    host_bytes: int
+    choice: DeviceChoice
+
+    @property
+    def free_bytes(self) -> int:
+        """Before anything is loaded."""
+        return self.host_bytes if self.choice.gpu is None else self.choice.gpu.free_bytes
+
+    @property
+    def where(self) -> str:
+        return "this machine" if self.choice.gpu is None else self.choice.gpu.name
+
+    @property
+    def steps_bytes(self) -> int:
+        """What computing takes.  On the host it is small beside what is left there."""
+        return 0 if self.choice.gpu is None else self.model.activation_bytes + RUNTIME_BYTES
+
+    def room(self) -> int:
+        """Bytes for KV pages, and on the host for everything else that grows.  Raises ConfigError."""
+        model, workers, number_bytes = self.model, self.workers, self.number_bytes
+        weights, others = model.parameters * number_bytes, beside_bytes(model.beside, workers, number_bytes)
+        room = self.free_bytes - weights - others - self.steps_bytes
+        if room > 0:
+            return room
+        parts = [f"{show_bytes(weights)} for its weights"]
+        parts += [f"{show_bytes(own.bytes(workers, number_bytes))} for {own.name}" for own in model.beside]
+        parts += [f"{show_bytes(self.steps_bytes)} to compute"] if self.steps_bytes else []
+        smaller = "a smaller model" if not others else "a smaller model, or leave out what is loaded beside it"
+        raise ConfigError(
+            f"{model.name} needs {' and '.join(parts)}, "
+            f"{self.where} has {show_bytes(self.free_bytes)} free: stop something or serve {smaller}"
+        )
+
+    def budget(self, asked: int | None, needed: int) -> tuple[int, str]:
+        """(bytes of KV pages in each worker, where that comes from).  ``needed`` holds one full context."""
+        room, workers = self.room(), self.workers
+        half = room // (2 * workers) if self.choice.gpu is None else room
+        if asked is None:
+            share = min(int(room * KV_SHARE) // workers, KV_CONTEXTS * needed)
+            budget = max(share, min(half, needed)) if self.choice.gpu is None else room
+            return budget, f"the {show_bytes(budget)} that each worker takes by itself"
+        source = f"--kv-memory {show_bytes(asked)}"
+        if asked * workers > room:
+            raise ConfigError(
+                f"{source} for each of {workers} workers is more than the {show_bytes(room)} that are free "
+                f"beside the weights: use --kv-memory {show_bytes(half)} or less"
+            )
+        return asked, source
+
+
+def show_bytes(count: int, *, up: bool = False) -> str:
+    """A size that ``--kv-memory`` takes back: "512MiB".  ``up`` rounds so that nothing is lost."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= 10 * size or (count >= size and count % size == 0):
+            return f"{-(-count // size) if up else count // size}{unit}"
+    return str(count)

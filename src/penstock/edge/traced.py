@@ -1,0 +1,113 @@
+"""The span of an HTTP request: taken up from the caller's headers, given back in a header, closed with the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from penstock.clock import Clock
+from penstock.edge.errors import Header
+from penstock.edge.exchange import Exchange
+from penstock.edge.kept import Answers
+from penstock.edge.openai_shapes import Usage
+from penstock.telemetry.spans import INTAKE, NO_SPAN, NoTracer, Span, Tracer
+from penstock.types import RequestId, ValidRequest
+from penstock.wire.ports import Prepared, TokenStream
+
+TRACE_PARENT, TRACE_STATE = b"traceparent", b"tracestate"
+"""W3C Trace Context, as callers send it."""
+
+TRACE_RESPONSE = b"traceresponse"
+"""The same of an answer: the trace that it is in."""
+
+
+MAX_NAME_CHARS = 128
+"""Of a model's name in a span."""
+
+
+def trace_headers(exchange: Exchange) -> list[Header]:
+    """What the caller says of its trace.  Its state may come in several lines, which are one list (section 3.3.1)."""
+    found = (TRACE_PARENT, exchange.header(TRACE_PARENT)), (TRACE_STATE, exchange.headers(TRACE_STATE))
+    return [(name, value) for name, value in found if value]
+
+
+class Traced:
+    """Of one application.  Where there is no tracer it costs a call or two a request."""
+
+    def __init__(self, tracer: Tracer, clock: Clock) -> None:
+        self._tracer = tracer
+        self._clock = clock
+        self._on = not isinstance(tracer, NoTracer)
+
+    @contextmanager
+    def request(self, exchange: Exchange, operation: str, model: object) -> Iterator[Span]:
+        """The scope of a request for ``model``, as its body says: an error that leaves it is the span's."""
+        if not self._on:
+            yield NO_SPAN
+            return
+        caller = {name.decode(): value.decode("latin-1") for name, value in trace_headers(exchange)}
+        name = model[:MAX_NAME_CHARS] if isinstance(model, str) else ""
+        span = self._tracer.root(caller, f"{operation} {name}".strip(), self._clock.now())
+        span.note(gen_ai__operation__name=operation, gen_ai__request__model=name)
+        error = ""
+        try:
+            yield span
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            span.end(self._clock.now(), error)
+
+    def prepared(self, span: Span, prepared: Prepared, since: float) -> Prepared:
+        """The requests as parts of the span; they were made of its body ``since``."""
+        if not span.context:
+            return prepared
+        intake = self._tracer.begin(span.context, INTAKE, since)
+        intake.note(penstock__requests=len(prepared.requests))
+        span.note(penstock__class=prepared.requests[0].claim.service.name.lower())
+        intake.end(self._clock.now())
+        requests = tuple(msgspec.structs.replace(request, trace=span.context) for request in prepared.requests)
+        return msgspec.structs.replace(prepared, requests=requests)
+
+
+class _Parts:
+    """``kept.Answers`` whose requests are parts of a span."""
+
+    def __init__(self, streams: Answers, context: str) -> None:
+        self._streams = streams
+        self._context = context
+
+    def stream(self, request: ValidRequest) -> TokenStream:
+        """See ``Answers``."""
+        return self._streams.stream(msgspec.structs.replace(request, trace=self._context))
+
+    def stopped(self, request: RequestId) -> None:
+        """See ``Answers``."""
+        self._streams.stopped(request)
+
+
+def parts_of(span: Span, streams: Answers) -> Answers:
+    """The same streams, whose requests are parts of the span."""
+    return _Parts(streams, span.context) if span.context else streams
+
+
+def told(span: Span, name: str, usage: Usage, word: str) -> None:
+    """What became of an answer.  ``word``: of the response cache."""
+    if not span.context:
+        return
+    span.note(
+        gen_ai__response__id=name,
+        gen_ai__usage__input_tokens=usage.prompt_tokens,
+        gen_ai__usage__output_tokens=usage.completion_tokens,
+        penstock__cached_tokens=usage.prompt_tokens_details.cached_tokens,
+        penstock__stored_tokens=usage.stored_tokens,
+    )
+    if word:
+        span.note(penstock__response_cache=word)
+
+
+def header_of(span: Span) -> list[Header]:
+    """For the answer."""
+    return [(TRACE_RESPONSE, span.context.encode())] if span.context else []

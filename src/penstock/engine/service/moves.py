@@ -1,0 +1,227 @@
+"""Answers that are written here and are to go on elsewhere: who goes, how far each is, and when it stops here.
+
+::
+
+    asked ---------> granted ------------------------------> stopped ------> gone
+    Relieve; pages   a receiver pulls; full pages are        the rest        the receiver has taken it
+    are kept         offered, a budget at a time             and the tokens
+
+An answer stops only when its receiver has every page that is full: what is left is one that is not, and a few tokens.
+Should the receiver go away, it goes on here, and another is asked for.  ``wire.duties`` has the messages.
+
+Only reads requests; changes them by events for the scheduler.  Knows no sockets; decides nothing about receivers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.engine.core.plan import How, Moving, Outcome
+from penstock.engine.core.request import Request, Status
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.asks import Ask, Asks, Gateway
+from penstock.engine.service.hand_overs import HandOvers
+from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released
+from penstock.reach import Pieces, blocks_of
+from penstock.types import Leg, RequestId, TokenLogprob
+from penstock.wire.duties import Relieve
+from penstock.wire.messages import TokenItem
+
+ASK_AGAIN_S = 0.5
+"""Between two words to a gateway about an answer that nobody has come for."""
+
+
+MOST_STOPPED_S = 1.0
+"""An answer that stopped goes on here when its receiver has not taken it within so long: it has probably died."""
+
+
+@dataclass(slots=True)
+class _Move:
+    request: Request
+    index: int  # output tokens when it was asked for first: every later one is told to the receiver
+    asked: float
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of those later ones
+    pieces: Pieces | None = None  # as the receiver numbers them, once it has come
+    offered: int = 0  # pieces
+    most: int = 0  # tokens that the receiver has room for
+    told: bool = False  # the receiver has heard all
+    stopping: float | None = None  # when it was stopped
+
+
+class Moves:
+    """Of one worker.  Nothing moves until ``begin``."""
+
+    def __init__(self, scheduler: Scheduler, hand_overs: HandOvers, asks: Asks, budget_bytes: int) -> None:
+        """``budget_bytes``: of pages offered between two steps."""
+        self._scheduler = scheduler
+        self._hand_overs = hand_overs
+        self._asks = asks
+        self._budget = budget_bytes
+        self._spare = 1 + scheduler.config.max_draft_tokens  # tokens that one step may add
+        self._wanted = False
+        self._moves: dict[RequestId, _Move] = {}
+        self.moved = 0  # answers that others have taken
+        self.stopped_s = 0.0  # how long those were not written by anybody, as seen from here
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def begin(self) -> None:
+        """Everything that is written here is to go on elsewhere."""
+        self._wanted = True
+
+    def cease(self, now: float) -> None:
+        """Nothing is, any more; what a receiver has come for already goes all the same."""
+        self._wanted = False
+        for move in [move for move in self._moves.values() if move.pieces is None]:
+            self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
+
+    def ask(self, now: float) -> list[tuple[Gateway, Relieve]]:
+        """What gateways are to be asked now.  Called between two steps, when all tokens so far were told."""
+        asked: dict[int, tuple[Gateway, list[tuple[RequestId, int]]]] = {}
+        for ask in self._asks.all() if self._wanted else ():
+            move = self._moves.get(ask.request) or self._new(ask, now)
+            if move is not None and move.pieces is None and move.asked <= now:
+                move.asked = now + ASK_AGAIN_S
+                asked.setdefault(id(ask.gateway), (ask.gateway, []))[1].append((ask.request, ask.epoch))
+        return [(gateway, Relieve(requests=tuple(requests))) for gateway, requests in asked.values()]
+
+    def _new(self, ask: Ask, now: float) -> _Move | None:
+        """This answer is to go; None: not now, or never."""
+        request = self._scheduler.find(ask.request)
+        if self._scheduler.memory.keeps_states:
+            return None  # a state is no page that becomes full and stays: such an answer ends here
+        if request is None or request.epoch != ask.epoch or request.status is not Status.RUNNING:
+            return None
+        if request.leg is Leg.PREFILL or request.pooling is not None or not request.output or request.missing != 1:
+            return None
+        self._moves[request.id] = move = _Move(request, len(request.output), now)
+        self._hand_overs.open(request.id, request.epoch, now)
+        return move
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    def granted(self, effect: Granted, now: float) -> bool:
+        """A receiver has come.  False: not for one of these."""
+        move, pull = self._moves.get(effect.request), effect.pull
+        if move is None or pull is None or move.request.epoch != effect.epoch:
+            return False
+        request = move.request
+        if pull.ahead <= 0 or not len(request.prompt) + move.index <= pull.tokens + 1 <= request.known:
+            self._hand_overs.fail(request.id, request.epoch, "protocol: it is not written so far", now)
+            return True
+        memory = self._scheduler.memory
+        move.pieces = Pieces(memory.reaches, pull.tokens, memory.page_tokens, ahead=pull.ahead)
+        move.most = pull.tokens + pull.ahead
+        move.offered = pull.skip_blocks
+        return True
+
+    def released(self, effect: Released, now: float) -> Moving | bool | None:
+        """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
+        move = self._moves.get(effect.request)
+        if move is None or move.request.epoch != effect.epoch:
+            return None
+        del self._moves[effect.request]
+        if effect.reason != TAKEN or not move.told:
+            return Moving(id=effect.request, epoch=effect.epoch, how=How.GO_ON)
+        self.moved += 1
+        self.stopped_s += now - (move.stopping or now)
+        return True
+
+    # --- between two steps --------------------------------------------------------------------------------------------
+
+    def ripe(self, now: float) -> list[Moving]:
+        """Keep the pages of those that were asked for, and stop those whose receivers have all that is full."""
+        events: list[Moving] = []
+        for move in self._moves.values():
+            request = move.request
+            if not request.kept:
+                events.append(Moving(id=request.id, epoch=request.epoch, how=How.KEEP))
+            elif move.stopping is None and self._is_ripe(move):
+                move.stopping = now
+                events.append(Moving(id=request.id, epoch=request.epoch, how=How.STOP))
+        return events
+
+    def _is_ripe(self, move: _Move) -> bool:
+        request, pieces = move.request, move.pieces
+        if pieces is None or request.status is not Status.RUNNING:
+            return False
+        if request.known + self._spare > move.most:
+            return True
+        full = request.computed // self._scheduler.memory.page_tokens
+        # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
+        return self._hand_overs.acknowledged(request.id, request.epoch) >= pieces.before(max(0, full - 1))
+
+    def finish(self, now: float) -> None:
+        """A plan was made: hand over what is left of those that have stopped, and give up those that have no pages."""
+        for move in list(self._moves.values()):
+            request = move.request
+            if request.status not in (Status.RUNNING, Status.HANDOVER):
+                self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
+            elif request.status is Status.HANDOVER and not move.told and move.pieces is not None:
+                if not request.under_way:  # else a lane still writes to the last page
+                    self._tell(move, move.pieces, now)
+            elif move.stopping is not None and now - move.stopping > MOST_STOPPED_S:
+                self._hand_overs.fail(request.id, request.epoch, "it was not taken", now)
+
+    def _tell(self, move: _Move, pieces: Pieces, now: float) -> None:
+        request = move.request
+        move.told = True
+        blocks = pieces.before(blocks_of(request.computed, self._scheduler.memory.page_tokens))
+        for piece in range(move.offered, blocks):
+            self._offer(move, piece, pieces, now)
+        wants_logprobs = request.sampling.logprobs is not None
+        last = TokenItem(
+            request=request.id,
+            epoch=request.epoch,
+            index=move.index,
+            tokens=tuple(request.output[move.index :]),
+            logprobs=tuple(move.logprobs) if wants_logprobs else None,
+        )
+        self._hand_overs.moved(last, blocks, now)
+
+    def written(self, outcome: Outcome, now: float) -> None:
+        """A step was computed: note what is to be told, offer what has become full, and let go what has ended."""
+        for progress in outcome.progress:
+            move = self._moves.get(progress.request.id)
+            if move is None:
+                continue
+            move.logprobs.extend(progress.logprobs)
+            if progress.finish is not None:
+                self._hand_overs.fail(progress.request.id, progress.request.epoch, "it is finished", now)
+        left = self._budget
+        for move in list(self._moves.values()):
+            pieces, request = move.pieces, move.request
+            if pieces is None or request.status is not Status.RUNNING:
+                continue
+            full = pieces.before(request.computed // self._scheduler.memory.page_tokens)
+            while move.offered < full and left > 0:
+                left -= self._hand_overs.page_bytes
+                self._offer(move, move.offered, pieces, now, more=move.offered + 1 < full and left > 0)
+
+    def _offer(self, move: _Move, piece: int, pieces: Pieces, now: float, *, more: bool = False) -> None:
+        request, memory = move.request, self._scheduler.memory
+        block, group = pieces.place(piece)
+        page = request.held[group].pages[block]
+        offer = Offer(
+            request=request.id,
+            epoch=request.epoch,
+            block=piece,
+            page=page,
+            tokens=min(memory.page_tokens, request.computed - block * memory.page_tokens),
+            generation=memory.pool.generation(page),
+        )
+        self._hand_overs.offer(offer, now, more=more)
+        move.offered = piece + 1
+
+
+def joining(item: TokenItem, emitted: int) -> TokenItem:
+    """What the gateway that has ``emitted`` tokens is told of the tokens that came with a moved answer."""
+    skip = emitted - item.index
+    return TokenItem(
+        request=item.request,
+        epoch=item.epoch,
+        index=emitted,
+        tokens=item.tokens[skip:],
+        logprobs=None if item.logprobs is None else item.logprobs[skip:],
+    )

@@ -1,0 +1,172 @@
+"""WAV files (RIFF/WAVE, as IBM and Microsoft defined it in 1991) to one channel of samples.
+
+Read are whole numbers of 8, 16, 24 and 32 bits and floating point of 32 and 64, also in the extensible form.  Other
+containers are told apart by their first bytes, so that a refusal can say what came.  Sizes are checked before any
+sample is looked at.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.schema import Limits
+from penstock.errors import RequestError
+
+PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
+_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")
+"""Of the extensible form's kinds, behind the two bytes that say which."""
+
+_KINDS = ((PCM, (8, 16, 24, 32)), (FLOAT, (32, 64)))
+MAX_CHANNELS = 32
+MIN_RATE = 4_000
+_UNKNOWN_SIZES = (0, 0xFFFFFFFF)
+"""What writers that cannot go back leave in the size of the samples."""
+
+_OTHERS: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"ID3", "MP3"),
+    (0, b"fLaC", "FLAC"),
+    (0, b"OggS", "Ogg (Vorbis or Opus)"),
+    (4, b"ftyp", "MP4 (M4A)"),
+    (0, b"\x1a\x45\xdf\xa3", "WebM or Matroska"),
+    (0, b"FORM", "AIFF"),
+    (0, b"caff", "Core Audio"),
+    (0, b"#!AMR", "AMR"),
+    (0, b".snd", "AU"),
+    (0, b"RF64", "RF64"),
+)
+WAY_OUT = "WAV is read here: ffmpeg -i FILE -ac 1 -ar 16000 FILE.wav makes it of any other."
+
+
+def bad_audio(why: str) -> RequestError:
+    """The refusal of a file."""
+    return RequestError(f"Invalid 'file': {why}", param="file", code="invalid_audio")
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """A file whose head was understood."""
+
+    kind: int
+    bits: int
+    channels: int
+    rate: int  # frames a second
+    data: memoryview  # whole frames
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return len(self.data) / (self.channels * self.bits // 8) / self.rate
+
+
+def read_wav(raw: bytes, limits: Limits) -> Recording:
+    """The head of a file.  Raises RequestError, which names what is wrong or which limit is passed."""
+    if len(raw) > limits.max_audio_bytes:
+        raise bad_audio(f"it has {len(raw)} bytes, at most {limits.max_audio_bytes} are allowed (max_audio_bytes).")
+    if raw[:4] != b"RIFF" or raw[8:12] != b"WAVE":
+        raise bad_audio(f"it is {_container(raw)}. {WAY_OUT}")
+    head, data = _chunks(raw)
+    recording = _recording(head, data)
+    if not MIN_RATE <= recording.rate <= limits.max_audio_rate:
+        raise bad_audio(
+            f"it has {recording.rate} samples a second; from {MIN_RATE} to {limits.max_audio_rate} are allowed "
+            "(max_audio_rate)."
+        )
+    if recording.seconds > limits.max_audio_s:
+        raise bad_audio(
+            f"it lasts {recording.seconds:.1f} s, at most {limits.max_audio_s:g} are allowed (max_audio_s)."
+        )
+    if not recording.data:
+        raise bad_audio("it has no samples.")
+    return recording
+
+
+def _container(raw: bytes) -> str:
+    for at, magic, name in _OTHERS:
+        if raw[at : at + len(magic)] == magic:
+            return name
+    if len(raw) > 1 and raw[0] == 0xFF and raw[1] & 0xE0 == 0xE0:
+        return "MP3 or AAC"
+    return "no sound that is known here" if raw else "empty"
+
+
+def _chunks(raw: bytes) -> tuple[bytes, memoryview]:
+    """What the file says of its samples, and the samples."""
+    at, head = 12, b""
+    while at + 8 <= len(raw):
+        name, size = struct.unpack_from("<4sI", raw, at)
+        at += 8
+        if name == b"data":
+            if not head:
+                raise bad_audio("its samples stand before it says what they are.")
+            end = len(raw) if size in _UNKNOWN_SIZES else at + size
+            if end > len(raw):
+                raise bad_audio(f"it is cut off: {size} bytes of samples were meant, {len(raw) - at} are there.")
+            return head, memoryview(raw)[at:end]
+        if name == b"fmt ":
+            head = raw[at : at + size]
+        at += size + size % 2
+    raise bad_audio("it has no samples.")
+
+
+def _recording(head: bytes, data: memoryview) -> Recording:
+    if len(head) < 16:
+        raise bad_audio("it does not say what its samples are.")
+    kind, channels, rate, _, frame, bits = struct.unpack_from("<HHIIHH", head)
+    if kind == EXTENSIBLE:
+        if len(head) < 40 or head[26:40] != _GUID_TAIL:
+            raise bad_audio("its extensible form is not known here.")
+        (kind,) = struct.unpack_from("<H", head, 24)
+    if not any(kind == known and bits in sizes for known, sizes in _KINDS):
+        raise bad_audio(
+            f"its samples are of kind {kind} with {bits} bits; whole numbers of 8, 16, 24 or 32 bits and floating "
+            f"point of 32 or 64 are read. {WAY_OUT}"
+        )
+    if not 1 <= channels <= MAX_CHANNELS or frame != channels * bits // 8:
+        raise bad_audio(f"{channels} channels of {bits} bits in {frame} bytes cannot be.")
+    return Recording(kind=kind, bits=bits, channels=channels, rate=rate, data=data[: len(data) // frame * frame])
+
+
+def samples_of(recording: Recording) -> NDArray[np.float32]:
+    """[N] from -1 to 1: all channels on average.  Raises RequestError for numbers that are none."""
+    wide = _NUMBERS[recording.kind, recording.bits](recording.data)
+    if recording.kind == FLOAT and not np.isfinite(wide).all():
+        raise bad_audio("it has samples that are no numbers.")
+    mono_N: NDArray[np.float32] = wide.reshape(-1, recording.channels).mean(axis=1, dtype=np.float32)
+    return mono_N
+
+
+def _whole(kind: str, bits: int) -> Callable[[memoryview], NDArray[np.float32]]:
+    return lambda data: np.frombuffer(data, kind).astype(np.float32) / np.float32(1 << (bits - 1))
+
+
+def _bytes(data: memoryview) -> NDArray[np.float32]:
+    """8 bits are counted from 0 to 255."""
+    return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / np.float32(128)
+
+
+def _three_bytes(data: memoryview) -> NDArray[np.float32]:
+    low, middle, high = np.frombuffer(data, np.uint8).reshape(-1, 3).T
+    numbers = low.astype(np.int32) | middle.astype(np.int32) << 8 | high.view(np.int8).astype(np.int32) << 16
+    return numbers.astype(np.float32) / np.float32(1 << 23)
+
+
+def _floating(kind: str) -> Callable[[memoryview], NDArray[np.float32]]:
+    return lambda data: np.frombuffer(data, kind).astype(np.float32)
+
+
+_NUMBERS: Mapping[tuple[int, int], Callable[[memoryview], NDArray[Any]]] = MappingProxyType(
+    {
+        (PCM, 8): _bytes,
+        (PCM, 16): _whole("<i2", 16),
+        (PCM, 24): _three_bytes,
+        (PCM, 32): _whole("<i4", 32),
+        (FLOAT, 32): _floating("<f4"),
+        (FLOAT, 64): _floating("<f8"),
+    }
+)

@@ -1,0 +1,265 @@
+"""Attention to paged keys and values as Triton kernels: one order of sums for prompts and for answers.
+
+A program computes a *tile*: some consecutive positions of one sequence, times the query heads that share a key-value
+head, 64 rows together, as large a product as the matrix units take at once.
+
+::
+
+    positions           | tile      | tile      | tile      |      aligned: a tile begins at a multiple of its size
+    a prompt's tokens   | 0 1 2 3   | 4 5 6 7   | 8 . . .   |      rows of which this step has no token are empty
+    a decoded token     | . . . .   | . . . .   | . 9 . .   |      the same place in the same tile
+
+Keys are reduced 64 at a time by absolute position; partitions of 512 keys begin anew and are joined from low to high,
+in one program (*in turn*), or each in a program of its own and then by a second kernel (*apart*), with the very same
+operations: which of the two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
+whoever stands there, and what a row does not see changes nothing in it: weights are zero and rescaling is by one.  So
+the bits of a row follow from its query, its position and its keys: no other row, no cut of the prompt, no other
+sequence, no number of tokens has a say (law 1).  Contraction of products and sums is off, fused operations are
+written out, so both kernels compute alike.
+
+The program of a tile is that of its first token in this step; programs of other tokens end at once.  Nothing about a
+step is known on the host but the sizes of its arrays: a captured graph can be given other tokens and lengths.
+
+This module imports triton.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton.arithmetic import rounded, tanh
+from penstock.kernels.triton.form import dot
+from penstock.kernels.triton.kv_codes import numbers_of, scaled
+from penstock.kernels.triton.rope import PAGE, sequence_of
+
+KEYS = tl.constexpr(64)
+"""Reduced at a time."""
+
+PARTITION_KEYS: Final = 512
+PARTITION = tl.constexpr(PARTITION_KEYS)
+
+LOG2_E: Final = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def _first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """That a position sees."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, position - (WINDOW - 1))
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def _span(position, QUERIES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNTIL: tl.constexpr):
+    """Keys [low, high) that the tile of a position goes through: those of all its places, whoever stands there."""
+    begin = position // QUERIES * QUERIES
+    if UNTIL > 0:
+        low, high = begin * 0, begin * 0 + UNTIL
+    else:
+        low, high = _first_key(begin, WINDOW, CHUNK) // KEYS * KEYS, begin + QUERIES
+    return low, high
+
+
+@triton.jit
+def _partition_sums(
+    q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to, first_R, end_R,
+    scale, softcap, value_columns, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr,
+    V_SLOT: tl.constexpr, KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, CAPPED: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows over keys [begin, end): largest score, sum of weights, weighted values; scores are logarithms to base 2.
+
+    Nothing is read but keys [known_from, known_to), those that a row of this step sees.  Of codes, scores and weights
+    take the powers of two: 64 of each row, where a key has 128 numbers; the bits are those of scaled keys and values.
+    SHARED: the first ``KEY_MAIN`` columns of a key are the values that are asked for, so nothing is read for these.
+    """
+    CODED: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    tops_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
+    sums_R = tl.zeros((q_RC.shape[0],), tl.float32)
+    out_RV = tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32)
+    columns = tl.arange(0, KEY_MAIN)
+    rest = KEY_MAIN + tl.arange(0, KEY_REST)
+    for key in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key_N = key + tl.arange(0, KEYS)
+        known_N = (key_N >= known_from) & (key_N < known_to)
+        page_N = tl.load(pages + key_N // PAGE, mask=known_N, other=0).to(tl.int64)
+        k_N = keys + page_N * K_PAGE + (key_N % PAGE) * K_SLOT
+        inside = (columns < KEY_DIM)[:, None] & known_N[None, :]
+        k_CN = numbers_of(tl.load(k_N[None, :] + columns[:, None], mask=inside, other=0), q_RC.dtype)
+        scores = dot(q_RC, k_CN, tl.zeros((q_RC.shape[0], KEYS), tl.float32))
+        if KEY_MAIN < KEY_DIM:
+            inside = (rest < KEY_DIM)[:, None] & known_N[None, :]
+            k_EN = numbers_of(tl.load(k_N[None, :] + rest[:, None], mask=inside, other=0), q_RC.dtype)
+            scores = dot(q_RE, k_EN, scores)
+        scores = scaled(scores, key_exponents + page_N * K_PAGE + key_N % PAGE, known_N, CODED) * scale
+        if CAPPED:
+            scores = tanh(scores / softcap) * (softcap * _LOG2_E)
+        seen = (key_N[None, :] >= first_R[:, None]) & (key_N[None, :] < end_R[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        higher_R = tl.maximum(tops_R, tl.max(scores, axis=1))
+        shift_R = tl.where(higher_R == float("-inf"), 0.0, higher_R)
+        weights = tl.exp2(scores - shift_R[:, None])
+        shrink_R = tl.exp2(tops_R - shift_R)
+        sums_R = tl.fma(sums_R, shrink_R, tl.sum(weights, axis=1))
+        if SHARED:
+            v_NV = tl.trans(k_CN)
+        else:
+            v_N1 = (values + page_N * V_PAGE + (key_N % PAGE) * V_SLOT)[:, None]
+            inside = known_N[:, None] & (value_columns < VALUE_DIM)[None, :]
+            v_NV = numbers_of(tl.load(v_N1 + value_columns[None, :], mask=inside, other=0), q_RC.dtype)
+        weights = scaled(weights, value_exponents + page_N * V_PAGE + key_N % PAGE, known_N, CODED)
+        out_RV = dot(rounded(weights, q_RC.dtype), v_NV, out_RV * shrink_R[:, None])
+        tops_R = higher_R
+    return tops_R, sums_R, out_RV
+
+
+@triton.jit
+def _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV):
+    """Both parts as one."""
+    higher_R = tl.maximum(tops_R, more_tops_R)
+    shift_R = tl.where(higher_R == float("-inf"), 0.0, higher_R)
+    shrink_R, more_R = tl.exp2(tops_R - shift_R), tl.exp2(more_tops_R - shift_R)
+    sums_R = tl.fma(sums_R, shrink_R, more_sums_R * more_R)
+    shrink_RV = tl.broadcast_to(shrink_R[:, None], out_RV.shape)
+    return higher_R, sums_R, tl.fma(out_RV, shrink_RV, more_RV * more_R[:, None])
+
+
+@triton.jit
+def _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS: tl.constexpr):
+    """Sinks join last; no zero keeps a sign, as that would tell of keys that a row did not see."""
+    if SINKS:
+        sink_R = tl.load(sinks + head_R, mask=real_R, other=0.0) * _LOG2_E
+        higher_R = tl.maximum(tops_R, sink_R)
+        shrink_R = tl.exp2(tops_R - higher_R)
+        sums_R = tl.fma(sums_R, shrink_R, tl.exp2(sink_R - higher_R))
+        out_RV = out_RV * shrink_R[:, None]
+    whole_R = tl.where(sums_R > 0, sums_R, 1.0)
+    return out_RV / whole_R[:, None] + 0.0
+
+
+@triton.jit(do_not_specialize=["sequences", "table_stride", "partitions"])
+def attend(
+    q_THC, keys, values, key_exponents, value_exponents, out_THV, part_tops, part_sums, part_out, sinks, scale, softcap,
+    positions_T, starts_S1, table_SP, sequences, table_stride, partitions,
+    K_PAGE: tl.constexpr, K_HEAD: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr, V_HEAD: tl.constexpr,
+    V_SLOT: tl.constexpr, HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr, VALUE_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNTIL: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, APART: tl.constexpr, SHARED: tl.constexpr, S_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``QUERIES`` positions and ``GROUP`` of the ``SHARING`` heads of one key-value head, over all of its
+    keys, or, ``APART``, over one partition.  Long sequences begin first."""
+    token = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = sequence_of(starts_S1, token, sequences, S_BLOCK)
+    if sequence >= sequences:
+        return
+    position, last = tl.load(positions_T + token), tl.load(starts_S1 + sequence + 1)
+    if (token > tl.load(starts_S1 + sequence)) & (position % QUERIES != 0):
+        return
+    head_blocks: tl.constexpr = (SHARING + GROUP - 1) // GROUP
+    value_blocks: tl.constexpr = (VALUE_DIM + VALUE_BLOCK - 1) // VALUE_BLOCK
+    kv_head = tl.program_id(1) // (head_blocks * value_blocks)
+    lanes = tl.arange(0, QUERIES * GROUP)
+    own_R = tl.program_id(1) // value_blocks % head_blocks * GROUP + lanes % GROUP
+    value_columns = tl.program_id(1) % value_blocks * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+    begin = position // QUERIES * QUERIES
+    place_R, row_R = begin + lanes // GROUP, token + begin - position + lanes // GROUP
+    real_R = (row_R >= token) & (row_R < last) & (own_R < SHARING)
+    head_R = kv_head * SHARING + own_R
+    at_R = row_R.to(tl.int64) * HEADS + head_R
+    columns, rest = tl.arange(0, KEY_MAIN), KEY_MAIN + tl.arange(0, KEY_REST)
+    inside = real_R[:, None] & (columns < KEY_DIM)[None, :]
+    q_RC = tl.load(q_THC + at_R[:, None] * KEY_DIM + columns[None, :], mask=inside, other=0.0)
+    inside = real_R[:, None] & (rest < KEY_DIM)[None, :]
+    q_RE = tl.load(q_THC + at_R[:, None] * KEY_DIM + rest[None, :], mask=inside, other=0.0)
+    low, high = _span(position, QUERIES, WINDOW, CHUNK, UNTIL)
+    first_R = place_R * 0 if UNTIL > 0 else _first_key(place_R, WINDOW, CHUNK)
+    end_R = place_R * 0 + UNTIL if UNTIL > 0 else place_R + 1
+    known_from = position * 0 if UNTIL > 0 else _first_key(position, WINDOW, CHUNK)
+    known_to = position * 0 + UNTIL if UNTIL > 0 else tl.minimum(begin + QUERIES, position + last - token)
+    _attend_keys(
+        q_RC, q_RE, keys + kv_head * K_HEAD, values + kv_head * V_HEAD, key_exponents + kv_head * PAGE,
+        value_exponents + kv_head * PAGE, table_SP + sequence.to(tl.int64) * table_stride, low, high, known_from,
+        known_to, first_R, end_R, scale, softcap, value_columns, out_THV, part_tops, part_sums, part_out, sinks, at_R,
+        head_R, real_R, partitions, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, CAPPED,
+        SINKS, APART, SHARED, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_keys(
+    q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, low, high, known_from, known_to, first_R, end_R,
+    scale, softcap, value_columns, out_THV, part_tops, part_sums, part_out, sinks, at_R, head_R, real_R, partitions,
+    K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, KEY_DIM: tl.constexpr,
+    KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr, VALUE_DIM: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, APART: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One partition, kept as it is, or all of them joined and finished."""
+    stored = real_R[:, None] & (value_columns < VALUE_DIM)[None, :]
+    if APART:
+        begin = tl.program_id(2) * PARTITION
+        begin, end = tl.maximum(low, begin), tl.minimum(high, begin + PARTITION)
+        if begin < end:
+            tops_R, sums_R, out_RV = _partition_sums(
+                q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to,
+                first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN,
+                KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
+            )  # fmt: skip
+            part_R = at_R * partitions + tl.program_id(2)
+            tl.store(part_tops + part_R, tops_R, mask=real_R)
+            tl.store(part_sums + part_R, sums_R, mask=real_R)
+            tl.store(part_out + part_R[:, None] * VALUE_DIM + value_columns[None, :], out_RV, mask=stored)
+    else:
+        tops_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
+        sums_R = tl.zeros((q_RC.shape[0],), tl.float32)
+        out_RV = tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32)
+        for partition in range(low // PARTITION, (high + PARTITION - 1) // PARTITION):
+            begin = tl.maximum(low, partition * PARTITION)
+            end = tl.minimum(high, partition * PARTITION + PARTITION)
+            more_tops_R, more_sums_R, more_RV = _partition_sums(
+                q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to,
+                first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN,
+                KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
+            )  # fmt: skip
+            tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+        out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
+        out_at = out_THV + at_R[:, None] * VALUE_DIM + value_columns[None, :]
+        tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["sequences", "partitions"])
+def join(
+    part_tops, part_sums, part_out, out_THV, sinks, positions_T, starts_S1, sequences, partitions,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNTIL: tl.constexpr, SINKS: tl.constexpr,
+    S_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The partitions of some heads of one token, from low to high: those that its tile went through."""
+    token = tl.program_id(0)
+    if sequence_of(starts_S1, token, sequences, S_BLOCK) >= sequences:
+        return
+    head_R = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    columns = tl.arange(0, VALUE_BLOCK)
+    real_R = head_R < HEADS
+    inside = real_R[:, None] & (columns < VALUE_DIM)[None, :]
+    at_R = token.to(tl.int64) * HEADS + head_R
+    tops_R = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
+    sums_R = tl.zeros((HEAD_BLOCK,), tl.float32)
+    out_RV = tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32)
+    low, high = _span(tl.load(positions_T + token), QUERIES, WINDOW, CHUNK, UNTIL)
+    for partition in range(low // PARTITION, (high + PARTITION - 1) // PARTITION):
+        part_R = at_R * partitions + partition
+        more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
+        more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
+        more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
+        tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+    out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
+    out_at = out_THV + at_R[:, None] * VALUE_DIM + columns[None, :]
+    tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=inside)

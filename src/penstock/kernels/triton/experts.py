@@ -1,0 +1,288 @@
+"""Routed experts: rows grouped by expert on the device, and one product for all experts of a layer.
+
+::
+
+    ids [T, k] --sort--> pairs of one expert side by side --tiles--> gate_up, down --> y [T k, D] --join--> hidden
+
+The experts of a layer are made one tall matrix, in which an expert is a band of outputs; where their weights have
+several forms, a matrix for each form (``Stack``), multiplied one after another.  Nothing tells the host who was chosen:
+the grid follows from what could be needed, by T, k and the number of experts, its programs share the tiles that are,
+and an expert that nobody chose is not read.  A pair's product is a row of ``matmul``, with its tiles and its order; a
+token's experts are joined by ascending id.  So a row's bits do not know who else chose an expert.
+
+This module imports torch and triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.operands import PackedLinear
+from penstock.kernels.reference_experts import Chosen, ReferenceExperts
+from penstock.kernels.routing import PackedExperts
+from penstock.kernels.triton.arithmetic import UNFUSED
+from penstock.kernels.triton.form import TritonForm
+from penstock.kernels.triton.matmul import FEW_ROWS, Operand, keeps_apart, multiprocessors, whole
+
+BESIDE = 2
+"""Programs that one multiprocessor has room for."""
+
+INDEX_BYTES = 16 << 20
+"""Of the columns of pairs that are put into their experts' order at a time."""
+
+
+@triton.jit
+def group_of(tile, tile_ends, groups, GROUPS: tl.constexpr):
+    """Whose rows are in a tile; ``groups`` where nobody's are."""
+    ids_G = tl.arange(0, GROUPS)
+    before_G = (tl.load(tile_ends + ids_G, mask=ids_G < groups, other=2147483647) <= tile).to(tl.int32)
+    return tl.sum(before_G, axis=0)
+
+
+@triton.jit
+def rows_of(tile, group, order, starts, tile_ends, ROWS: tl.constexpr):
+    """The rows [ROWS] of a tile of a group, and which of them there are."""
+    begin = tl.load(starts + group)
+    end = tl.load(starts + group + 1)
+    own_tile = tile - tl.load(tile_ends + group) + (end - begin + ROWS - 1) // ROWS
+    places_T = begin + own_tile * ROWS + tl.arange(0, ROWS)
+    return tl.load(order + places_T, mask=places_T < end, other=0), places_T < end
+
+
+@triton.jit
+def grouped_kernel(
+    x, weight, ends, out, kept, order, starts, tile_ends, places, x_stride, out_stride, n, experts,
+    SHARE: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """out [pairs, N]: each pair's row of x (``pair // SHARE``) times its expert's N outputs of the tall weight.
+
+    ``order``: pairs, those of an expert side by side from ``starts[expert]`` on.  ``tile_ends[expert]``: tiles of it
+    and of those before it.  ``places[expert]``: its place in the tall weight, below 0 if it is in another.  Grid:
+    persistent programs; tiles of all experts with the same columns run side by side.
+    """
+    kept += tl.program_id(0).to(tl.int64) * (2 * ROWS * COLUMNS)
+    tiles = tl.load(tile_ends + experts - 1)
+    for index in range(tl.program_id(0), tiles * tl.cdiv(n, COLUMNS), tl.num_programs(0)):
+        tile = index % tiles
+        expert = group_of(tile, tile_ends, experts, EXPERTS)
+        place = tl.load(places + expert)
+        if place >= 0:
+            pairs_T, live_T = rows_of(tile, expert, order, starts, tile_ends, ROWS)
+            columns_N = index // tiles * COLUMNS + tl.arange(0, COLUMNS)
+            outputs_N = place * n + tl.minimum(columns_N, n - 1)
+            x_T1, live_T1 = x + (pairs_T // SHARE).to(tl.int64)[:, None] * x_stride, live_T[:, None]
+            sums_TN = whole(
+                x_T1, live_T1, weight, outputs_N, ends, kept, SEGMENTS, KEPT, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
+            )
+            at_TN = out + pairs_T.to(tl.int64)[:, None] * out_stride + columns_N[None, :]
+            tl.store(at_TN, sums_TN, mask=live_T1 & (columns_N < n)[None, :])
+
+
+@triton.jit
+def mix_kernel(y, slots, weights, hidden, stride, n, TOP: tl.constexpr, WEIGHS: tl.constexpr, BLOCK: tl.constexpr):
+    """hidden [T, D] += sum over a token's slots, in the given order, of y [T, TOP, D], times weights if WEIGHS.
+
+    Grid: columns, tokens.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    columns_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live_D = columns_D < n
+    sums_D = tl.zeros((BLOCK,), tl.float32)
+    for place in range(TOP):
+        slot = tl.load(slots + token * TOP + place)
+        y_D = tl.load(y + (token * TOP + slot) * n + columns_D, mask=live_D, other=0.0)
+        if WEIGHS:
+            y_D = y_D * tl.load(weights + token * TOP + slot)
+        sums_D += y_D
+    at_D = hidden + token * stride + columns_D
+    tl.store(at_D, tl.load(at_D, mask=live_D, other=0.0) + sums_D, mask=live_D)
+
+
+class Stackable(Protocol):
+    """A form of weights of which several may become one tall matrix."""
+
+    @property
+    def operands(self) -> tuple[Operand, ...]: ...
+
+    @property
+    def order_K(self) -> Tensor | None:  # noqa: N802  (names carry shapes)
+        """Column i of the weights is column order[i] of what is multiplied; None: as it is."""
+        ...
+
+    @classmethod
+    def stacked(cls, forms: Sequence[Self]) -> Operand | None:
+        """All outputs, one below the other, with the tile of one; the memory of each becomes part of the whole.
+
+        None, and nothing is done, if they cannot be one matrix.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Outputs of some experts, one expert below the other."""
+
+    operand: Operand
+    places_E: Tensor  # int32: which of them an expert is, below 0: it is in another stack
+    n: int  # outputs of one
+    first: int  # column of the first
+    orders_EK: Tensor | None = None  # of the columns of what is multiplied, for every expert
+
+
+@dataclass(frozen=True, slots=True)
+class TritonExperts:
+    """``PackedExperts.data``."""
+
+    own: ReferenceExperts
+    gate_up: tuple[Stack, ...]
+    down: tuple[Stack, ...]
+
+
+def stacked_experts(own: ReferenceExperts) -> TritonExperts:
+    """The experts as few tall matrices: one for each form that their weights have, where the form allows it."""
+    return TritonExperts(own, _stacks(own.gate_up), _stacks(own.down))
+
+
+def _stacks(weights: list[PackedLinear]) -> tuple[Stack, ...]:
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for expert, weight in enumerate(weights):
+        form: Stackable = weight.data
+        kinds.setdefault((type(form), weight.segments, len(form.operands), form.order_K is None), []).append(expert)
+    return tuple(stack for own in kinds.values() for stack in _stacks_of(weights, own))
+
+
+def _stacks_of(weights: list[PackedLinear], own: list[int]) -> list[Stack]:
+    """Of experts whose weights have one form: one stack, or, where it cannot be, one for each."""
+    forms: list[Stackable] = [weights[expert].data for expert in own]
+    tall = type(forms[0]).stacked(forms) if len(forms[0].operands) == 1 else None
+    count = len(weights)
+    if tall is not None:
+        return [Stack(tall, _places(tall, own, count), tall.n // len(own), 0, _orders(forms, own, count))]
+    return [
+        Stack(operand, _places(operand, [expert], count), operand.n, operand.first, _orders([form], [expert], count))
+        for expert, form in zip(own, forms, strict=True)
+        for operand in form.operands
+    ]
+
+
+def _places(operand: Operand, own: list[int], count: int) -> Tensor:
+    found = [-1] * count
+    for place, expert in enumerate(own):
+        found[expert] = place
+    return torch.tensor(found, dtype=torch.int32, device=operand.ends.device)
+
+
+def _orders(forms: list[Stackable], own: list[int], count: int) -> Tensor | None:
+    known = {expert: form.order_K for expert, form in zip(own, forms, strict=True)}
+    some = forms[0].order_K
+    return None if some is None else torch.stack([known.get(expert, some) for expert in range(count)])  # type: ignore[misc]
+
+
+class Experts:
+    """Experts of one backend.  ``gated``: its operation."""
+
+    def __init__(self, form: TritonForm, *, gated: Callable[[Tensor], Tensor]) -> None:
+        self._form = form
+        self._gated = gated
+
+    def add(self, x_TK: Tensor, chosen: Chosen, experts: PackedExperts, hidden_TD: Tensor) -> None:
+        """See ``Ops.experts_add``."""
+        data: TritonExperts = experts.data
+        rows, top = chosen.ids.shape
+        if rows == 0:
+            return
+        own = data.own
+        pairs_P = chosen.ids.reshape(-1)
+        groups = Groups.of(pairs_P, experts.count)
+        share = top
+        if own.weighs_input:
+            x_TK = (x_TK.float()[:, None] * chosen.weights[:, :, None]).to(x_TK.dtype).flatten(0, 1)
+            share = 1
+        wide_PN = self._product(x_TK, data.gate_up, groups, share)
+        if own.gate_up_bias is not None:
+            wide_PN = wide_PN + own.gate_up_bias[pairs_P.long()]
+        y_PD = self._product(self._gated(wide_PN), data.down, groups, 1)
+        if own.down_bias is not None:
+            y_PD = y_PD + own.down_bias[pairs_P.long()]
+        slots_TK = chosen.ids.sort(dim=1).indices.to(torch.int32)
+        mix_kernel[(triton.cdiv(experts.n, 512), rows)](
+            y_PD, slots_TK, chosen.weights, hidden_TD, hidden_TD.stride(0), experts.n,
+            TOP=top, WEIGHS=not own.weighs_input, BLOCK=512, **UNFUSED,
+        )  # fmt: skip
+
+    def _product(self, x: Tensor, stacks: tuple[Stack, ...], groups: Groups, share: int) -> Tensor:
+        """Of all pairs, each with its expert; x has a row for every ``share`` pairs."""
+        width = max(stack.first + stack.n for stack in stacks)
+        out_PN = self._form.empty((len(groups.order), width))
+        x = x if x.stride(1) == 1 else x.contiguous()
+        for stack in stacks:
+            own, each = x, share
+            if stack.orders_EK is not None:
+                own, each = ordered(x, stack.orders_EK, groups, share), 1
+            self._multiply(own, stack, groups, each, out_PN)
+        return out_PN
+
+    def _multiply(self, x: Tensor, stack: Stack, groups: Groups, share: int, out_PN: Tensor) -> None:
+        weight, tile = stack.operand, stack.operand.tile
+        tiles = triton.cdiv(stack.n, tile.columns) * groups.bound
+        programs = min(tiles, BESIDE * multiprocessors(self._form.device))
+        keeps = keeps_apart(weight, tile)
+        kept = self._form.empty((programs if keeps else 0, 2, groups.rows, tile.columns))
+        grouped_kernel[(programs,)](
+            x, weight.arguments, weight.ends, out_PN[:, stack.first :], kept, groups.order, groups.starts,
+            groups.tile_ends, stack.places_E, x.stride(0), out_PN.stride(0), stack.n, groups.experts,
+            SHARE=share, EXPERTS=triton.next_power_of_2(groups.experts), STEP=weight.step, SEGMENTS=weight.segments,
+            ROWS=groups.rows, COLUMNS=tile.columns, DEPTH=tile.depth, ALIGNED=tile.aligned, EVEN=tile.even, KEPT=keeps,
+            num_warps=groups.rows // 16, num_stages=4, **UNFUSED,
+        )  # fmt: skip
+
+
+def ordered(x: Tensor, orders_EK: Tensor, groups: Groups, share: int) -> Tensor:
+    """A row for each pair, with the columns of its expert; x has a row for every ``share`` pairs.
+
+    In slices: an index of 8 bytes for each number would be the largest array of a step.
+    """
+    pairs, columns = len(groups.experts_P), x.shape[1]
+    out_PK = x.new_empty((pairs, columns))
+    rows = max(1, INDEX_BYTES // (8 * columns * share))
+    for first in range(0, len(x), rows):
+        rows_PK = x[first : first + rows].repeat_interleave(share, dim=0)
+        own = slice(first * share, first * share + len(rows_PK))
+        torch.gather(rows_PK, 1, orders_EK[groups.experts_P[own].long()], out=out_PK[own])
+    return out_PK
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs (token, slot) by expert; whose expert is not below ``experts`` is left out.  All arrays on the device; the
+    numbers follow from shapes alone."""
+
+    experts_P: Tensor
+    order: Tensor  # [pairs], those of an expert side by side, in their own order
+    starts: Tensor  # [E + 1]
+    tile_ends: Tensor  # [E]
+    experts: int
+    rows: int  # of a tile
+    bound: int  # tiles that could be needed
+
+    @classmethod
+    def of(cls, experts_P: Tensor, experts: int, rows: int | None = None) -> Groups:
+        """Group pairs by their expert.  ``rows`` of a tile: by default more where most experts have many."""
+        pairs = len(experts_P)
+        if rows is None:
+            rows = 2 * FEW_ROWS if pairs > FEW_ROWS * experts else FEW_ROWS
+        by_expert = experts_P.sort(stable=True)
+        edges = torch.arange(experts + 1, dtype=by_expert.values.dtype, device=experts_P.device)
+        starts = torch.searchsorted(by_expert.values, edges).to(torch.int32)
+        tiles = (starts.diff() + (rows - 1)) // rows
+        bound = min(pairs, experts + pairs // rows)
+        order, tile_ends = by_expert.indices.to(torch.int32), tiles.cumsum(0).to(torch.int32)
+        return cls(experts_P, order, starts, tile_ends, experts, rows, bound)

@@ -1,0 +1,162 @@
+"""Work that is done again and again at the same addresses, captured as CUDA graphs: one launch instead of hundreds.
+
+The first time a key is seen its work runs as it is (kernels are compiled then), the second time it is captured, from
+then on replayed.  Graphs share one pool of memory, so what one has put out is overwritten by the next; the pool is
+what the largest needs, if that is captured first.  Work that cannot be captured runs as it is, and the log says why.
+
+Knows nothing about steps.  This module imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MOST_GRAPHS = 96
+"""Kept at once.  What is seen after so many keys runs as it is."""
+
+MOST_REFUSALS = 4
+"""Keys whose work cannot be captured, until no other is tried: one may have met a lack of memory, so many tell more."""
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], tuple[Tensor, ...]]
+"""Reads and writes memory that stays where it is; returns what it put out."""
+
+
+class Replays(Protocol):
+    """Runs work by its key."""
+
+    def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
+        """What ``work`` puts out, valid until the next run.  Of a known key, ``work`` need not be called."""
+        ...
+
+
+class AsItIs:
+    """Nothing is captured: for the interpreter, for tests, and to measure what capturing is worth."""
+
+    def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
+        """See ``Replays.run``."""
+        return work()
+
+
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None:
+        """Begin it again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph, and where it puts what."""
+
+    graph: Graph
+    outputs: tuple[Tensor, ...]
+
+
+class CudaGraphs:
+    """See ``Replays``."""
+
+    def __init__(
+        self, device: torch.device, capture: Callable[[Work], Captured] | None = None, stream: Any = None
+    ) -> None:
+        """``capture``: by default on the device, on a stream of its own or on ``stream``, whose multiprocessors and
+        priority the graphs have then.  Raises RuntimeError for work that cannot be captured."""
+        self._device = device
+        self._capture_work = capture or _Recorder(device, stream)
+        self._seen: set[Hashable] = set()
+        self._captured: dict[Hashable, Captured] = {}
+        self._refusals: set[Hashable] = set()
+        self.refused: str | None = None  # why something is not captured, the last time
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
+        """See ``Replays.run``."""
+        captured = self._captured.get(key)
+        if captured is None:
+            if self._stays(key):
+                return work()
+            if key not in self._seen:
+                self._seen.add(key)
+                return work()
+            captured = self._capture(key, work)
+            if captured is None:
+                return work()
+        captured.graph.replay()
+        return captured.outputs
+
+    def _stays(self, key: Hashable) -> bool:
+        """Is work of this key not to be captured?"""
+        return key in self._refusals or len(self._refusals) >= MOST_REFUSALS or len(self._captured) >= MOST_GRAPHS
+
+    def _capture(self, key: Hashable, work: Work) -> Captured | None:
+        try:
+            made = self._captured[key] = self._capture_work(work)
+        except RuntimeError as error:
+            self._refusals.add(key)
+            self.refused = str(error.__context__ or error).partition("\n")[0]  # ending a broken capture fails as well
+            count = len(self._refusals)
+            log.warning(
+                "steps of one size are launched kernel by kernel, which is slower: they cannot be captured (%s); %s",
+                self.refused,
+                f"{count} of {MOST_REFUSALS} sizes until none is tried"
+                if count < MOST_REFUSALS
+                else "no more are tried",
+            )
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+            return None
+        return made
+
+
+class _Recorder:
+    """Captures on one stream, all graphs into one pool of memory."""
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._stream = torch.cuda.Stream(device) if stream is None else stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = work()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return Captured(graph, tuple(map(_unowned, outputs)))
+
+
+class _Place:
+    """Memory by its address: whoever reads it does not keep it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _unowned(output: Tensor) -> Tensor:
+    """The same memory, left to the pool: the next graph puts its own outputs there, or all would stay side by side.
+
+    The pool itself lives as long as a graph of it.
+    """
+    if not output.nbytes or not output.is_contiguous():
+        return output
+    raw = torch.as_tensor(_Place(output), device=output.device)
+    return raw.view(output.dtype).view(output.shape) if raw.data_ptr() == output.data_ptr() else output

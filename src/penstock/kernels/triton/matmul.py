@@ -1,0 +1,353 @@
+"""x W^T with one order of every sum, whatever the number of rows: the kernel behind all products.
+
+::
+
+    columns of W          one program, or one segment of K each      a tile [rows, columns] of the result
+    few rows              every segment a program                    partial sums in memory, then ``join_kernel``
+    many rows             all segments in one program, persistent    two in registers, the tree's others in memory
+
+Both give the same bits, and so does any number of rows in them:
+
+- A tile's columns follow from the compute type, so they are the same on one device and on each of eight, and the depth
+  of one step over K from the weight.  Tiles of 64 rows have four warps, taller ones eight, so on matrix units of warp
+  groups (Hopper) every group multiplies 64 rows at a time with all columns of the tile, once or twice: the same
+  instruction whatever the tile's height, and one row of its result knows nothing of the other rows.
+- A segment is summed from low to high in steps of that depth, its last step padded with zeros, which add nothing.
+- Segments are joined by one binary tree in fp32: by ``eight`` in registers, by ``eight_kept``, which keeps in memory
+  what waits for its other half, and by ``eight_stored`` from memory: the same additions.  No compiler fuses a product
+  and a sum: the source says where that is done.
+- Nothing is added atomically, split by the number of multiprocessors, or chosen by trying.
+
+What a weight is made of stands in its ``Operand``: ``step`` reads one tile of it and adds the product.
+
+This module imports torch and triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.triton.arithmetic import UNFUSED, rounded
+from penstock.kernels.triton.form import TritonForm
+
+FEW_ROWS = 64
+"""Up to so many rows every segment has programs of its own: the weight is read by as many multiprocessors as can be."""
+
+FEW_STAGES = 6
+MANY_STAGES = 4
+"""Steps of a tile that are on their way from memory: what fits into 227 KiB of shared memory."""
+
+TOGETHER = 8
+"""Row tiles that read the same columns of a weight at about the same time."""
+
+DEPTH = 64
+"""Columns of K in one step of a bf16 weight: 128 bytes of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The part of a tile's shape that the weight decides."""
+
+    columns: int  # of the result
+    depth: int  # of K, in one step
+    aligned: int  # every segment begins and ends at a multiple of this
+    even: bool  # every segment is a number of whole steps
+    sums: int = 1  # that a step keeps beside each other
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Some outputs of a weight, in whatever form, ready to be multiplied.  ``ends``: int32 [S + 1], from 0."""
+
+    n: int
+    k: int
+    segments: int
+    ends: Tensor
+    tile: Tile
+    step: Any
+    """A Triton function (sums [T, N], x [T, K], arguments, outputs [N], first column, end, DEPTH, EVEN) -> sums."""
+
+    arguments: tuple[Any, ...]
+    first: int = 0  # its first output's column in the result
+
+
+def tile_of(ends: tuple[int, ...], dtype: torch.dtype, *, group: int | None = None) -> Tile:
+    """For a weight with these segments.  With a ``group`` no step is in two; it and ``ends`` are multiples of 16 then.
+
+    A tile half as wide as the widest instruction can be two instructions tall, which is what reading a prompt from the
+    second-level cache needs; narrower ones for narrow weights would have other bits when devices share the outputs.
+    """
+    aligned = gcd(*ends, 1 << 20)
+    depth = DEPTH if dtype == torch.bfloat16 else DEPTH // 2
+    while group is not None and gcd(aligned, group) % depth:
+        depth //= 2
+    columns = 128 if dtype == torch.bfloat16 else 64
+    return Tile(columns, depth, aligned, even=aligned % depth == 0, sums=1 if group is None else 2)
+
+
+def ends_tensor(form: TritonForm, ends: tuple[int, ...]) -> Tensor:
+    """Begin and ends of the segments on the device."""
+    return torch.tensor((0, *ends), dtype=torch.int32, device=form.device)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def one(
+    s, x_T1, live_T1, weight, outputs_N, ends,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The sums [ROWS, COLUMNS] of segment ``s``."""
+    begin = tl.multiple_of(tl.load(ends + s), ALIGNED)
+    end = tl.multiple_of(tl.load(ends + s + 1), ALIGNED)
+    sums_TN = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(begin, end, DEPTH):
+        columns_K = k + tl.arange(0, DEPTH)
+        live_TK = live_T1
+        if not EVEN:
+            live_TK = live_T1 & (columns_K < end)[None, :]
+        x_TK = tl.load(x_T1 + columns_K[None, :], mask=live_TK, other=0.0)
+        sums_TN = STEP(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH, EVEN)
+    return sums_TN
+
+
+@triton.jit
+def two(
+    s, x_T1, live_T1, weight, outputs_N, ends,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Segments ``s`` and the next, joined."""
+    left_TN = one(s, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    return left_TN + one(s + 1, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+
+
+@triton.jit
+def four(
+    s, x_T1, live_T1, weight, outputs_N, ends,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Four segments from ``s`` on, joined."""
+    left_TN = two(s, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    return left_TN + two(s + 2, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+
+
+@triton.jit
+def eight(
+    s, x_T1, live_T1, weight, outputs_N, ends,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Eight segments from ``s`` on, joined."""
+    left_TN = four(s, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    return left_TN + four(s + 4, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+
+
+@triton.jit
+def four_kept(
+    s, kept, x_T1, live_T1, weight, outputs_N, ends,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """``four``, whose first half waits at ``kept``, memory of this program.  Barriers: whoever reads may be another
+    thread than who wrote, and nothing may be read before it is needed, or it would take registers."""
+    left_TN = two(s, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    tl.debug_barrier()
+    tl.store(kept, left_TN)
+    right_TN = two(s + 2, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    tl.debug_barrier()
+    return tl.load(kept) + right_TN
+
+
+@triton.jit
+def eight_kept(
+    s, kept, x_T1, live_T1, weight, outputs_N, ends,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """``eight``, of which two tiles wait at ``kept``."""
+    above = kept + ROWS * COLUMNS
+    left_TN = four_kept(s, kept, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    tl.store(above, left_TN)
+    right_TN = four_kept(s + 4, kept, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    tl.debug_barrier()
+    return tl.load(above) + right_TN
+
+
+@triton.jit
+def whole(
+    x_T1, live_T1, weight, outputs_N, ends, kept,
+    SEGMENTS: tl.constexpr, KEPT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All segments, joined; ``kept``: if KEPT, memory of this program for two tiles of fp32."""
+    if KEPT and SEGMENTS > 2:
+        lanes = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        if SEGMENTS == 8:
+            sums_TN = eight_kept(
+                0, kept + lanes, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
+            )
+        else:
+            sums_TN = four_kept(
+                0, kept + lanes, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
+            )
+    elif SEGMENTS == 8:
+        sums_TN = eight(0, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    elif SEGMENTS == 4:
+        sums_TN = four(0, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    elif SEGMENTS == 2:
+        sums_TN = two(0, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    else:
+        sums_TN = one(0, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    return sums_TN
+
+
+@triton.jit
+def tile_at(tile, row_tiles, column_tiles, TOGETHER: tl.constexpr):
+    """Row and column of a tile: ``TOGETHER`` row tiles that read the same columns of W run side by side."""
+    band = tile // (TOGETHER * column_tiles) * TOGETHER
+    height = tl.minimum(row_tiles - band, TOGETHER)
+    inside = tile % (TOGETHER * column_tiles)
+    return band + inside % height, inside // height
+
+
+@triton.jit(do_not_specialize=["t"])
+def product_kernel(
+    x, weight, ends, out, kept, x_stride, out_stride, out_apart, t, n, k,
+    STEP: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, APART: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """out [T, H N] = x [T, H K] W^T, each head with its own N outputs; or, ADD, out += that.
+
+    Grid: persistent programs over tiles; segments if APART, which then go to ``out + segment * out_apart``; heads.
+    ``kept``: two tiles of fp32 for each program, if KEPT.
+    """
+    head = tl.program_id(2)
+    x += head * k
+    out += tl.program_id(1).to(tl.int64) * out_apart + head * n
+    row_tiles = tl.cdiv(t, ROWS)
+    column_tiles = tl.cdiv(n, COLUMNS)
+    kept += tl.program_id(0).to(tl.int64) * (2 * ROWS * COLUMNS)
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        row_tile, column_tile = tile_at(tile, row_tiles, column_tiles, TOGETHER)
+        rows_T = row_tile * ROWS + tl.arange(0, ROWS)
+        columns_N = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        live_T1 = (rows_T < t)[:, None]
+        x_T1 = x + rows_T.to(tl.int64)[:, None] * x_stride
+        outputs_N = head * n + tl.minimum(columns_N, n - 1)
+        if APART:
+            s = tl.program_id(1)
+            sums_TN = one(s, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+        else:
+            sums_TN = whole(
+                x_T1, live_T1, weight, outputs_N, ends, kept, SEGMENTS, KEPT, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
+            )
+        at_TN = out + rows_T.to(tl.int64)[:, None] * out_stride + columns_N[None, :]
+        live_TN = live_T1 & (columns_N < n)[None, :]
+        if ADD:
+            sums_TN = tl.load(at_TN, mask=live_TN, other=0.0) + sums_TN
+        tl.store(at_TN, rounded(sums_TN, out.dtype.element_ty), mask=live_TN)
+
+
+@triton.jit
+def two_stored(at, live, apart):
+    """Two partial sums, joined."""
+    return tl.load(at, mask=live, other=0.0) + tl.load(at + apart, mask=live, other=0.0)
+
+
+@triton.jit
+def four_stored(at, live, apart):
+    """Four partial sums, joined."""
+    return two_stored(at, live, apart) + two_stored(at + 2 * apart, live, apart)
+
+
+@triton.jit
+def eight_stored(at, live, apart):
+    """Eight partial sums, joined."""
+    return four_stored(at, live, apart) + four_stored(at + 4 * apart, live, apart)
+
+
+@triton.jit(do_not_specialize=["t"])
+def join_kernel(parts, out, out_stride, t, n, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """out [T, N] = the tree over parts [SEGMENTS, T, N]; or, ADD, out += that."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    apart = t * n  # of few rows: far below 2 ** 31, all parts together
+    live = index < apart
+    if SEGMENTS == 8:
+        sums = eight_stored(parts + index, live, apart)
+    elif SEGMENTS == 4:
+        sums = four_stored(parts + index, live, apart)
+    else:
+        sums = two_stored(parts + index, live, apart)
+    at = out + (index // n).to(tl.int64) * out_stride + index % n
+    if ADD:
+        sums = tl.load(at, mask=live, other=0.0) + sums
+    tl.store(at, rounded(sums, out.dtype.element_ty), mask=live)
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+def multiply(form: TritonForm, x_TK: Tensor, operand: Operand, out_TN: Tensor, *, add: bool, heads: int = 1) -> None:
+    """``operand``'s columns of out [T, N] become x W^T, or grow by it; rows of ``out`` may lie apart.
+
+    ``heads``: x is [T, H K] and each head has its share of the outputs.
+    """
+    t, n = x_TK.shape[0], operand.n // heads
+    if t == 0 or n == 0:
+        return
+    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+    out_TN = out_TN[:, operand.first : operand.first + operand.n]
+    few = t <= FEW_ROWS
+    apart = few and operand.segments > 1
+    parts = form.empty((operand.segments, t, n)) if apart else out_TN
+    rows = tile_rows(t, operand, form.dtype)
+    tiles = triton.cdiv(t, rows) * triton.cdiv(n, operand.tile.columns)
+    programs = tiles if few or heads > 1 else min(tiles, multiprocessors(form.device))
+    keeps = not apart and keeps_apart(operand, operand.tile)
+    kept = form.empty((programs if keeps else 0, 2, rows, operand.tile.columns))
+    product_kernel[(programs, operand.segments if apart else 1, heads)](
+        x_TK, operand.arguments, operand.ends, parts, kept,
+        x_TK.stride(0), parts.stride(-2), parts.stride(0) if apart else 0, t, n, operand.k,
+        STEP=operand.step, SEGMENTS=operand.segments, ROWS=rows, COLUMNS=operand.tile.columns,
+        DEPTH=operand.tile.depth, ALIGNED=operand.tile.aligned, EVEN=operand.tile.even, APART=apart, KEPT=keeps,
+        ADD=add and not apart, TOGETHER=TOGETHER, num_warps=4 if rows == FEW_ROWS else 8,
+        num_stages=FEW_STAGES if few else MANY_STAGES, **UNFUSED,
+    )  # fmt: skip
+    if apart:
+        join_kernel[(triton.cdiv(t * n, 1024),)](
+            parts, out_TN, out_TN.stride(0), t, n, SEGMENTS=operand.segments, BLOCK=1024, ADD=add, **UNFUSED
+        )
+
+
+def tile_rows(t: int, operand: Operand, dtype: torch.dtype) -> int:
+    """How tall a tile is: bits do not depend on it.  Sums that are kept together must fit into registers."""
+    if t <= FEW_ROWS or dtype != torch.bfloat16:
+        return FEW_ROWS
+    tall = operand.segments == 1 and operand.tile.sums == 1
+    return 4 * FEW_ROWS if tall and t > 2 * FEW_ROWS else 2 * FEW_ROWS
+
+
+def keeps_apart(operand: Operand, tile: Tile) -> bool:
+    """Are sums that wait to be joined kept in memory?  Narrow tiles have room for all of them in registers."""
+    return operand.segments > 2 and tile.columns > 64
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Programs that a persistent kernel starts."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

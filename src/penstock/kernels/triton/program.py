@@ -1,0 +1,353 @@
+"""A model's step on a device: arrays go there in one copy, drawn tokens come back in one, and graphs run in between.
+
+::
+
+    host     fill n    launch n | fill n + 1   launch n + 1 | wait for n + 1
+    device             copy, step n, tokens ----> fed to step n + 1, tokens --->| pinned memory
+
+Steps that write answers, one token a sequence, are padded to a few sizes and replayed as graphs (``graphs``); prompts
+and steps of recurrent layers run as they are.  Steps with images or taps go operation by operation over the host's
+arrays (``kernels.program``).  Padding changes no bit: see ``staging``.
+
+Of two lanes (``lanes``) each has a program with a stream of its own: a step is begun there, and the host goes on with
+the other lane's until this one's event says that it is over.
+
+Knows which arrays a step has, not what its operations do.  This module imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.draws import Picks, Sampled, SampleRow
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import CAPTURE_S, Ops, Steps
+from penstock.kernels.program import DirectProgram
+from penstock.kernels.triton.bell import Bell
+from penstock.kernels.triton.graphs import AsItIs, Replays
+from penstock.kernels.triton.staging import DeviceArrays, Draws, Pinned, Returned, StepShape, buckets, by_group
+from penstock.types import PAGE_TOKENS
+
+MOST_ROWS = 256
+"""Sequences of a step that is padded and captured; larger ones run as they are."""
+
+LEAST_BLOCKS = 32
+"""Columns of the narrowest table that a captured step has, for each group of layers; wider ones double."""
+
+TRIED_PROMPTS = ((16, 1), (65, 2 * LEAST_BLOCKS), (129, 1), (257, 2 * LEAST_BLOCKS), (520, 1), (1040, 1))
+"""Tokens, and columns of the table a group of layers, of steps that are tried at the start.  Together they take every
+kernel that prompts take: tiles of all heights, few and many rows to an expert, partitions apart and in turn."""
+
+
+class Pick(Protocol):
+    """Draws by temperature alone, on the device: the very tokens that ``Ops.sample`` draws."""
+
+    def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
+        """int32 [R]."""
+        ...
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step that is under way: who draws in it, and what it puts out."""
+
+    rows: list[SampleRow]
+    picks: Picks
+    ready: Callable[[], None] | None
+    count: int  # of rows that draw
+    outputs: tuple[Tensor, ...] = ()
+    drawn: list[Sampled] | None = None  # nothing is under way any more
+
+
+class DeviceProgram:
+    """See ``ops.StepProgram``, ``ops.RunsAhead`` and ``lanes.LaneProgram``."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        steps: Steps,
+        kv: Array,
+        *,
+        device: torch.device,
+        groups: int = 1,
+        replays: Replays | None = None,
+        pick: Pick | None = None,
+        most_rows: int = MOST_ROWS,
+        state_parts: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """``groups`` of layers have pages of their own, a state has so many parts.  ``replays``: by default nothing is
+        captured.  ``pick``: without it every row draws on the host.  ``stream``: of this program alone; by default
+        that of the caller."""
+        self._ops = ops
+        self._steps = steps
+        self._kv = kv
+        self._device = device
+        self.groups = groups
+        self._state_parts = state_parts
+        self.pick = pick
+        self.replays = AsItIs() if replays is None else replays
+        self._sizes = tuple(buckets(most_rows))
+        self._direct = DirectProgram(ops, steps, kv)
+        self._pinned = Pinned(device)
+        self._returned = Returned(device)
+        self._arrays: dict[StepShape, DeviceArrays] = {}  # of captured shapes; they stay
+        self._words = torch.empty(0, dtype=torch.int32, device=device)  # of all other shapes, one at a time
+        self._hidden: Array = None
+        self._went_direct = False
+        self._stream = stream
+        self._bell: Bell | None = None
+        self._begun: _Begun | None = None
+        self._ahead = (0, 0)  # steps begun without the host in between, and the rows of each
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: Picks,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
+        """See ``StepProgram.run``."""
+        self.begin(batch, scored, rows, picks, ready)
+        return self.finish()
+
+    def begin(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: Picks,
+        ready: Callable[[], None] | None = None,
+    ) -> None:
+        """See ``LaneProgram.begin``."""
+        begun = self._begun = _Begun(rows, picks, ready, len(batch.sample_rows_R) - scored)
+        with self.on():
+            self._went_direct = not _is_plain(batch)
+            if self._went_direct:
+                begun.drawn = self._direct.run(batch, scored, rows, picks, ready)
+            else:
+                shape = self._padded(batch) if scored == 0 else None
+                begun.outputs = (
+                    self._whole(batch, scored, picks) if shape is None else self._launch(shape, batch, picks)
+                )
+            if len(begun.outputs) > 1 and len(picks.tokens_F):
+                self._returned.expect(1, len(begun.outputs[1]))
+                self._returned.take(0, begun.outputs[1])
+            else:
+                self._returned.mark()
+        self._ring()
+
+    def finish(self) -> list[Sampled]:
+        """See ``LaneProgram.finish``."""
+        begun, self._begun = self._begun, None
+        assert begun is not None, "nothing was begun"
+        if begun.drawn is not None or not begun.outputs:
+            self._returned.rest()  # else the next step would be taken to last as long as this one and itself
+            return begun.drawn or []
+        logits_RV, tokens_R = begun.outputs[0], begun.outputs[1] if len(begun.outputs) > 1 else None
+        rows, picks, picked = begun.rows, begun.picks, len(begun.picks.tokens_F)
+        if begun.ready is not None:
+            begun.ready()
+        listed = rows if tokens_R is not None else [*rows, *picks.rows()]
+        with self.on():
+            drawn = self._ops.sample(logits_RV[: len(listed)], listed) if listed else []
+        if tokens_R is None:
+            picks.tokens_F[:] = [one.token for one in drawn[len(rows) :]]
+        elif picked:
+            picks.tokens_F[:] = self._returned.wait(1, begun.count)[0, begun.count - picked :]
+        return drawn[: len(rows)]
+
+    def hidden(self) -> Array:
+        """See ``StepProgram.hidden``."""
+        return self._direct.hidden() if self._went_direct else self._hidden
+
+    # --- several, without the host in between -------------------------------------------------------------------------
+
+    def runs_ahead(self, batch: StepBatch, picks: Picks) -> bool:
+        """See ``RunsAhead.runs_ahead``."""
+        every = len(picks.tokens_F) == len(batch.sample_rows_R) == len(batch.tokens_T)
+        return every and self.pick is not None and _is_plain(batch) and self._padded(batch) is not None
+
+    def run_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> NDArray[np.int32]:
+        """See ``RunsAhead.run_ahead``."""
+        self.begin_ahead(picks, steps, batch_of)
+        return self.finish_ahead()
+
+    def begin_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> int:
+        """See ``LaneProgram.begin_ahead``."""
+        count, tokens_R, done = len(picks.tokens_F), None, 0
+        with self.on():
+            for step in range(steps):
+                batch = batch_of(step)
+                shape = None if batch is None else self._padded(batch)
+                if batch is None or shape is None:
+                    break
+                outputs = self._launch(shape, batch, picks, fed=tokens_R)
+                tokens_R = outputs[1]
+                if step == 0:
+                    self._returned.expect(steps, shape.wanted)
+                self._returned.take(step, tokens_R[:count])
+                done += 1
+        self._ahead = (done, count)
+        self._ring()
+        return done
+
+    def finish_ahead(self) -> NDArray[np.int32]:
+        """See ``LaneProgram.finish_ahead``."""
+        return self._returned.wait(*self._ahead)
+
+    # --- a lane of its own --------------------------------------------------------------------------------------------
+
+    def on(self) -> AbstractContextManager[object]:
+        """See ``LaneProgram.on``."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def done(self) -> bool:
+        """See ``LaneProgram.done``."""
+        if self._bell is not None:
+            self._bell.hush()
+        return self._returned.arrived()
+
+    def rest(self) -> None:
+        """See ``LaneProgram.rest``."""
+        with self.on():
+            self._returned.mark()
+        self._returned.rest()
+
+    def descriptor(self) -> int | None:
+        """See ``LaneProgram.descriptor``."""
+        if self._bell is None and self._device.type == "cuda":
+            self._bell = Bell(self._returned.rest)
+        return None if self._bell is None else self._bell.descriptor
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            self._bell.when_over()
+
+    # --- at the start -------------------------------------------------------------------------------------------------
+
+    def capture(self, alive: Callable[[], None] | None = None, budget_s: float = CAPTURE_S) -> int:
+        """Try prompts, then run and capture steps of all sizes, large ones first, until the time is over; how many.
+
+        ``alive`` is called behind each step.  Only before there is anything in the KV memory: what they compute is
+        written to its first page.
+        """
+        alive = alive or (lambda: None)
+        if self._device.type == "cuda":  # elsewhere nothing is compiled
+            self.try_prompts(alive)
+        if self._state_parts:  # such steps run as they are
+            return 0
+        begun, done = time.monotonic(), 0
+        for size in reversed(self._sizes):  # graphs share memory: the largest one's is enough for all
+            if time.monotonic() - begun >= budget_s:
+                break
+            for _ in range(2):  # as it is, then captured
+                self.run(_answers(size, LEAST_BLOCKS * self.groups), 0, [], Picks.empty(size))
+                alive()
+            done += 1
+        return done
+
+    def try_prompts(self, alive: Callable[[], None]) -> None:
+        """The first start on a host compiles kernels here, which takes minutes and is not timed: a kernel that is
+        compiled while requests wait looks like a worker that hangs."""
+        row = SampleRow(seed=0, position=0, choice=0, temperature=1.0, top_k=2, top_p=0.5)  # by all kernels of a draw
+        for tokens, blocks in TRIED_PROMPTS:
+            self.run(_prompt(tokens, blocks * self.groups, self._state_parts), 0, [row], Picks.empty(0))
+            self.rest()
+            alive()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _padded(self, batch: StepBatch) -> StepShape | None:
+        """The shape that a step is padded to; None for one that runs as it is."""
+        count, wanted = len(batch.tokens_T), len(batch.sample_rows_R)
+        if batch.states_SW is not None:  # a copy of a sequence would write its state beside it
+            return None
+        if not 0 < wanted <= count == len(batch.starts_S1) - 1 <= self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        blocks = max(LEAST_BLOCKS, 1 << (batch.table_SP.shape[1] // self.groups - 1).bit_length())
+        return StepShape(size, size, size, blocks * self.groups, adapted=batch.adapters_S is not None)
+
+    def _launch(
+        self, shape: StepShape, batch: StepBatch, picks: Picks, fed: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Begin a padded step: logits and drawn tokens of its wanted rows.  ``fed``: its tokens are on the device."""
+        arrays = self._arrays.get(shape)
+        if arrays is None:
+            words = torch.empty(shape.words, dtype=torch.int32, device=self._device)
+            arrays = self._arrays[shape] = DeviceArrays(shape, words)
+        if self.groups > 1:  # the columns of one group are widened where they are copied
+            batch = replace(batch, table_SP=by_group(batch.table_SP, self.groups, shape.columns // self.groups))
+        self._pinned.fill(shape, batch, picks, arrays)
+        if fed is not None:
+            arrays.feed(fed)
+        hidden_RD, *outputs = self.replays.run(shape, partial(self._compute, arrays, 0))
+        self._hidden = hidden_RD[: len(batch.sample_rows_R)]
+        return tuple(outputs)
+
+    def _whole(self, batch: StepBatch, scored: int, picks: Picks) -> tuple[Tensor, ...]:
+        """A step as it is; nothing comes of one that draws nothing."""
+        shape = StepShape.of(batch)
+        if len(self._words) < shape.words:
+            self._words = torch.empty(1 << (shape.words - 1).bit_length(), dtype=torch.int32, device=self._device)
+        arrays = DeviceArrays(shape, self._words)
+        self._pinned.fill(shape, batch, picks, arrays)
+        if shape.wanted == scored:
+            self._hidden = self._steps.forward(self._ops, arrays.batch, self._kv)
+            return ()
+        self._hidden, *outputs = self._compute(arrays, scored)
+        return tuple(outputs)
+
+    def _compute(self, arrays: DeviceArrays, scored: int) -> tuple[Tensor, ...]:
+        """hidden [R, D], logits [R - scored, V], and if it can be drawn here, tokens [R - scored]."""
+        hidden_RD = self._steps.forward(self._ops, replace(arrays.batch), self._kv)
+        assert isinstance(hidden_RD, Tensor)
+        logits_RV = self._steps.logits(self._ops, hidden_RD[scored:])
+        if self.pick is None:
+            return hidden_RD, logits_RV
+        draws = arrays.draws
+        if scored:
+            draws = Draws(
+                draws.seeds_R[scored:],
+                draws.positions_R[scored:],
+                draws.choices_R[scored:],
+                draws.temperatures_R[scored:],
+            )
+        return hidden_RD, logits_RV, self.pick(logits_RV, draws)
+
+
+def _is_plain(batch: StepBatch) -> bool:
+    """Does the step read tokens, positions, pages, and slots of adapters, and nothing else?"""
+    others = (batch.turns_T3, batch.given, batch.features_TW, batch.taps_RW)
+    return all(other is None for other in others)
+
+
+def _prompt(tokens: int, columns: int, state_parts: int) -> StepBatch:
+    """Prompts of a page each, the last one shorter, all and their states in the first page; one row draws."""
+    starts_S1 = np.array([*range(0, tokens, PAGE_TOKENS), tokens], np.int32)
+    positions_T = np.arange(tokens, dtype=np.int32) % PAGE_TOKENS
+    table_SP = np.zeros((len(starts_S1) - 1, columns), np.int32)
+    states_SW = np.zeros((len(starts_S1) - 1, state_parts), np.int32) if state_parts else None
+    zeros_T, wanted_R = np.zeros(tokens, np.int32), np.zeros(1, np.int32)
+    return StepBatch(zeros_T, positions_T, starts_S1, table_SP, wanted_R, states_SW=states_SW)
+
+
+def _answers(rows: int, columns: int) -> StepBatch:
+    """The first tokens of so many answers, all in the first page."""
+    zeros_R, starts_S1 = np.zeros(rows, np.int32), np.arange(rows + 1, dtype=np.int32)
+    return StepBatch(zeros_R, zeros_R, starts_S1, np.zeros((rows, columns), np.int32), np.arange(rows, dtype=np.int32))

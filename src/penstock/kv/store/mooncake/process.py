@@ -1,0 +1,151 @@
+"""The process in which Mooncake's client lives: ``python -m penstock.kv.store.mooncake.process SETUP``.
+
+Answers questions until a lane ends, which it does with the worker.  Knows nothing about pages: keys are words, values
+are bytes.  What does not come back from the library while nobody can ask (setting up, leaving) is ended by an alarm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from penstock import children
+from penstock.kv.store.mooncake.words import (
+    QUESTION_BYTES,
+    THERE_ALREADY,
+    Answer,
+    Get,
+    Has,
+    Put,
+    Question,
+    Remove,
+    Setup,
+)
+
+START_S = 30.0
+LEAVE_S = 2.0
+
+BUFFER_BYTES = 16 << 20
+"""Of the client's own, for what is not done here; it takes no less."""
+
+
+class Lane:
+    """This end of one."""
+
+    def __init__(self, descriptors: tuple[int, int], value_bytes: int) -> None:
+        self._socket = socket.socket(fileno=descriptors[0])
+        self._mapped = mmap.mmap(descriptors[1], value_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        self.bytes = value_bytes
+        self._decoder = msgspec.msgpack.Decoder(Question)
+
+    def hear(self) -> Question | None:
+        """The next question; None when the worker has gone."""
+        raw = self._socket.recv(QUESTION_BYTES)
+        return self._decoder.decode(raw) if raw else None
+
+    def say(self, answer: Answer) -> None:
+        """The answer to it."""
+        self._socket.send(msgspec.msgpack.encode(answer))
+
+
+def main() -> None:
+    """Until the worker has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends the lanes
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    children.end_with_parent()  # should the worker be killed while this is stopped
+    setup = msgspec.json.decode(sys.argv[1], type=Setup)
+    lanes = [Lane(each, setup.value_bytes) for each in setup.lanes]
+    signal.setitimer(signal.ITIMER_REAL, START_S)
+    store, code = opened(setup, lanes)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for lane in lanes:
+        lane.say(Answer(code))
+    if code == 0:
+        ended = threading.Event()
+        for lane in lanes:
+            threading.Thread(target=serve, args=(lane, store, setup, ended), daemon=True).start()
+        ended.wait()
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_S)
+    store.close()
+    os._exit(0)  # whatever threads the library still has
+
+
+def opened(setup: Setup, lanes: list[Lane]) -> tuple[Any, int]:
+    """Mooncake's client, and 0 or the code of its failure."""
+    _environment(setup)
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    here = own_address(setup.master)
+    code = store.setup(
+        here,
+        setup.metadata,
+        setup.segment_bytes,
+        BUFFER_BYTES,
+        setup.protocol,
+        setup.devices,
+        setup.master,
+    )
+    for lane in lanes:
+        code = code or store.register_buffer(lane.address, lane.bytes)
+    return store, int(code)
+
+
+def own_address(master: str) -> str:
+    """At which this host is seen from the master's.  Raises OSError for a host that nobody knows."""
+    host, _, port = master.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def serve(lane: Lane, store: Any, setup: Setup, ended: threading.Event) -> None:
+    """Answer what is asked over a lane until it ends."""
+    try:
+        while (question := lane.hear()) is not None:
+            lane.say(_answer(lane, store, question))
+    finally:
+        ended.set()
+
+
+def _answer(lane: Lane, store: Any, question: Question) -> Answer:
+    match question:
+        case Has(keys):
+            found = store.batch_is_exist(keys)
+            failed = next((each for each in found if each < 0), 0)
+            return Answer(failed, [each == 1 for each in found])
+        case Get(key):
+            return Answer(store.get_into(key, lane.address, lane.bytes))
+        case Put(key):
+            code = store.put_from(key, lane.address, lane.bytes)
+            return Answer(0 if code == THERE_ALREADY else code)
+        case Remove(key):
+            return Answer(store.remove(key, True))  # or who has just read it keeps it for some seconds
+
+
+def _environment(setup: Setup) -> None:
+    """What the library reads from there."""
+    milliseconds = str(max(1, int(setup.timeout_s * 1000)))
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", milliseconds),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds),
+        ("MC_STORE_CLIENT_METRIC", "0"),
+        ("MC_LOG_LEVEL", "ERROR"),
+        ("GLOG_minloglevel", "2"),
+        ("GLOG_logtostderr", "1"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Mooncake's store as a tier.
+
+A value is ``| proof 40 | page |`` under a name that covers model, numerics class, layout and ``--kv-key``, as in Redis.
+Mooncake decides by itself what goes, and forgets everything with its master: that is a page that is not there.  Nothing
+that comes back is believed: no more is read than a value can have, and a page must prove itself; one that does not is
+removed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError, PageCorrupt, TierFailed
+from penstock.kv.store.mooncake.keeper import Keeper, Lane
+from penstock.kv.store.mooncake.words import (
+    ASKED_AT_ONCE,
+    NO_ROOM,
+    NOT_READY,
+    NOT_THERE,
+    TOO_LONG,
+    Answer,
+    Get,
+    Has,
+    Put,
+    Question,
+    Remove,
+    Setup,
+)
+from penstock.kv.store.port import FinalPage, PageKey
+from penstock.kv.store.seal import PROOF_BYTES, AnySeal, bound, names_of
+
+_MASTER = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_TRIAL_S = 60.0
+_READ, _WRITE = "read", "write"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeAt:
+    """Where the store is, and how this worker takes part in it."""
+
+    master: str  # HOST:PORT
+    metadata: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    devices: str = ""
+    segment_bytes: int = 0  # of memory that this worker gives to all
+
+
+class MooncakeTier:
+    """See ``port.Tier``.  Several threads may use it at once."""
+
+    name = "mooncake"
+    copies = True
+    remote = True
+    pages = 0
+
+    def __init__(self, at: MooncakeAt, seal: AnySeal, *, timeout_s: float) -> None:
+        """Starts its process when it is first used.  Raises ConfigError for a bad address."""
+        _check_address(at.master)
+        self._value_bytes = PROOF_BYTES + seal.layout.page_bytes
+        self._seal = seal
+        self._names = f"penstock.kv.1.{names_of(seal.identity, seal.layout)[:16].hex()}.{seal.kind}."
+        setup = Setup(
+            master=at.master,
+            metadata=at.metadata,
+            protocol=at.protocol,
+            devices=at.devices,
+            segment_bytes=at.segment_bytes,
+            value_bytes=self._value_bytes,
+            timeout_s=timeout_s,
+            lanes=(),
+        )
+        self._keeper = Keeper(setup, (_READ, _WRITE), timeout_s)
+
+    @staticmethod
+    def check(master: str) -> None:
+        """Raises ConfigError for a bad address, or where the library does not load.  Takes the time of a Python."""
+        _check_address(master)
+        trial = [sys.executable, "-c", "import mooncake.store"]
+        try:
+            done = subprocess.run(trial, capture_output=True, timeout=_TRIAL_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise ConfigError("--kv-mooncake: the package mooncake does not load: it hangs") from None
+        if done.returncode:
+            last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise ConfigError(
+                f"--kv-mooncake needs a package that loads: pip install 'penstock[mooncake]' and, on Debian, "
+                f"apt-get install libibverbs1 libnl-3-200 libnl-route-3-200 ({last:.200})"
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._keeper.pid
+
+    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+        """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
+        found: list[bool] = []
+        with self._keeper.lane(_READ) as lane:
+            for start in range(0, len(keys), ASKED_AT_ONCE):
+                part = [self._name(key) for key in keys[start : start + ASKED_AT_ONCE]]
+                found += _found(lane, part)
+                if not all(found):
+                    break
+        return found + [False] * (len(keys) - len(found))
+
+    def read(self, key: PageKey, into: memoryview) -> bool:
+        """See ``port.Tier``."""
+        name = self._name(key)
+        with self._keeper.lane(_READ) as lane:
+            code = _code(lane, Get(name), {NOT_THERE, NOT_READY, TOO_LONG})
+            if code in (NOT_THERE, NOT_READY):
+                return False
+            try:
+                if code != self._value_bytes:
+                    raise PageCorrupt(f"a value in Mooncake that has not {self._value_bytes} bytes")
+                self._seal.open(key, lane.value[PROOF_BYTES:], bytes(lane.value[:PROOF_BYTES]), into)
+            except PageCorrupt:
+                lane.ask(Remove(name))  # what it answers is all one: whoever reads it next tries again
+                raise
+        return True
+
+    def write(self, final: FinalPage, content: memoryview) -> bool:
+        """See ``port.Tier``.  What is there already is only looked at, which gives it time."""
+        name = self._name(final.key)
+        with self._keeper.lane(_WRITE) as lane:
+            if _found(lane, [name]) == [True]:
+                return True
+            stored, proof = self._seal.close(final.key, content)
+            lane.value[:PROOF_BYTES] = proof
+            lane.value[PROOF_BYTES:] = stored
+            return _code(lane, Put(name), {NO_ROOM}) != NO_ROOM
+
+    def evicted(self, key: PageKey) -> None:
+        """Nothing to do: the page there is another one."""
+
+    def close(self) -> None:
+        """See ``port.Tier``."""
+        self._keeper.close()
+
+    def _name(self, key: PageKey) -> str:
+        return self._names + bound(key).hex()
+
+
+def _found(lane: Lane, names: list[str]) -> list[bool]:
+    answer = lane.ask(Has(names))
+    _told(answer, set())
+    if len(answer.found) != len(names):
+        raise TierFailed(f"mooncake: {len(answer.found)} answers to {len(names)} questions")
+    return answer.found
+
+
+def _code(lane: Lane, question: Question, known: set[int]) -> int:
+    return _told(lane.ask(question), known)
+
+
+def _told(answer: Answer, known: set[int]) -> int:
+    if answer.code < 0 and answer.code not in known:
+        raise TierFailed(f"mooncake: code {answer.code}")
+    return answer.code
+
+
+def _check_address(master: str) -> None:
+    match = _MASTER.fullmatch(master)
+    if match is None or not 0 < int(match[2]) < 1 << 16:
+        raise ConfigError(f"--kv-mooncake {master}: where its master listens is wanted, as HOST:PORT (10.0.0.1:50051)")

@@ -1,0 +1,235 @@
+"""One file of equal places for pages, with the directory of what is in them at its head.
+
+::
+
+    | head 4 KiB | directory (directory.py) | slab | slab | slab | ...      all in whole blocks of 4 KiB
+      JSON, checked                           a page, and nothing else
+
+The same for a file on disk and for a memfd, which is a file that has no name and ends with its last process.  Several
+processes use one file: each writes into a share of its own, which the kernel keeps others out of (open file description
+locks: they end with the process that holds them), and reads everywhere.
+
+A file is used only when its head fits this model, numerics class and layout.  One of another model is refused; one that
+is damaged, or of another size, begins anew, unless somebody uses it.  Nothing in it is believed: sizes come from what
+we ask for, entries and pages have checks of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.kernels.sums import xxh3_128
+from penstock.kv.layout import KvLayout
+from penstock.kv.store.directory import MAX_WRITERS, area_bytes
+from penstock.types import ModelIdentity
+
+log = logging.getLogger("penstock.worker")
+
+BLOCK = 4096
+MAX_PLACES = 1 << 26
+_MAGIC = "penstock-kv/1"
+_CHECK_BYTES = 16
+_SHARES_AT = 1 << 61  # locked bytes that stand for places; no file is as long
+_HEAD_AT = 1 << 60  # that stands for the head
+
+
+class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose pages these are, and how they lie."""
+
+    magic: str
+    fingerprint: str
+    numerics: str
+    layout: str
+    page_bytes: int
+    slab_bytes: int
+    places: int
+    encrypted: bool
+
+
+def head_for(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypted: bool) -> SlabHead:
+    """Of a file of at most ``nbytes`` bytes.  Raises ConfigError when that is too little for a page."""
+    slab = -(-layout.page_bytes // BLOCK) * BLOCK
+    places = min(MAX_PLACES, (nbytes - BLOCK) // slab)
+    while places > 0 and BLOCK + area_bytes(places) + places * slab > nbytes:
+        places -= max(1, (BLOCK + area_bytes(places) + places * slab - nbytes) // (slab + BLOCK))
+    if places < 1:
+        least = BLOCK + area_bytes(1) + slab
+        raise ConfigError(f"{nbytes} bytes hold no KV page of this model: {least} bytes hold one")
+    return SlabHead(
+        magic=_MAGIC,
+        fingerprint=identity.fingerprint,
+        numerics=identity.numerics,
+        layout=layout.name,
+        page_bytes=layout.page_bytes,
+        slab_bytes=slab,
+        places=places,
+        encrypted=encrypted,
+    )
+
+
+class SlabFile:
+    """The file, open and fitting.  ``begin, end``: the places that this process may write; none when others have them.
+
+    ``anew``: nothing was in it that could be used.
+    """
+
+    def __init__(
+        self, descriptor: int, head: SlabHead, share: tuple[int, int], what: str, *, allocate: bool = True
+    ) -> None:
+        """``share``: (number, of how many); ``allocate``: take all room at once, so that there is never too little.
+        Takes the descriptor, and closes it when it raises ConfigError."""
+        self.head = head
+        self.what = what
+        self.direct = False
+        self._allocates = allocate
+        self._descriptor = self._io = descriptor
+        number, shares = share
+        self._slabs_at = BLOCK + area_bytes(head.places)
+        try:
+            self.anew = self._begin()
+            begin, end = head.places * number // shares, head.places * (number + 1) // shares
+            own = number < MAX_WRITERS and begin < end and _lock(descriptor, _SHARES_AT + begin, end - begin)
+            self.begin, self.end = (begin, end) if own else (0, 0)
+            self.writer = number if own else None
+            self._mapped = mmap.mmap(descriptor, self._slabs_at, access=mmap.ACCESS_WRITE)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"{what}: {error.strerror}") from None
+        except ConfigError:
+            os.close(descriptor)
+            raise
+        if not own:
+            log.warning("%s is written by another service: its pages are read here, none are written", what)
+        self.directory = memoryview(self._mapped)[BLOCK:]
+
+    @classmethod
+    def at(cls, path: Path, head: SlabHead, share: tuple[int, int], *, direct: bool) -> SlabFile:
+        """A file on disk, made when it is not there.  ``direct``: read and written past the page cache, where the file
+        system can do that.  Raises ConfigError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        file = cls(descriptor, head, share, str(path))
+        if direct and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):  # a file system without it
+                file._io = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+                file.direct = True
+        return file
+
+    @classmethod
+    def memory(cls, descriptor: int, head: SlabHead, share: tuple[int, int]) -> SlabFile:
+        """Host memory: a memfd that the process which forked the workers has made.  Raises ConfigError."""
+        try:  # opened anew: locks are those of an open file, and a fork shares its parent's
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"cannot open shared host memory (is /proc there?): {error.strerror}") from None
+        return cls(own, head, share, "host memory", allocate=False)
+
+    # --- pages -------------------------------------------------------------------------------------------------------
+
+    def read(self, place: int, into: memoryview) -> int:
+        """Fill ``into`` (a whole slab) from a place; how many bytes came."""
+        return os.preadv(self._io, [into], self._slabs_at + place * self.head.slab_bytes)
+
+    def write(self, place: int, slab: memoryview) -> None:
+        """Raises OSError, also when not all of it could be written."""
+        written = os.pwritev(self._io, [slab], self._slabs_at + place * self.head.slab_bytes)
+        if written != slab.nbytes:
+            raise OSError(f"{written} of {slab.nbytes} bytes were written")
+
+    def close(self) -> None:
+        """The directory must have been let go before."""
+        self.directory.release()
+        self._mapped.close()
+        if self._io != self._descriptor:
+            os.close(self._io)
+        os.close(self._descriptor)
+
+    # --- beginning ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Have a file with our head.  True when it begins anew."""
+        descriptor, head = self._descriptor, self.head
+        if not _lock(descriptor, _HEAD_AT, 1, wait=True):
+            raise ConfigError(f"{self.what}: cannot be locked")
+        try:
+            size = self._slabs_at + head.places * head.slab_bytes
+            found = _read_head(descriptor)
+            if found is not None and (found.fingerprint, found.numerics) != (head.fingerprint, head.numerics):
+                raise ConfigError(
+                    f"{self.what} has KV pages of another model ({found.fingerprint[:12]}, {found.numerics}): "
+                    "delete it, or name another folder"
+                )
+            if found == head and os.fstat(descriptor).st_size == size:
+                return False
+            if found is not None or os.fstat(descriptor).st_size:
+                log.warning("%s is damaged, or was made for another size or layout: it begins anew", self.what)
+            if not _lock(descriptor, _SHARES_AT, MAX_PLACES):
+                raise ConfigError(f"{self.what} is used by another service with other settings")
+            os.ftruncate(descriptor, 0)
+            if self._allocates:
+                _allocate(descriptor, size, self.what)
+            else:
+                os.ftruncate(descriptor, size)
+            raw = msgspec.json.encode(head)
+            os.pwrite(descriptor, raw + bytes(BLOCK - _CHECK_BYTES - len(raw)) + _head_check(raw), 0)
+            _unlock(descriptor, _SHARES_AT, MAX_PLACES)
+        finally:
+            _unlock(descriptor, _HEAD_AT, 1)
+        return True
+
+
+def _allocate(descriptor: int, size: int, what: str) -> None:
+    """All of it now, so that the file system is never full later."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.ftruncate(descriptor, 0)
+        raise ConfigError(f"{what}: cannot have {size} bytes: {error.strerror}") from None
+
+
+def _read_head(descriptor: int) -> SlabHead | None:
+    """None: there is none that could be read."""
+    raw = os.pread(descriptor, BLOCK, 0)
+    text = raw[:-_CHECK_BYTES].rstrip(b"\0")
+    if len(raw) != BLOCK or raw[-_CHECK_BYTES:] != _head_check(text):
+        return None
+    try:
+        head = msgspec.json.decode(text, type=SlabHead)
+    except msgspec.DecodeError:
+        return None
+    return head if head.magic == _MAGIC else None
+
+
+def _head_check(raw: bytes) -> bytes:
+    return xxh3_128(raw)
+
+
+def _lock(descriptor: int, start: int, length: int, *, wait: bool = False) -> bool:
+    """Keep others out of these bytes, as long as the file is open here."""
+    how = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    try:
+        fcntl.fcntl(descriptor, how, _flock(fcntl.F_WRLCK, start, length))
+    except OSError:
+        return False
+    return True
+
+
+def _unlock(descriptor: int, start: int, length: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, start, length))
+
+
+def _flock(kind: int, start: int, length: int) -> bytes:
+    """``struct flock`` of Linux with 64-bit offsets."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)

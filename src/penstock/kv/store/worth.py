@@ -1,0 +1,129 @@
+"""What a page at rest is worth: who is written at all, and who goes first when room is wanted.  Pure.
+
+**Admission.**  A page is written where the computing it is expected to save exceeds what writing it takes, both in
+measured seconds: ``chance * (compute - read) > write``.  The chance is learned: of a sample of blocks (by their hashes,
+so that all pages of a block are in it or none) it is remembered for a while which came up again, by kind: blocks of
+prompts, of answers, and those that had come up again before.
+
+**Eviction** is by value a byte with recency (GreedyDual-Size-Frequency: Cherkasova 1998; all pages of a tier are of one
+size, so a byte is a page): ``clock + uses * saves``, where ``saves`` is the computing that is lost with the page and
+everything behind it, and the clock is the value of the last that went.  A block's ``saves`` exceeds that of all blocks
+behind it, so a prefix is shortened from its end, never broken in its middle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from enum import Enum
+
+from penstock.types import BlockHash
+
+SAMPLED = 8
+"""One block in so many is followed."""
+
+FOLLOWED = 1 << 14
+"""Blocks that are followed at one time: one that has not come up again before so many others have come is not awaited
+any more."""
+
+_WEIGHTY = 1 << 12  # observations of a kind after which older ones count half
+
+
+class Origin(Enum):
+    """Kinds of blocks that come up again at different rates."""
+
+    PROMPT = "of a prompt"
+    ANSWER = "of an answer"
+    AGAIN = "asked for before"
+
+
+class Reuse:
+    """How often blocks come up again."""
+
+    def __init__(self) -> None:
+        self._followed: OrderedDict[BlockHash, Origin] = OrderedDict()  # oldest first
+        self._again = dict.fromkeys(Origin, 1.0)
+        self._all = dict.fromkeys(Origin, 2.0)
+
+    def chance(self, origin: Origin) -> float:
+        """That a block of this kind comes up again; one half before anything was seen."""
+        return self._again[origin] / self._all[origin]
+
+    def made(self, block: BlockHash, answer: bool) -> Origin:
+        """A block was computed or fetched: its kind."""
+        if block[0] % SAMPLED:
+            return Origin.ANSWER if answer else Origin.PROMPT
+        origin = self._followed.get(block)
+        if origin is None:
+            origin = Origin.ANSWER if answer else Origin.PROMPT
+            self._follow(block, origin)
+        return origin
+
+    def asked(self, blocks: Iterable[BlockHash]) -> None:
+        """A request came whose prompt has these blocks."""
+        for block in blocks:
+            if block[0] % SAMPLED == 0 and (origin := self._followed.pop(block, None)) is not None:
+                self._count(origin, 1.0)
+                self._follow(block, Origin.AGAIN)
+
+    def _follow(self, block: BlockHash, origin: Origin) -> None:
+        self._followed[block] = origin
+        if len(self._followed) > FOLLOWED:
+            self._count(self._followed.popitem(last=False)[1], 0.0)
+
+    def _count(self, origin: Origin, again: float) -> None:
+        self._again[origin] += again
+        self._all[origin] += 1
+        if self._all[origin] > _WEIGHTY:
+            self._again[origin] /= 2
+            self._all[origin] /= 2
+
+
+class Ranking:
+    """Places in order of what would be lost with them."""
+
+    def __init__(self) -> None:
+        self._value: dict[int, float] = {}
+        self._saves: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+        self._clock = 0.0
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def add(self, place: int, saves_s: float) -> None:
+        """A page was put there."""
+        self._saves[place] = saves_s
+        self._set(place, self._clock + saves_s)
+
+    def used(self, place: int, times: int = 1) -> None:
+        """It was of use."""
+        if place in self._value:
+            self._set(place, max(self._value[place], self._clock) + times * self._saves[place])
+
+    def drop(self, place: int) -> None:
+        """It is gone."""
+        self._value.pop(place, None)
+        self._saves.pop(place, None)
+
+    def least(self) -> int | None:
+        """The place that would be missed least; None: there are no pages."""
+        while self._heap:
+            value, place = self._heap[0]
+            if self._value.get(place) == value:
+                return place
+            heapq.heappop(self._heap)
+        return None
+
+    def goes(self, place: int) -> None:
+        """It is given up for another: whoever came since and was not used is worth less from now on."""
+        self._clock = max(self._clock, self._value.get(place, 0.0))
+        self.drop(place)
+
+    def _set(self, place: int, value: float) -> None:
+        self._value[place] = value
+        heapq.heappush(self._heap, (value, place))
+        if len(self._heap) > 4 * len(self._value) + 64:
+            self._heap = [(value, place) for place, value in self._value.items()]
+            heapq.heapify(self._heap)

@@ -1,0 +1,180 @@
+"""Spans to an OpenTelemetry collector (OTLP over HTTP) and to a file, both as OTLP's JSON; the file has a batch a line.
+
+OpenTelemetry's SDK does it: a thread of its own takes spans out of a bounded queue, so no answer ever waits for it.
+To be made after every fork, which threads do not survive.  What its environment variables say of exporters holds, such
+as ``OTEL_EXPORTER_OTLP_HEADERS`` for a collector that wants a key.  Needs the extra ``trace``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
+from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span as SdkSpan
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from penstock import __version__
+from penstock.config.tracing import TraceConfig
+from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Fact, Span, SpanFamily
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/traces"
+"""Of collectors, unless the endpoint names another."""
+
+
+class OtlpTracer:
+    """``telemetry.spans.Tracer``.  Use: make it in the process that serves, ``close()`` at its end."""
+
+    def __init__(self, config: TraceConfig, resource: Mapping[str, str]) -> None:
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # ``_Destination`` says it once
+        self._flush_s = config.flush_s
+        self._counts = dict.fromkeys(OUTCOMES, 0)
+        named = {"service.name": "penstock", "service.version": __version__, **resource}
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(config.sample)),
+            resource=Resource.create(named).merge(OTELResourceDetector().detect()),
+            shutdown_on_exit=False,
+        )
+        destinations = _destinations(config, self._counts)
+        self._to = len(destinations)
+        for destination in destinations:
+            self._provider.add_span_processor(
+                BatchSpanProcessor(
+                    destination,
+                    max_queue_size=config.max_queued_spans,
+                    schedule_delay_millis=config.send_every_s * 1000,
+                    max_export_batch_size=min(config.max_batch_spans, config.max_queued_spans),
+                )
+            )
+        self._tracer = self._provider.get_tracer("penstock", __version__)
+        self._carried = TraceContextTextMapPropagator()
+        self._epoch_ns = _epoch_ns()
+
+    def root(self, caller: Mapping[str, str], name: str, at: float) -> Span:
+        """See ``Tracer``."""
+        self._epoch_ns = _epoch_ns()  # the wall clock may have been set
+        context = self._carried.extract(caller)
+        span = self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, start_time=self.ns(at))
+        return _Open(span, self) if span.is_recording() else NO_SPAN
+
+    def begin(self, parent: str, family: SpanFamily, at: float) -> Span:
+        """See ``Tracer``."""
+        if not parent:
+            return NO_SPAN
+        context = self._carried.extract({"traceparent": parent})
+        return _Open(self._tracer.start_span(family.name, context=context, start_time=self.ns(at)), self)
+
+    def figures(self) -> Mapping[str, int]:
+        """How many spans there were, by outcome; each destination counts by itself."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        """Send what waits, within ``flush_s``."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="last spans")
+        closing.start()
+        closing.join(self._flush_s)
+
+    def ended(self) -> None:
+        """A span is over."""
+        self._counts["ended"] += self._to
+
+    def ns(self, at: float) -> int:
+        """Nanoseconds since 1970 of a monotonic second."""
+        return self._epoch_ns + int(at * 1e9)
+
+
+class _Open:
+    """``telemetry.spans.Span``."""
+
+    def __init__(self, span: SdkSpan, tracer: OtlpTracer) -> None:
+        self._span = span
+        self._tracer = tracer
+
+    @property
+    def context(self) -> str:
+        """See ``Span``."""
+        own = self._span.get_span_context()
+        return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+
+    def note(self, **facts: Fact) -> None:
+        """See ``Span``."""
+        self._span.set_attributes(_named(facts))
+
+    def event(self, name: str, at: float, **facts: Fact) -> None:
+        """See ``Span``."""
+        self._span.add_event(name, _named(facts), self._tracer.ns(at))
+
+    def end(self, at: float, error: str = "") -> None:
+        """See ``Span``."""
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(self._tracer.ns(at))
+        self._tracer.ended()
+
+
+class _Destination(SpanExporter):
+    """Counts what goes there; says once that it does not take spans, and once that it does again."""
+
+    def __init__(self, name: str, exporter: SpanExporter, counts: dict[str, int], close: Callable[[], None]) -> None:
+        self._name = name
+        self._exporter = exporter
+        self._counts = counts
+        self._close = close
+        self._fails = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See ``opentelemetry.sdk.trace.export.SpanExporter``."""
+        result = self._exporter.export(spans)
+        fails = result is not SpanExportResult.SUCCESS
+        if fails and not self._fails:
+            log.warning("spans cannot be sent to %s; those that wait for too long are lost", self._name)
+        elif self._fails and not fails:
+            log.info("spans are sent to %s again", self._name)
+        self._fails = fails
+        self._counts["failed" if fails else "exported"] += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """The same."""
+        self._exporter.shutdown()
+        self._close()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """The same."""
+        return self._exporter.force_flush(timeout_millis)
+
+
+def _destinations(config: TraceConfig, counts: dict[str, int]) -> list[_Destination]:
+    """One by one, so that none waits for another."""
+    found: list[_Destination] = []
+    if config.file is not None:
+        stream = Path(config.file).expanduser().open("a", encoding="utf-8")
+        found.append(_Destination(config.file, FileSpanExporter(stream=stream), counts, stream.close))
+    if config.endpoint is not None:
+        exporter = OTLPSpanExporter(endpoint=_url(config.endpoint), timeout=config.send_timeout_s)
+        found.append(_Destination(config.endpoint, exporter, counts, lambda: None))
+    return found
+
+
+def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    return {name.replace("__", "."): value for name, value in facts.items()}
+
+
+def _url(endpoint: str) -> str:
+    return endpoint.rstrip("/") + PATH if urlsplit(endpoint).path in ("", "/") else endpoint
+
+
+def _epoch_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,61 @@
+"""``--sparse-attention``: from its settings to the model that is served, which is another model by its identity.
+
+Knows nothing about how blocks are chosen (``kernels.sparse``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.config.schema import EngineSettings
+from penstock.errors import ConfigError
+from penstock.kernels.sparse import BLOCK_KEYS, Sparse
+from penstock.reach import EVERYTHING
+from penstock.types import Task
+from penstock.weights.family import DECODERS
+from penstock.weights.spec import ModelSpec
+
+_DETAILS = ("sparse_sinks", "sparse_window", "sparse_blocks", "sparse_from")
+
+
+def read_sparsely(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
+    """The model as the settings want it read.  Raises ConfigError where nothing of it can be read sparsely."""
+    if not config.sparse_attention:
+        defaults = EngineSettings()
+        for name in _DETAILS:
+            if getattr(config, name) != getattr(defaults, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag}: only used by --sparse-attention; add that, or leave {flag} out")
+        return spec
+    if spec.task is not Task.GENERATE:
+        raise ConfigError(f"--sparse-attention: {spec.architecture} is not a language model that writes")
+    if spec.architecture not in DECODERS:
+        raise ConfigError(
+            f"--sparse-attention: {spec.architecture} is computed by code of its own, which reads everything"
+        )
+    if EVERYTHING not in spec.kv.reaches:
+        raise ConfigError(f"--sparse-attention: every layer of {spec.architecture} has a window; nothing can be saved")
+    return msgspec.structs.replace(spec, sparse=sparse_of(config))
+
+
+def sparse_of(config: EngineSettings) -> Sparse:
+    """What the settings say, in whole blocks."""
+    return Sparse(
+        sinks=-(-config.sparse_sinks // BLOCK_KEYS),
+        window=-(-config.sparse_window // BLOCK_KEYS),
+        chosen=config.sparse_blocks,
+        start=config.sparse_from,
+    )
+
+
+def numerics_of(spec: ModelSpec, numerics: str) -> str:
+    """The numerics class of this model's answers: the backend's, and how little is read."""
+    return numerics if spec.sparse is None else f"{numerics}-{spec.sparse.name}"
+
+
+def sparse_line(sparse: Sparse) -> str:
+    """For the log."""
+    return (
+        f"sparse attention: from position {sparse.start} on a token reads at most {sparse.keys} tokens before it; "
+        "answers to long prompts are not those of full attention (docs/sparse-attention.md)"
+    )

@@ -1,0 +1,133 @@
+"""Does what flights ask for: words to workers, tokens to consumers, and a place for who waits.
+
+In order, and without ever waiting: what an effect leads to is done before the next one.  Decides nothing; knows nothing
+of who asks for answers, and of workers no more than their links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.clock import Clock
+from penstock.router.budget import RetryBudget
+from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
+from penstock.router.failover import Phase
+from penstock.router.fleet import Fleet
+from penstock.router.links import Links
+from penstock.router.placement import Placement
+from penstock.router.stream import Stream
+from penstock.router.tally import Tally
+from penstock.router.watch import TICK_S
+from penstock.telemetry.registry import Metrics
+from penstock.types import RequestId
+from penstock.wire.messages import Cancel, PagesReceived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What it is done with."""
+
+    fleet: Fleet
+    links: Links
+    placement: Placement
+    tally: Tally
+    budget: RetryBudget
+    metrics: Metrics
+    clock: Clock
+
+
+class Deeds:
+    """For the flights of one gateway."""
+
+    def __init__(self, streams: Mapping[RequestId, Stream], means: Means) -> None:
+        self._streams = streams
+        self._fleet, self._links, self._placement = means.fleet, means.links, means.placement
+        self._tally, self._budget = means.tally, means.budget
+        self._metrics, self._clock = means.metrics, means.clock
+        self._serial = 0  # of the last Submit
+
+    def apply(self, stream: Stream, effects: Effects, now: float) -> None:
+        """Do what a flight asks for, in order."""
+        for effect in effects:
+            if stream.spans is not None:
+                stream.spans.effect(effect, now)
+            if isinstance(effect, Deliver):
+                self._tally.delivered(stream, effect.batch, now)
+                stream.put(effect.batch)
+            elif isinstance(effect, LegEnded):
+                self._fleet.discharge(effect.worker, effect.incarnation, effect.request)
+            elif isinstance(effect, CancelLeg):
+                self._cancel(effect)
+            elif isinstance(effect, Recall):
+                link = self._links.to(effect.worker, effect.incarnation)
+                if link is not None:
+                    link.send(PagesReceived(request=effect.request, epoch=effect.epoch))
+            elif isinstance(effect, Send):
+                if not self._send(effect):
+                    # The legs after it were not sent; the flight cancels them all and asks again.
+                    worker, incarnation = effect.worker, effect.incarnation
+                    again = stream.flight.returned(effect.submit.epoch, "queue_full", worker, incarnation, now)
+                    stream.failed((worker, incarnation), "queue_full", again, now)
+                    self.apply(stream, again, now)
+                    return
+            elif isinstance(effect, WaitForWorker):
+                self._wait(stream, effect.not_before, now)
+            elif isinstance(effect, Fail):
+                stream.fail(effect.error)
+                self._tally.settled(stream, "error", now)
+
+    def _send(self, effect: Send) -> bool:
+        link = self._links.to(effect.worker, effect.incarnation)
+        serial = self._serial + 1
+        if link is None or not link.send(msgspec.structs.replace(effect.submit, serial=serial)):
+            return False
+        self._serial = serial
+        self._fleet.charge(
+            effect.worker,
+            effect.incarnation,
+            effect.submit.request,
+            effect.tokens,
+            due=effect.due,
+            serial=serial,
+        )
+        return True
+
+    def _cancel(self, effect: CancelLeg) -> None:
+        self._fleet.discharge(effect.worker, effect.incarnation, effect.request)
+        link = self._links.to(effect.worker, effect.incarnation)
+        if link is not None:
+            link.cancel(Cancel(request=effect.request, epoch=effect.epoch))
+
+    # --- placing ----------------------------------------------------------------------------------------------------
+
+    def place_waiting(self, now: float, *, ready: bool = False) -> None:
+        """Those whose time has come; ``ready``: a worker has just become so, which ends most waits."""
+        for request in self._placement.due(now, ready=ready):
+            stream = self._streams.get(request)
+            if stream is not None:
+                self._place(stream, now)
+
+    def _wait(self, stream: Stream, not_before: float, now: float) -> None:
+        """Until then, and until the retry budget has room for it."""
+        flight = stream.flight
+        self._placement.apart.clear(flight.request.id)
+        paid = now
+        if stream.pays():
+            paid = self._budget.spend(now)
+            self._metrics.retried(delayed=paid > now)
+        not_before = max(not_before, paid)
+        self._placement.wait(flight.request.id, not_before, firm=paid > now)
+        if not_before <= now:
+            self._place(stream, now)
+
+    def _place(self, stream: Stream, now: float) -> None:
+        if stream.flight.phase is Phase.WAITING:
+            decision, root = self._placement.decide(stream.flight, now)
+            if stream.spans is not None:
+                stream.spans.decided(decision, now, self._clock.now())
+            self.apply(stream, stream.flight.placed(decision, root, now), now)
+            if not decision.legs and len(self._placement.apart):  # whoever keeps it off may be cleared any moment
+                self._placement.wait(stream.flight.request.id, now + TICK_S)

@@ -1,0 +1,72 @@
+"""How a flight ends that cannot go on: in an error, or because what was delivered is the whole answer.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.config.schema import FailoverConfig, Limits
+from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
+from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
+
+NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", "too_long"})
+"""Reasons of workers that are well and give a request back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """When to give up."""
+
+    max_attempts: int  # submissions without a new token in between
+    first_byte_s: float  # to the first token, of a request that says nothing else
+    stall_s: float  # between two tokens
+    poison_tokens: int = 8  # new tokens clear a request of the deaths before them
+
+    @classmethod
+    def of(cls, failover: FailoverConfig, limits: Limits) -> Patience:
+        """As it is set."""
+        return cls(
+            max_attempts=failover.max_attempts,
+            first_byte_s=limits.first_byte_s,
+            stall_s=limits.stall_s,
+            poison_tokens=failover.poison_tokens,
+        )
+
+    def first_s(self, claim: Claim) -> float:
+        """To the first token."""
+        return self.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
+
+
+def aged(claim: Claim, waited_s: float, *, started: bool) -> Claim:
+    """The claim by now: some of its time is over, and who has a token waits for no first one."""
+    if claim.max_wait_s is None:
+        return claim
+    left = None if started else max(0.0, claim.max_wait_s - waited_s)
+    return msgspec.structs.replace(claim, max_wait_s=left)
+
+
+def too_long(request: ValidRequest, *, started: bool) -> PenstockError:
+    """Nobody has the memory for it."""
+    known, left = len(request.prompt), request.sampling.max_tokens
+    text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
+    return WorkerLost(text) if started else RequestError(text, code="context_length_exceeded")
+
+
+def stalled(limit_s: float, *, started: bool, waiting: bool, bounded: bool = False) -> PenstockError:
+    """No token came within the limit.  ``waiting``: no worker even had it; ``bounded``: it may wait for no longer."""
+    if bounded and not started:
+        return DeadlineMissed(f"The request waited for {limit_s:g} s, as long as it may, and no token was computed.")
+    what = "next" if started else "first"
+    if waiting:
+        return NoWorkers(f"No worker was free to compute the {what} token within {limit_s:g} s.")
+    return StalledRequest(f"No worker computed the {what} token within {limit_s:g} s.")
+
+
+def satisfied(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason | None:
+    """Do the delivered tokens end the answer already, though nobody has said so?"""
+    count = len(emitted)
+    if count and count >= sampling.min_tokens and emitted[-1] in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if count >= sampling.max_tokens else None

@@ -1,0 +1,130 @@
+"""An operator's words to workers: another role, draining, restarting.
+
+The gateway checks that the service would go on, tells the worker, and waits until the worker itself reports it: workers
+are what all gateways agree by.  Two gateways that are told different things at once may both find that the service
+would go on, and be wrong together; the last word stands, and the next one can mend it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import Conflict, NotTaken, UnknownWorker
+from penstock.router.fleet import Fleet
+from penstock.router.links import Links
+from penstock.telemetry.log import event
+from penstock.types import Duty, Role, WorkerState
+from penstock.wire.duties import Assign
+
+log = logging.getLogger("penstock.router")
+
+TAKEN_S = 3.0
+"""A worker hears between two steps; so long is waited for its answer."""
+
+PARTS = {"reads prompts": (Role.PREFILL, Role.BOTH), "writes answers": (Role.DECODE, Role.BOTH)}
+"""What the service needs somebody for, and the roles that do it."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    taken: Callable[[], bool]
+    future: asyncio.Future[None]
+
+
+class Orders:
+    """``wire.ports.Posts`` of a gateway."""
+
+    def __init__(self, fleet: Fleet, links: Links) -> None:
+        self._fleet = fleet
+        self._links = links
+        self._waiting: list[_Waiting] = []
+
+    async def assign(
+        self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
+    ) -> dict[str, Any]:
+        """See ``Posts``."""
+        fleet = self._fleet
+        slot = next((slot for slot, name in enumerate(fleet.ids) if name == worker), None)
+        if slot is None:
+            raise UnknownWorker(worker[:128], ", ".join(sorted(fleet.ids)) or "none")
+        incarnation = fleet.incarnations[slot]
+        link = self._links.to(fleet.ids[slot], incarnation)
+        if link is None or not fleet.is_up(slot):
+            raise Conflict(f"The worker '{worker}' is {fleet.states[slot].value}; it can be told when it is ready.")
+        self._check(slot, role, duty, force=force)
+        event(log, logging.INFO, "worker is told", worker=worker, role=role, duty=duty)
+
+        def taken() -> bool:
+            return fleet.incarnations[slot] != incarnation or self._has_taken(slot, role, duty)
+
+        if not link.send(Assign(role=role, duty=duty)):
+            raise NotTaken(f"The worker '{worker}' cannot be reached now.")
+        if duty is Duty.RESTART or not taken():
+            await self._until(taken, worker)
+        return next(row for row in fleet.status_rows() if row["id"] == worker)
+
+    def reported(self) -> None:
+        """A worker told how it is."""
+        for waiting in self._waiting:
+            if waiting.taken() and not waiting.future.done():
+                waiting.future.set_result(None)
+
+    async def _until(self, taken: Callable[[], bool], worker: str) -> None:
+        waiting = _Waiting(taken, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(TAKEN_S):
+                await waiting.future
+        except TimeoutError:
+            raise NotTaken(
+                f"The worker '{worker}' has not answered within {TAKEN_S:g} s; it may be amid a long step. "
+                "Look at GET /admin/workers."
+            ) from None
+        finally:
+            self._waiting.remove(waiting)
+
+    def _has_taken(self, slot: int, role: Role | None, duty: Duty | None) -> bool:
+        fleet = self._fleet
+        if role is not None and fleet.roles[slot] is not role:
+            return False
+        if duty is None:
+            return True
+        state = fleet.states[slot]
+        return state is WorkerState.READY if duty is Duty.SERVE else state is not WorkerState.READY
+
+    # --- what may be done ---------------------------------------------------------------------------------------------
+
+    def _check(self, slot: int, role: Role | None, duty: Duty | None, *, force: bool) -> None:
+        """Raises Conflict."""
+        fleet = self._fleet
+        worker, now = fleet.ids[slot], fleet.roles[slot]
+        if role is not None and role is not now and (role is Role.ENCODE or not fleet.hands_over(slot)):
+            why = "encoding needs a worker that was started for it" if role is Role.ENCODE else _fixed(now)
+            raise Conflict(f"The worker '{worker}' stays {now.value}: {why}.", param="role", code="role_is_fixed")
+        before = [(other, fleet.roles[other]) for other in self._serving(slot)]
+        stays = duty in (None, Duty.SERVE)
+        after = [(other, role or own if other == slot else own) for other, own in before if other != slot or stays]
+        for part, roles in PARTS.items():
+            had, has = (any(own in roles for _, own in those) for those in (before, after))
+            if had and not has and not force:
+                raise Conflict(
+                    f"The worker '{worker}' is the last ready one that {part}. Give another worker the role "
+                    f'{" or ".join(own.value for own in roles)} first, or insist with "force": true.',
+                    code="last_of_its_role",
+                )
+
+    def _serving(self, slot: int) -> list[int]:
+        """Ready workers that serve what this one does, and this one."""
+        fleet = self._fleet
+        report = fleet.reports[slot]
+        return [s for role in Role for s in fleet.ready(role, report.identity if report is not None else None)]
+
+
+def _fixed(role: Role) -> str:
+    if role is Role.ENCODE:
+        return "it has no memory for KV pages"
+    return "its pages cannot be handed over, so it serves both phases"

@@ -1,0 +1,74 @@
+"""What workers ask of their gateway: who goes on with answers that they want to be relieved of, and what is still
+wanted of what they have.
+
+Decides nothing itself (``decide.relieve`` and the flight do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from penstock.router.effects import Effects
+from penstock.router.fleet import Fleet
+from penstock.router.links import Links
+from penstock.router.placement import Placement
+from penstock.router.stream import Stream
+from penstock.types import RequestId, WorkerId, WorkerState
+from penstock.wire.duties import Relieve, StillWanted
+from penstock.wire.messages import Cancel, PageSource
+
+Apply = Callable[[Stream, Effects, float], None]
+
+
+class Relief:
+    """Of one gateway."""
+
+    def __init__(
+        self, fleet: Fleet, links: Links, placement: Placement, streams: Mapping[RequestId, Stream], apply: Apply
+    ) -> None:
+        """``is_probe`` is set by whoever sends probes."""
+        self._fleet = fleet
+        self._links = links
+        self._placement = placement
+        self._streams = streams
+        self._apply = apply
+        self.is_probe: Callable[[RequestId], bool] = lambda request: False
+
+    def on(self, message: Relieve | StillWanted, worker: WorkerId, incarnation: int, now: float) -> None:
+        """A worker asks."""
+        if isinstance(message, Relieve):
+            self._relieve(message, worker, incarnation, now)
+        else:
+            self._cancel_unwanted(message, worker, incarnation)
+
+    def _cancel_unwanted(self, message: StillWanted, worker: WorkerId, incarnation: int) -> None:
+        link = self._links.to(worker, incarnation)
+        if link is None:
+            return
+        for request, epoch in message.requests:
+            if self.is_probe(request):
+                continue
+            stream = self._streams.get(request)
+            if stream is None or stream.flight.epoch != epoch or not stream.flight.runs_at(worker, incarnation):
+                link.cancel(Cancel(request=request, epoch=epoch))
+
+    def _relieve(self, message: Relieve, worker: WorkerId, incarnation: int, now: float) -> None:
+        """Find others who go on with what this worker writes.  Where there is nobody and it is about to stop, its
+        answers are computed anew."""
+        fleet, slot = self._fleet, self._fleet.slot(worker)
+        if slot is None:
+            return
+        source = PageSource(worker=worker, incarnation=incarnation, endpoint=fleet.endpoints[slot])
+        for request, epoch in message.requests:
+            stream = self._streams.get(request)
+            if stream is None or not stream.flight.may_move(worker, incarnation, epoch):
+                continue
+            flight = stream.flight
+            decision, root = self._placement.relieve(flight, worker, incarnation, now)
+            if decision.legs:
+                self._apply(stream, flight.joined(decision.legs[0], source, root, now), now)
+            elif fleet.states[slot] is WorkerState.DRAINING:
+                why = "it drains, and nobody else is ready to go on with its answers"
+                effects = flight.lost(worker, incarnation, why, now)
+                stream.failed((worker, incarnation), why, effects, now)
+                self._apply(stream, effects, now)

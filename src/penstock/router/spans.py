@@ -1,0 +1,164 @@
+"""The spans of one flight: waiting, decisions, legs, retries, fences, and what workers measured of their parts.
+
+Told of everything that happens to a flight, it decides nothing.  A flight that nobody records has none.  Knows nothing
+about who takes spans.
+"""
+
+from __future__ import annotations
+
+from penstock.router.decide import Decision
+from penstock.router.effects import CancelLeg, Effect, Effects, LegEnded, Send, WaitForWorker
+from penstock.telemetry.spans import (
+    ANSWER,
+    DECISION,
+    DECODE,
+    LEG,
+    NO_SPAN,
+    OF_WORKERS,
+    QUEUE,
+    RETRY,
+    Span,
+    Tracer,
+)
+from penstock.types import ValidRequest, WorkerId
+from penstock.wire.messages import TokenItem
+
+Place = tuple[WorkerId, int]
+"""A worker and its incarnation."""
+
+
+class FlightSpans:
+    """Of one request, which is recorded.  Methods are what happened, in order."""
+
+    def __init__(self, tracer: Tracer, request: ValidRequest, now: float) -> None:
+        self._tracer = tracer
+        self._answer = tracer.begin(request.trace, ANSWER, now)
+        self._answer.note(penstock__request=request.id, penstock__prompt_tokens=len(request.prompt))
+        self._context = self._answer.context
+        self._queue: Span | None = None
+        self._retry: Span | None = None
+        self._decode: Span | None = None
+        self._legs: dict[Place, tuple[Span, float, int]] = {}  # -> span, when it was sent, its epoch
+        self._outcomes: dict[Place, str] = {}  # of legs that are about to end
+        self._epochs = 1
+        self._begun = self._tokens = len(request.begun.tokens)
+
+    # --- placing ----------------------------------------------------------------------------------------------------
+
+    def decided(self, decision: Decision, began: float, ended: float) -> None:
+        """Workers were chosen, or nobody could serve."""
+        span = self._tracer.begin(self._context, DECISION, began)
+        outcome = ("nobody", "whole", "split")[len(decision.legs)]
+        span.note(penstock__outcome=outcome, penstock__policy=decision.policy, penstock__because=decision.because)
+        for name, chosen in (("prefill", decision.prefill), ("decode", decision.decode)):
+            if chosen is not None:
+                span.note(**{f"penstock__{name}": chosen.worker})
+        span.end(ended)
+
+    def effect(self, effect: Effect, now: float) -> None:
+        """A flight asks for this."""
+        match effect:
+            case WaitForWorker():
+                if self._queue is None:
+                    self._queue = self._tracer.begin(self._context, QUEUE, now)
+                    self._queue.note(penstock__epoch=self._epochs)
+            case Send():
+                self._sent(effect, now)
+            case CancelLeg():
+                self._over((effect.worker, effect.incarnation), "cancelled", now)
+            case LegEnded():
+                self._over((effect.worker, effect.incarnation), "ended", now)
+            case _:
+                pass
+
+    def _sent(self, effect: Send, now: float) -> None:
+        if self._queue is not None:
+            self._queue.end(now)
+            self._queue = None
+        submit, place = effect.submit, (effect.worker, effect.incarnation)
+        self._over(place, "replaced", now)
+        self._epochs = submit.epoch
+        span = self._tracer.begin(self._context, LEG, now)
+        span.note(
+            penstock__leg=submit.leg.value,
+            penstock__worker=effect.worker,
+            penstock__incarnation=effect.incarnation,
+            penstock__epoch=submit.epoch,
+            penstock__tokens_to_compute=effect.tokens,
+        )
+        self._legs[place] = (span, now, submit.epoch)
+
+    def _over(self, place: Place, outcome: str, now: float) -> None:
+        leg = self._legs.pop(place, None)
+        said = self._outcomes.pop(place, "")
+        if leg is not None:
+            leg[0].note(penstock__outcome=said or outcome)
+            leg[0].end(now, said)
+
+    # --- what workers say, and what happens to them -----------------------------------------------------------------
+
+    def came(self, item: TokenItem, place: Place) -> None:
+        """What the worker measured of its part, told with tokens."""
+        leg = self._legs.get(place)
+        if leg is None or leg[2] != item.epoch:
+            return
+        span, sent, _ = leg
+        for phase in item.phases:
+            family = OF_WORKERS.get(phase.name)
+            if family is None:
+                continue
+            begin = sent + phase.begin_s
+            part = self._tracer.begin(span.context, family, begin)
+            part.note(**{f"penstock__{name}": value for name, value in phase.facts.items()})
+            part.end(begin + phase.seconds)
+
+    def failed(self, place: Place, reason: str, effects: Effects, now: float) -> None:
+        """The worker is lost, or gives its leg back: ``effects`` are what the flight makes of it, to be told next.
+
+        One that ignores it has none; one that asks for no other worker, as others have the rest, does not try again.
+        """
+        if not effects or place not in self._legs:
+            return
+        self._outcomes[place] = reason
+        if self._retry is None and any(isinstance(effect, WaitForWorker) for effect in effects):
+            self._retry = self._tracer.begin(self._context, RETRY, now)
+            self._retry.note(
+                penstock__worker=place[0],
+                penstock__reason=reason,
+                penstock__epoch=self._epochs,
+                penstock__tokens=self._tokens,
+            )
+
+    def fenced(self, place: Place, kind: str, now: float) -> None:
+        """A message of an older epoch was ignored.  Those of an earlier incarnation are of no request any more."""
+        self._answer.event("fence", now, penstock__worker=place[0], penstock__kind=kind)
+
+    def delivered(self, tokens: int, now: float) -> None:
+        """So many tokens went on to the client."""
+        self._tokens += tokens
+        if self._retry is not None:
+            self._retry.end(now)
+            self._retry = None
+        if self._decode is None:
+            self._answer.event("first_token", now)
+            self._decode = self._tracer.begin(self._context, DECODE, now)
+
+    def ended(self, reason: str, now: float, *, error: bool) -> None:
+        """The flight is over, for ``reason``."""
+        for place in list(self._legs):
+            self._over(place, "ended", now)
+        for span in (self._queue, self._retry):
+            if span is not None:
+                span.end(now, reason if error else "")
+        if self._decode is not None:
+            self._decode.note(penstock__tokens=self._tokens - self._begun)
+            self._decode.end(now)
+        self._answer.note(penstock__tokens=self._tokens, penstock__epochs=self._epochs, penstock__finish=reason)
+        self._answer.end(now, reason if error else "")
+        self._queue = self._retry = self._decode = None
+        self._answer = NO_SPAN
+
+
+def recorded(tracer: Tracer, request: ValidRequest, now: float) -> FlightSpans | None:
+    """The spans of a request that is recorded."""
+    return FlightSpans(tracer, request, now) if request.trace else None

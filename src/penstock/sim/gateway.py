@@ -1,0 +1,211 @@
+"""The simulated gateway: what ``router.service`` does with messages, done with calls.
+
+Fleet, placement, prefix index, flights and policies are the router's own objects.  Before each decision the gateway
+hears what workers would have reported by then: everything up to their last step, at most every ``REPORT_S``.
+Time alone fails nothing here: there are no deadlines, so a fleet that is too small shows as waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.config.schema import RoutingConfig
+from penstock.engine.core.plan import Cancelled, Outcome, ReturnedRequest
+from penstock.engine.core.request import Request
+from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.router.endings import Patience
+from penstock.router.failover import Flight, Phase
+from penstock.router.fleet import Fleet
+from penstock.router.placement import Placement
+from penstock.sim.events import Agenda
+from penstock.sim.fleet import Links
+from penstock.sim.hand_over import HandOvers
+from penstock.sim.measures import Measures
+from penstock.sim.worker import INCARNATION, SimWorker
+from penstock.telemetry.registry import Metrics
+from penstock.types import RequestId, TokenBatch, ValidRequest, WorkerId
+from penstock.wire.messages import TokenItem, WorkerUp
+
+REPORT_S = 0.02
+"""Between two reports of a worker at least (``WorkerConfig.report_min_s``)."""
+
+_PATIENCE = Patience(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=math.inf)
+
+
+class SimGateway:
+    """See above.  Implements ``worker.Port``."""
+
+    def __init__(self, routing: RoutingConfig, agenda: Agenda, links: Links, page_tokens: int) -> None:
+        self._agenda = agenda
+        self._message_s, self._prompt_token_s = links.message_s, links.prompt_token_s
+        self.fleet = Fleet()
+        self.placement = Placement(
+            routing, self.fleet, Metrics(model_name="simulated"), mixed_numerics=False, page_tokens=page_tokens
+        )
+        self.hand_overs = HandOvers(agenda, links.message_s)
+        self.measures: Measures | None = None
+        self.splits = 0  # requests that were placed at two workers
+        self.decisions = 0
+        self._workers: dict[WorkerId, SimWorker] = {}
+        self._flights: dict[RequestId, Flight] = {}
+        self._serial = 0
+
+    def join(self, workers: Sequence[SimWorker], measures: Measures) -> None:
+        """These are the fleet, and this is where deliveries are noted."""
+        self.measures = measures
+        for slot, worker in enumerate(workers):
+            name = worker.name
+            up = WorkerUp(worker=name, incarnation=INCARNATION, role=worker.role, pid=1, endpoint=f"memory://{name}")
+            self.fleet.up(up, 0.0)
+            self.placement.prefixes.follow(slot, INCARNATION)
+            for events in worker.whole_cache():
+                self.placement.prefixes.take(slot, events)
+            self.fleet.report(worker.report(0.0), 0.0)
+            self._workers[name] = worker
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def serve(self, request: ValidRequest) -> None:
+        """A request has come."""
+        now = self._agenda.now
+        assert self.measures is not None, "join comes first"
+        self.measures.asked(int(request.id), now, len(request.prompt))
+        self._flights[request.id] = Flight(request, _PATIENCE, now)
+        if self._prompt_token_s:
+            self._agenda.after(self._prompt_token_s * len(request.prompt), self._begin, request.id)
+        else:
+            self._begin(request.id)
+
+    def _begin(self, request: RequestId) -> None:
+        """It has been read, and is placed."""
+        flight = self._flights[request]
+        self._apply(flight, flight.begin(self._agenda.now))
+
+    @property
+    def open(self) -> int:
+        """Requests without an end."""
+        return len(self._flights)
+
+    # --- worker.Port ------------------------------------------------------------------------------------------------
+
+    def said(self, worker: SimWorker, outcome: Outcome, spacing_s: float) -> None:
+        """Pages to receivers, tokens to clients."""
+        if outcome.pages_done or outcome.progress:
+            self.hand_overs.sent(worker, outcome)
+        now = self._agenda.now
+        for progress in outcome.progress:
+            request = progress.request
+            flight = self._flights.get(request.id)
+            if flight is None or flight.epoch != request.epoch:
+                continue
+            item = TokenItem(
+                request=request.id,
+                epoch=request.epoch,
+                index=progress.index,
+                tokens=progress.tokens,
+                finish=progress.finish,
+                cached_tokens=request.cached_tokens if progress.index == request.emitted else 0,
+            )
+            self.fleet.progress(worker.name, item.request, flight.left_after(item, worker.name))
+            self._apply(flight, flight.tokens(item, worker.name, INCARNATION, now), spacing_s)
+
+    def reserved(self, worker: SimWorker, request: Request) -> None:
+        """A receiver has room."""
+        self.hand_overs.reserved(worker, request, self._workers)
+
+    def returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
+        """A worker gives a request back."""
+        self._agenda.after(self._message_s, self._hear_return, worker.name, returned)
+
+    def _hear_return(self, worker: WorkerId, returned: ReturnedRequest) -> None:
+        flight = self._flights.get(returned.id)
+        if flight is not None:
+            now = self._agenda.now
+            self._apply(flight, flight.returned(returned.epoch, returned.reason, worker, INCARNATION, now))
+
+    # --- effects ----------------------------------------------------------------------------------------------------
+
+    def _apply(self, flight: Flight, effects: Effects, spacing_s: float = 0.0) -> None:
+        """As ``router.service`` does."""
+        for effect in effects:
+            if isinstance(effect, Deliver):
+                self._deliver(flight, effect.batch, spacing_s)
+            elif isinstance(effect, LegEnded):
+                self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
+            elif isinstance(effect, CancelLeg):
+                self._cancel(effect)
+            elif isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, WaitForWorker):
+                self._wait(flight, effect.not_before)
+            elif isinstance(effect, Fail):
+                self._settle(flight, failed=str(effect.error))
+
+    def _deliver(self, flight: Flight, batch: TokenBatch, spacing_s: float) -> None:
+        assert self.measures is not None
+        number = int(flight.request.id)
+        answered = self.measures.requests[number]
+        if not answered.tokens:
+            self.placement.answered(flight.request.id)
+            answered.cached = batch.cached_tokens
+        if batch.tokens:
+            self.measures.delivered(number, len(batch.tokens), self._agenda.now + self._message_s, spacing_s)
+        if batch.finish is not None:
+            answered.done = True
+            self._settle(flight)
+
+    def _settle(self, flight: Flight, failed: str = "") -> None:
+        assert self.measures is not None
+        self.measures.requests[int(flight.request.id)].failed = failed
+        self.placement.ended(flight)
+        self._flights.pop(flight.request.id, None)
+
+    def _cancel(self, effect: CancelLeg) -> None:
+        self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
+        worker = self._workers[effect.worker]
+        self._agenda.after(self._message_s, worker.tell, Cancelled(id=effect.request, epoch=effect.epoch))
+
+    def _send(self, effect: Send) -> None:
+        self._serial += 1
+        submit = msgspec.structs.replace(effect.submit, serial=self._serial)
+        if submit.pages_from is not None:
+            self.hand_overs.announce((submit.request, submit.epoch), submit.pages_from.worker)
+            self.splits += 1
+        self.fleet.charge(
+            effect.worker, effect.incarnation, submit.request, effect.tokens, due=effect.due, serial=self._serial
+        )
+        self._agenda.after(self._message_s, self._workers[effect.worker].submit, submit)
+
+    # --- placing ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, flight: Flight, not_before: float) -> None:
+        now = self._agenda.now
+        self.placement.wait(flight.request.id, not_before)
+        if not_before <= now:
+            self._place(flight)
+        elif not_before < math.inf:
+            self._agenda.at(not_before, self._place, flight)
+        else:  # no worker will ever be able to
+            self._settle(flight, failed="no worker can serve it")
+
+    def _place(self, flight: Flight) -> None:
+        if flight.phase is Phase.WAITING:
+            self._hear()
+            now = self._agenda.now
+            self.decisions += 1
+            decision, root = self.placement.decide(flight, now)
+            self._apply(flight, flight.placed(decision, root, now))
+
+    def _hear(self) -> None:
+        """What workers have told by now."""
+        now = self._agenda.now
+        for slot, (name, worker) in enumerate(self._workers.items()):
+            if worker.changed and now - worker.told_at >= REPORT_S:
+                for events in worker.cache_events():
+                    self.placement.prefixes.take(slot, events)
+                self.fleet.report(worker.report(now), now)
+            else:
+                self.fleet.hear(name, INCARNATION, now)

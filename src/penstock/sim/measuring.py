@@ -1,0 +1,203 @@
+"""How long this machine takes: a real scheduler and runner, no processes, no messages.
+
+Prompts are read in chunks of several sizes, answers written in batches of several sizes at several lengths.  Every step
+is timed from its plan to its commit, as its worker would have had it.  KV pages are copied and verified as the receiver
+of a hand-over does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.cost import StepCost
+from penstock.engine.core.plan import Arrive, Cancelled, Plan
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.models.registry import build_model
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.errors import ConfigError
+from penstock.hashing import chain_root
+from penstock.kernels.select import make_ops
+from penstock.kv.layout import KvLayout
+from penstock.kv.memory import KvMemory
+from penstock.kv.transfer.port import PageSeal
+from penstock.sim.fitting import Reading, Writing
+from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
+from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.load import load_model
+from penstock.wire.messages import PageReady
+
+NEVER_MS = 1e9
+"""A step's budget that no step exceeds."""
+
+READ_AT_ONCE = 512
+"""Tokens of a prompt in a step, where what follows is measured."""
+
+COPIED_BYTES = 32 << 20
+"""In how many pieces of memory copying is measured: more than caches hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What is measured."""
+
+    chunks: Sequence[int] = (32, 128, 512)
+    rows: Sequence[int] = (1, 2, 4, 8, 16)
+    context: int = 1536  # tokens at most
+    steps: int = 24  # that write, of each batch and length
+    rounds: int = 3
+    threads: int = 1
+
+
+class Bench:
+    """A worker's engine on this machine.  Raises ModelError, KernelError, ConfigError for what cannot be served."""
+
+    def __init__(self, folder: Path, extent: Extent) -> None:
+        self.extent = extent
+        spec = inspect_model(folder)
+        if spec.pooler is not None:
+            raise ConfigError(f"{folder}: this model only reads; calibrate one that writes")
+        dtype = compute_dtype_for(spec, "auto")
+        ops = make_ops(compute_dtype=dtype, threads=extent.threads)
+        loaded = load_model(folder, spec, ops)
+        self.length = min(spec.max_positions, extent.context)
+        self.vocab = spec.vocab
+        self.max_positions = spec.max_positions
+        self.identity = ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics)
+        self.layout = KvLayout.of(spec.kv, dtype)
+        self._reaches = spec.kv.reaches
+        self._pages = max(extent.rows) * (self.length // self.layout.page_tokens + 2) * len(self._reaches)
+        self._memory = KvMemory.anonymous(self.layout, self._pages)
+        kv = ops.new_kv(spec.kv, pages=self._pages, memory=self._memory.buffer)
+        self._runner = ModelRunner(build_model(loaded, ops, spec.max_positions), ops, kv)
+        self._asked = 0
+
+    @property
+    def turns(self) -> int:
+        """How often ``progress`` will be called by ``readings`` and ``writings``."""
+        return self.extent.rounds * (len(self.extent.chunks) + 2 * len(self.extent.rows))
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def readings(self, progress: Callable[[], None]) -> list[Reading]:
+        """Medians of all rounds."""
+        seconds: dict[tuple[int, int], list[float]] = {}
+        for _ in range(self.extent.rounds):
+            for chunk in self.extent.chunks:
+                scheduler = self._scheduler(chunk)
+                self._ask(scheduler, 1, self.length - 2)
+                for plan, took in self._steps(scheduler):
+                    (row,) = plan.rows
+                    seconds.setdefault((row.start, row.count), []).append(took)
+                    if row.samples:
+                        break
+                progress()
+        return [Reading(start, count, median(took)) for (start, count), took in sorted(seconds.items())]
+
+    def writings(self, progress: Callable[[], None]) -> list[Writing]:
+        """The same of batches of answers, after short prompts and after long ones."""
+        seconds: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        for _ in range(self.extent.rounds):
+            for rows in self.extent.rows:
+                for length in (min(32, self.length // 4), self._longest(rows)):
+                    seconds.setdefault((rows, length), []).extend(self._written(rows, length))
+                    progress()
+        return [
+            Writing(rows, round(median(context for context, _ in seen)), median(took for _, took in seen))
+            for (rows, _), seen in sorted(seconds.items())
+        ]
+
+    def _longest(self, rows: int) -> int:
+        """Tokens of prompts whose answers are still being written when the last of them is read."""
+        meanwhile = rows * (self.length // READ_AT_ONCE + 2)
+        return max(self.length // 4, self.length - self.extent.steps - meanwhile)
+
+    def _written(self, rows: int, length: int) -> Iterator[tuple[int, float]]:
+        """(tokens of context, seconds) of steps in which all answers are written."""
+        scheduler = self._scheduler(READ_AT_ONCE)
+        self._ask(scheduler, rows, length)
+        left = self.extent.steps
+        for plan, took in self._steps(scheduler):
+            if len(plan.rows) == rows and all(row.count == 1 and row.request.output for row in plan.rows):
+                yield sum(row.start + 1 for row in plan.rows), took
+                left -= 1
+            if left == 0:
+                break
+
+    def _scheduler(self, chunk: int) -> Scheduler:
+        config = SchedulerConfig(
+            pages=self._pages,
+            page_tokens=self.layout.page_tokens,
+            reaches=self._reaches,
+            max_model_len=self.length,
+            max_running=max(self.extent.rows),
+            max_chunk_tokens=chunk,
+            max_step_tokens=max(chunk, *self.extent.rows),
+            step_budget_ms=NEVER_MS,
+            prefill_step_budget_ms=NEVER_MS,
+        )
+        return Scheduler(config, StepCost())
+
+    def _ask(self, scheduler: Scheduler, rows: int, length: int) -> None:
+        for _ in range(rows):
+            self._asked += 1
+            number = self._asked
+            scheduler.apply(
+                Arrive(
+                    id=RequestId(f"{number}"),
+                    epoch=1,
+                    leg=Leg.WHOLE,
+                    prompt=tuple((number * 31 + place * 7 + 9) % self.vocab for place in range(length)),
+                    sampling=SamplingParams(seed=number, max_tokens=self.length, temperature=0.0),
+                    arrival=float(number),
+                    root=chain_root(self.identity),
+                ),
+                0.0,
+            )
+
+    def _steps(self, scheduler: Scheduler) -> Iterator[tuple[Plan, float]]:
+        """Each step and its seconds, until whoever listens has heard enough; then everything is forgotten."""
+        try:
+            while True:
+                began = time.perf_counter()
+                plan = scheduler.plan(began)
+                if not plan.rows:
+                    scheduler.commit(plan, (), began)
+                    return
+                scheduler.commit(plan, self._runner.run(plan), began)
+                yield plan, time.perf_counter() - began
+        finally:
+            for number in range(self._asked + 1):
+                scheduler.apply(Cancelled(id=RequestId(f"{number}"), epoch=1), 0.0)
+            for gone in scheduler.plan(0.0).gone:
+                self._runner.forget(gone)
+
+    # --- pages ------------------------------------------------------------------------------------------------------
+
+    def copy_bytes_s(self) -> float:
+        """Bytes a second of a receiver that copies and verifies pages."""
+        seal, memory, size = PageSeal(self.identity, self.layout), self._memory, self.layout.page_bytes
+        pages = min(self._pages // 2, max(1, COPIED_BYTES // size))
+        frames = [
+            PageReady(
+                request=RequestId("r"),
+                epoch=1,
+                block=page,
+                page=PageId(page),
+                tokens=self.layout.page_tokens,
+                generation=1,
+                checksum=seal.checksum(memory.view(PageId(page)), 1),
+            )
+            for page in range(pages)
+        ]
+        took = []
+        for _ in range(max(2, self.extent.rounds)):
+            began = time.perf_counter()
+            for page, frame in enumerate(frames):
+                seal.copy(frame, memory.view(PageId(page)), memory.view(PageId(pages + page)))
+            took.append(time.perf_counter() - began)
+        return pages * size / median(took)

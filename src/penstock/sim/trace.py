@@ -1,0 +1,138 @@
+"""Traces of real traffic: when requests came, how long prompts and answers were, which beginnings they share.
+
+Two formats, told apart by their first line, plain or gzipped:
+
+- Mooncake (https://github.com/kvcache-ai/Mooncake, FAST25-release): a JSON object a line, ``timestamp`` in ms,
+  ``input_length``, ``output_length``, ``hash_ids`` of the prompt's blocks of 512 tokens, the last one perhaps shorter;
+- Azure (https://github.com/Azure/AzurePublicDataset, LLM inference 2023): CSV with ``TIMESTAMP``, ``ContextTokens``,
+  ``GeneratedTokens``; nothing is known of what prompts share.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, BinaryIO, cast
+
+import msgspec
+
+from penstock.errors import ConfigError
+
+BLOCK_TOKENS = 512
+"""Tokens that one of Mooncake's ``hash_ids`` stands for."""
+
+MOST_LINE_BYTES = 4 << 20
+MOST_JOBS = 1 << 22
+_AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+_GZIP = b"\x1f\x8b"
+_WANTED = "expected a Mooncake JSONL or an Azure CSV, plain or gzipped"
+
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+HashId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class Job(msgspec.Struct, frozen=True, gc=False):
+    """One request of a trace."""
+
+    number: int
+    at: float  # seconds since the trace's first request
+    prompt: int  # tokens, 1 at least
+    answer: int  # tokens, 1 at least
+    blocks: tuple[int, ...] = ()  # names of the prompt's blocks; none where the trace knows none
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace in order of arrival; ``block_tokens`` is 0 where it knows no blocks."""
+
+    name: str
+    jobs: tuple[Job, ...]
+    block_tokens: int = 0
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.jobs[-1].at - self.jobs[0].at
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: tuple[HashId, ...]
+
+
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """The trace, or its first ``limit`` requests.  Raises ConfigError that names file, line and reason."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == _GZIP
+            file.seek(0)
+            lines = _lines(cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file, path)
+            return _read(lines, path, min(limit or MOST_JOBS, MOST_JOBS))
+    except (OSError, EOFError) as error:  # EOFError and BadGzipFile: the file was cut
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {_WANTED}") from None
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MOST_LINE_BYTES:
+            raise ConfigError(f"{path}, line {number}: longer than {MOST_LINE_BYTES} bytes; {_WANTED}")
+        if line.strip():
+            yield number, line.strip()
+
+
+def _read(lines: Iterator[tuple[int, bytes]], path: Path, limit: int) -> Trace:
+    first = next(lines, (0, b""))
+    if first[1].removeprefix(b"\xef\xbb\xbf") == _AZURE:
+        jobs, block_tokens = list(islice(_azure(lines, path), limit)), 0
+    elif first[1].startswith(b"{"):
+        jobs, block_tokens = list(islice(_mooncake(first, lines, path), limit)), BLOCK_TOKENS
+    else:
+        raise ConfigError(f"{path}: unknown format: {_WANTED}")
+    if not jobs:
+        raise ConfigError(f"{path}: no requests; {_WANTED}")
+    jobs.sort(key=lambda job: (job.at, job.number))
+    begin = jobs[0].at
+    return Trace(
+        name=path.name.removesuffix(".gz"),
+        jobs=tuple(Job(n, job.at - begin, job.prompt, job.answer, job.blocks) for n, job in enumerate(jobs)),
+        block_tokens=block_tokens,
+    )
+
+
+def _mooncake(first: tuple[int, bytes], rest: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Job]:
+    decoder = msgspec.json.Decoder(_Mooncake)
+    for number, line in (first, *rest):
+        try:
+            row = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+        blocks = -(-row.input_length // BLOCK_TOKENS)
+        if len(row.hash_ids) != blocks:
+            raise ConfigError(
+                f"{path}, line {number}: {len(row.hash_ids)} hash_ids for {row.input_length} tokens, "
+                f"which are {blocks} blocks of {BLOCK_TOKENS}"
+            )
+        if row.input_length:
+            yield Job(number, row.timestamp / 1000, row.input_length, max(1, row.output_length), row.hash_ids)
+
+
+def _azure(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Job]:
+    for number, line in lines:
+        try:
+            when, context, generated = line.decode().split(",")
+            moment = datetime.fromisoformat(when)  # in UTC where the file has no offset
+            at, prompt, answer = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp(), int(context), int(generated)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+        if not (0 <= prompt <= 1 << 24 and 0 <= answer <= 1 << 24):
+            raise ConfigError(f"{path}, line {number}: {prompt} and {answer} tokens: at most {1 << 24}")
+        if prompt:
+            yield Job(number, at, prompt, max(1, answer))

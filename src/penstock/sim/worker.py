@@ -1,0 +1,386 @@
+"""One simulated worker: the real scheduler, its memory and its log of cache events, driven as ``engine.loop`` drives
+them, with a step that takes the time that ``costs`` says.
+
+Equal steps are granted at once (``SchedulerConfig.stoppable``) and stopped at the end of the one in which something
+happens, so a worker costs the simulator one turn an event, not one a token.  Knows no other worker and no router: what
+it has to say goes to ``Port``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.blocks import Lease, Shortfall
+from penstock.engine.core.cost import StepCost
+from penstock.engine.core.plan import Arrive, Drawn, Event, FirstToken, Outcome, Plan, ReturnedRequest, Row
+from penstock.engine.core.request import Request
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.kv_log import KvLog
+from penstock.sim.busy import Busy
+from penstock.sim.costs import Duration, duration, known_before
+from penstock.sim.crowd import Crowd
+from penstock.sim.events import Agenda
+from penstock.sim.fleet import FleetFile
+from penstock.sim.network import Wire
+from penstock.sim.prompts import END, IDENTITY, WORD
+from penstock.sim.tiers import Tiers
+from penstock.types import BlockHash, Leg, RequestId, Role, WorkerId, WorkerState
+from penstock.wire.messages import KvEvents, Report, StepRates, Submit
+
+INCARNATION = 1
+
+LATE = 0.1
+"""Part of the last reading from a tier in what one is said to take."""
+
+MOST_KEPT = 0.5
+"""Of a worker's pages: so many are kept for requests that still wait, at most."""
+
+_NOTHING = Drawn()
+
+
+class Place(NamedTuple):
+    """A worker's place in the fleet."""
+
+    name: WorkerId
+    role: Role
+
+
+class Port(Protocol):
+    """Who hears what a worker says."""
+
+    def said(self, worker: SimWorker, outcome: Outcome, spacing_s: float) -> None:
+        """A plan was committed; its steps ended ``spacing_s`` apart, the last one now."""
+        ...
+
+    def reserved(self, worker: SimWorker, request: Request) -> None:
+        """leg=decode: there is room; pages from ``request.computed`` on are wanted."""
+        ...
+
+    def returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
+        """A request is given back."""
+        ...
+
+
+class Stage(NamedTuple):
+    """What all workers have in common."""
+
+    agenda: Agenda
+    port: Port
+    crowd: Crowd
+    answers: Mapping[RequestId, int]  # tokens that each request's answer will have
+
+
+@dataclass(slots=True)
+class _Running:
+    """A plan under way."""
+
+    plan: Plan
+    begun: float
+    takes: Duration
+    steps: int  # after so many it ends
+    serial: int  # ends that were entered in the agenda for another number of steps are void
+
+
+class SimWorker:
+    """See above."""
+
+    def __init__(self, place: Place, fleet: FleetFile, page_tokens: int, stage: Stage) -> None:
+        self.name, self.role = place
+        self.config = scheduler_config(fleet, page_tokens)
+        self.scheduler = Scheduler(self.config, StepCost(known_before(fleet.steps)))
+        self.page_bytes = fleet.memory.token_bytes * page_tokens
+        self.into, self.out = Wire(fleet.links.worker_bytes_s), Wire(fleet.links.worker_bytes_s)
+        self.busy = Busy()
+        self.steps = 0
+        self.told_at = float("-inf")
+        self.changed = True  # something that a report would tell
+        self._times = fleet.steps
+        self._agenda, self._port, self._crowd, self._answers = stage
+        self._tiers = Tiers(fleet.memory.host_bytes // self.page_bytes, fleet.memory.disk_bytes // self.page_bytes)
+        speeds = (fleet.links.host_bytes_s, fleet.links.disk_bytes_s)
+        self.wires = tuple(map(Wire, speeds))  # from the tiers
+        self._tier_s = [self.page_bytes / speed for speed in speeds]  # that a page takes from there, of late
+        self._prefix = self.scheduler.memory.prefix
+        self._log = KvLog(self.name, INCARNATION, self._prefix.blocks, self._only_lower, len(speeds))
+        self._prefix.on_change = self._cache_changed
+        self._inbox: list[tuple[Event, int | None]] = []  # with the serial number of a Submit
+        self._unheard: set[int] = set()  # Submits that the scheduler has not heard of
+        self._last_serial = 0
+        self._left: dict[RequestId, int] = {}  # tokens that answers written here still have
+        self._fetching: dict[RequestId, list[Event]] = {}  # and what must be heard after its arrival
+        self._kept: dict[RequestId, list[Lease]] = {}  # pages, for requests that have none yet
+        self._running: _Running | None = None
+        self._serial = 0
+
+    # --- what comes in ----------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit) -> None:
+        """A leg is placed here.  What a lower tier has of its prompt is read first."""
+        self._last_serial = submit.serial
+        self._unheard.add(submit.serial)
+        arrive = Arrive(
+            id=submit.request,
+            epoch=submit.epoch,
+            leg=submit.leg,
+            prompt=submit.prompt,
+            sampling=submit.sampling,
+            arrival=submit.arrival,
+            root=submit.root,
+            hashes=submit.block_hashes,
+            emitted=submit.emitted,
+            claim=submit.claim,
+        )
+        ready_at = self._agenda.now if submit.leg is Leg.DECODE else self._fetch(arrive)
+        if ready_at > self._agenda.now:
+            self._fetching[arrive.id] = []
+            self._agenda.at(ready_at, self._fetched, arrive, submit.serial)
+        else:
+            self.tell(arrive, submit.serial)
+
+    def tell(self, event: Event, serial: int | None = None) -> None:
+        """Something that the scheduler must know; it hears of it between two steps, and of a request first."""
+        if event.id in self._fetching:
+            self._fetching[event.id].append(event)
+            return
+        self._inbox.append((event, serial))
+        if self._running is None:
+            self._turn()
+        else:
+            self._stop(self._running)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """As ``engine.loop.EngineLoop.step``, until there is a plan that takes time, or nothing to do."""
+        now, scheduler = self._agenda.now, self.scheduler
+        inbox, self._inbox = self._inbox, []
+        for event, serial in inbox:
+            scheduler.apply(event, now)
+            if serial is not None:
+                self._unheard.discard(serial)
+            if isinstance(event, FirstToken) and (request := scheduler.find(event.id)) is not None:
+                self._left[event.id] = self._answers[event.id] - len(request.output)
+        plan = scheduler.plan(now, self._steps_ahead())
+        self.changed = True
+        self._planned(plan)
+        if not plan.rows:
+            self._port.said(self, scheduler.commit(plan, (), now), 0.0)
+            if self._inbox or self._let_all_go():
+                self._turn()
+            elif self._running is None:
+                self._crowd.settle(self.name, None)
+            return
+        takes = duration(self._times, plan, self._crowd.slower(self.name))
+        running = self._running = _Running(plan, now, takes, plan.steps, self._serial)
+        self._ends(running, plan.steps)
+        self._crowd.settle(self.name, self._stop_soon)
+
+    def _steps_ahead(self) -> int:
+        """Until the first answer is complete."""
+        return min(self._left.values(), default=1)
+
+    def _planned(self, plan: Plan) -> None:
+        for gone in plan.gone:
+            self._left.pop(gone, None)
+        for returned in plan.returned:
+            self._port.returned(self, returned)
+        for request in plan.reserved:
+            self._port.reserved(self, request)
+        if self._kept:
+            self._release_kept()
+
+    def _ends(self, running: _Running, steps: int) -> None:
+        self._serial += 1
+        running.steps, running.serial = steps, self._serial
+        self._agenda.at(running.begun + running.takes.of(steps), self._end, running.serial)
+
+    def _stop_soon(self) -> None:
+        if self._running is not None:
+            self._stop(self._running)
+
+    def _stop(self, running: _Running) -> None:
+        """At the end of the step that is under way."""
+        if running.steps > 1:
+            steps = running.takes.steps_within(self._agenda.now - running.begun, running.steps)
+            if steps < running.steps:
+                self._ends(running, steps)
+
+    def _end(self, serial: int) -> None:
+        running = self._running
+        if running is None or running.serial != serial:
+            return
+        self._running = None
+        plan, steps = running.plan, running.steps
+        seconds = running.takes.of(steps)
+        drawn = [self._draw(row, steps) for row in plan.rows]
+        # ``commit`` divides by the steps that were planned
+        outcome = self.scheduler.commit(plan, drawn, self._agenda.now, seconds * plan.steps / steps)
+        self.busy.note(running.begun, self._agenda.now)
+        self.steps += steps
+        self._count_left(outcome)
+        self._port.said(self, outcome, seconds / steps)
+        if self._running is None:
+            self._turn()
+
+    def _draw(self, row: Row, steps: int) -> Drawn:
+        if not row.samples:
+            return _NOTHING
+        request = row.request
+        left = self._answers[request.id] - len(request.output)
+        assert steps <= left, "no plan goes beyond the first end"
+        if steps < left:
+            return Drawn((WORD,) * steps)
+        return Drawn((*((WORD,) * (left - 1)), END))
+
+    def _count_left(self, outcome: Outcome) -> None:
+        for progress in outcome.progress:
+            request = progress.request
+            if progress.finish is not None:
+                self._left.pop(request.id, None)
+            elif request.leg is not Leg.PREFILL:
+                self._left[request.id] = self._answers[request.id] - len(request.output)
+
+    # --- the cache --------------------------------------------------------------------------------------------------
+
+    def _cache_changed(self, block: BlockHash, known: bool) -> None:
+        """The router is told of a block in the nearest tier that has it, until it is in none any more."""
+        if known:
+            self._log.note(block, True)
+            return
+        for moved, tier in self._tiers.keep(block):
+            if moved in self._prefix:
+                continue
+            if tier:
+                self._log.sank(moved, tier)
+            else:
+                self._log.note(moved, False)
+
+    def _only_lower(self) -> Iterator[tuple[BlockHash, int]]:
+        return ((block, tier) for block, tier in self._tiers.nearest() if block not in self._prefix)
+
+    def _fetch(self, arrive: Arrive) -> float:
+        """Keep what is here of this prompt; when what lower tiers have of it will be here, too."""
+        hashes, limit = arrive.hashes, self._shareable(arrive)
+        match = self._prefix.match(hashes, limit)
+        with match.lease as known:
+            if len(known) <= self._may_keep():
+                self._kept[arrive.id] = [Lease(self.scheduler.memory.pool, known.take())]
+        ready_at = self._agenda.now
+        for tier, blocks in enumerate(self._tiers.found(hashes, match.blocks, limit)):
+            if blocks:
+                self._tiers.read[tier] += blocks
+                through = self.wires[tier].carry(blocks * self.page_bytes, self._agenda.now)
+                self._tier_s[tier] += LATE * ((through - self._agenda.now) / blocks - self._tier_s[tier])
+                ready_at = max(ready_at, through)
+        return ready_at
+
+    def _fetched(self, arrive: Arrive, serial: int) -> None:
+        """Put what was read into pages, as far as there is room."""
+        hashes, limit = arrive.hashes, self._shareable(arrive)
+        here = self._prefix.longest(hashes, limit)
+        blocks = min(sum(self._tiers.found(hashes, here, limit)), self._may_keep())
+        fresh = self.scheduler.memory.pool.reserve(blocks)
+        if blocks and not isinstance(fresh, Shortfall):
+            names = hashes[here : here + blocks]
+            for name, page in zip(names, fresh.pages, strict=True):
+                self._prefix.insert(name, page)
+            self._kept.setdefault(arrive.id, []).append(fresh)
+        later = self._fetching.pop(arrive.id, [])
+        self.tell(arrive, serial)
+        for event in later:
+            self.tell(event)
+
+    def _shareable(self, arrive: Arrive) -> int:
+        known = len(arrive.prompt) + len(arrive.emitted)
+        return min(len(arrive.hashes), (known - 1) // self.config.page_tokens)
+
+    def _may_keep(self) -> int:
+        """Pages that may still be kept for requests that wait."""
+        kept = sum(len(lease) for leases in self._kept.values() for lease in leases)
+        pool = self.scheduler.memory.pool
+        return max(0, min(pool.available, int(pool.pages * MOST_KEPT) - kept))
+
+    def _release_kept(self) -> None:
+        """Who has pages, or is gone, holds by itself what was kept for it.  Some are not even in the queue."""
+        coming = {event.id for event, _ in self._inbox} | self._fetching.keys()
+        for request_id in [each for each in self._kept if each not in coming]:
+            request = self.scheduler.find(request_id)
+            if request is None or request.held:
+                self._let_go(request_id)
+
+    def _let_go(self, request_id: RequestId) -> None:
+        for lease in self._kept.pop(request_id):
+            self.scheduler.memory.pool.release(lease.take())
+
+    def _let_all_go(self) -> bool:
+        """Nothing can be computed: what is kept for some may be the room that others wait for."""
+        kept = bool(self._kept)
+        for request_id in list(self._kept):
+            self._let_go(request_id)
+        return kept
+
+    # --- what is reported -------------------------------------------------------------------------------------------
+
+    def cache_events(self) -> Sequence[KvEvents]:
+        """What has changed in the cache since the last call."""
+        return self._log.take()
+
+    def whole_cache(self) -> Sequence[KvEvents]:
+        """Everything that it holds."""
+        return tuple(self._log.snapshot())
+
+    def tier_reads(self) -> tuple[int, int]:
+        """Blocks that were read from host memory, and from disk."""
+        return self._tiers.read[0], self._tiers.read[1]
+
+    def report(self, now: float) -> Report:
+        """The worker as it is now."""
+        self.told_at, self.changed = now, False
+        scheduler = self.scheduler
+        load = scheduler.load()
+        return Report(
+            worker=self.name,
+            incarnation=INCARNATION,
+            role=self.role,
+            state=WorkerState.READY,
+            pid=1,
+            identity=IDENTITY,
+            max_model_len=self.config.max_model_len,
+            steps=self.steps,
+            running=load.running + load.awaiting + load.handing_over,
+            queued=load.queued,
+            tokens_in_flight=load.tokens_in_flight,
+            kv_pages_used=load.pages_used,
+            kv_pages_free=load.pages_free,
+            prompt_tokens=load.prompt_tokens,
+            prompt_pairs=load.prompt_pairs,
+            answers=load.answers,
+            context_tokens=load.context_tokens,
+            page_bytes=self.page_bytes,
+            tier_s=tuple(self._tier_s),
+            rates=StepRates(*scheduler.cost.rates),
+            measured=scheduler.cost.measured,
+            kv_sequence=self._log.sequence,
+            heard=min(self._unheard) - 1 if self._unheard else self._last_serial,
+        )
+
+
+def scheduler_config(fleet: FleetFile, page_tokens: int) -> SchedulerConfig:
+    """What the workers' schedulers are told."""
+    limits = fleet.scheduler
+    pages = fleet.memory.device_bytes // (fleet.memory.token_bytes * page_tokens)
+    return SchedulerConfig(
+        pages=pages,
+        page_tokens=page_tokens,
+        max_model_len=min(limits.max_model_len, pages * page_tokens),
+        max_running=limits.max_running,
+        max_step_tokens=limits.max_step_tokens,
+        max_chunk_tokens=limits.max_chunk_tokens,
+        step_budget_ms=limits.step_budget_ms,
+        prefill_step_budget_ms=limits.prefill_step_budget_ms,
+        long_prompt_ms=limits.long_prompt_ms,
+        stoppable=True,
+    )

@@ -1,0 +1,18 @@
+"""What a worker measures of its part in one answer, for the answer's spans (``telemetry.spans.OF_WORKERS``)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+MOST_FACTS = 16
+
+
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One phase of a leg.  Times count from the leg's arrival: clocks of two hosts are not compared."""
+
+    name: Annotated[str, msgspec.Meta(max_length=32)]
+    begin_s: float
+    seconds: float
+    facts: Annotated[dict[str, float], msgspec.Meta(max_length=MOST_FACTS)]

@@ -1,0 +1,55 @@
+"""Law 1 with pages that NIXL brings, and what becomes of answers when its processes die: a whole service."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .server import PenstockServer
+from .streams import all_answers
+from .varied import varied_requests
+
+LOOPBACK = (
+    '[hand_over]\nnixl_transports = "tcp"\nnixl_devices = "lo"\nfetch_stall_s = 1.0\n[routing]\nsplit = "always"\n'
+)
+WORD = "kv.transfer.nixl.process"
+
+
+def processes(server: PenstockServer) -> list[int]:
+    """For NIXL, of all workers."""
+    workers = [psutil.Process(worker["pid"]) for worker in server.workers()]
+    children = [child for worker in workers for child in worker.children()]
+    return [child.pid for child in children if any(WORD in part for part in child.cmdline())]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_answers_are_the_same_with_nixl_and_when_its_processes_die(tmp_path: Path):
+    if importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip("NOT RUN: no NIXL here: pip install --no-deps nixl-cu12")
+    with PenstockServer(["--aggregated"]) as server:
+        plain = asyncio.run(all_answers(server.url, varied_requests(salt="plain", salt_each=True), together=False))
+    with PenstockServer(["--transfer", "nixl"], config=LOOPBACK, folder=tmp_path) as server:
+
+        def same(salt: str, *, together: bool) -> None:
+            bodies = varied_requests(salt=salt, salt_each=True)
+            answers = asyncio.run(all_answers(server.url, bodies, together=together))
+            assert [each.identical for each in answers] == [each.identical for each in plain], salt
+
+        same("comes up", together=False)
+        server.wait_for(lambda: len(processes(server)) == 2, 60, "a process that gives and one that takes")
+        same("up", together=False)
+        same("together", together=True)
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in processes(server):
+                os.kill(pid, how)
+            same(how.name, together=False)
+        server.wait_idle(10.0)
+        assert all(worker["kv_pages_leaked"] == 0 for worker in server.workers())
+        assert "NIXL" in server.read_log()

@@ -1,0 +1,144 @@
+"""What every tier of the KV store does: the same suite for memory, disk, other workers' caches, Redis and Mooncake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.store_rig import IDENTITY, LAYOUT, TIERS, Pair, final_of, key_of, page_of, pair, redis_server
+
+from penstock.errors import PageCorrupt, TierFailed
+from penstock.kv.layout import KvLayout
+from penstock.kv.store.remote import RedisTier
+from penstock.kv.store.seal import EncryptingSeal, StoreSeal
+from penstock.types import ModelIdentity
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """Started when it is first needed; a test without Redis does not."""
+    running: list[str] = []
+    contexts = []
+
+    def url() -> str:
+        if not running:
+            context = redis_server(tmp_path_factory.mktemp("redis"))
+            running.append(context.__enter__())
+            contexts.append(context)
+        return running[0]
+
+    yield url
+    for context in contexts:
+        context.__exit__(None, None, None)
+
+
+MOONCAKE = [pytest.param(kind, marks=pytest.mark.long) for kind in ("mooncake", "mooncake, encrypted")]
+
+
+@pytest.fixture(params=[*TIERS, *MOONCAKE])
+def tier(request: pytest.FixtureRequest, tmp_path: Path, redis_url: Callable[[], str]) -> Iterator[Pair]:
+    if request.param.startswith("redis"):
+        pytest.importorskip("redis", reason="an extra")
+        import redis
+
+        redis.Redis.from_url(redis_url()).flushall()
+    with pair(request.param, tmp_path, redis_url) as made:
+        yield made
+
+
+def test_what_one_keeps_another_finds(tier: Pair):
+    assert tier.other.has([key_of(1), key_of(2)]) == [False, False]
+    assert tier.put(1)
+    assert tier.put(2)
+    assert tier.other.has([key_of(2), key_of(1), key_of(3)]) == [True, True, False]
+    assert tier.get(1) == page_of(1)
+    assert tier.get(2) == page_of(2)
+
+
+def test_what_nobody_has_is_not_found(tier: Pair):
+    tier.put(1)
+    assert tier.get(9) is None
+    into = bytearray(LAYOUT.page_bytes)
+    assert not tier.other.read(key_of(1, group=1), memoryview(into)), "a page of another group"
+    assert into == bytes(LAYOUT.page_bytes), "nothing was written"
+
+
+def test_a_page_kept_twice_is_one_page(tier: Pair):
+    assert tier.put(1)
+    assert tier.put(1)
+    assert tier.get(1) == page_of(1)
+    assert tier.writer.has([key_of(1)]) == [tier.memory is None], "of other workers, not of one's own"
+
+
+def test_many_pages_come_back_as_they_went(tier: Pair):
+    numbers = range(30)
+    assert all(tier.put(number) for number in numbers)
+    assert tier.other.has([key_of(number) for number in numbers]) == [True] * 30
+    for number in numbers:
+        assert tier.get(number) == page_of(number)
+
+
+def test_pages_of_another_layout_are_not_offered(tmp_path: Path, redis_url: Callable[[], str]):
+    pytest.importorskip("redis", reason="an extra")
+    other = ModelIdentity(fingerprint="b" * 64, numerics=IDENTITY.numerics)
+    ours, theirs = (
+        RedisTier(redis_url(), StoreSeal(identity, LAYOUT), timeout_s=5.0, expire_s=60)
+        for identity in (IDENTITY, other)
+    )
+    ours.write(final_of(77), memoryview(page_of(77)))
+    assert ours.has([key_of(77)]) == [True]
+    assert theirs.has([key_of(77)]) == [False]
+
+
+def test_pages_of_another_key_are_left_alone(redis_url: Callable[[], str]):
+    pytest.importorskip("redis", reason="an extra")
+    pytest.importorskip("cryptography", reason="an extra")
+    one, other = (
+        RedisTier(redis_url(), EncryptingSeal(IDENTITY, LAYOUT, bytes([byte]) * 32), timeout_s=5.0, expire_s=60)
+        for byte in (1, 2)
+    )
+    assert one.write(final_of(78), memoryview(page_of(78)))
+    assert other.has([key_of(78)]) == [False]
+    assert other.write(final_of(78), memoryview(page_of(78)))
+    for tier in (one, other):
+        into = bytearray(LAYOUT.page_bytes)
+        assert tier.read(key_of(78), memoryview(into))
+        assert into == page_of(78)
+
+
+def test_redis_is_not_believed(redis_url: Callable[[], str]):
+    redis = pytest.importorskip("redis", reason="an extra")
+    tier = RedisTier(redis_url(), StoreSeal(IDENTITY, LAYOUT), timeout_s=5.0, expire_s=60)
+    client = redis.Redis.from_url(redis_url())
+    client.flushall()
+    tier.write(final_of(5), memoryview(page_of(5)))
+    (name,) = client.scan_iter()
+    good = client.get(name)
+    into = memoryview(bytearray(LAYOUT.page_bytes))
+    for bad in (good[:-1], good + b"x", good[:40], b"x", good[:50] + bytes([good[50] ^ 1]) + good[51:], good * 1000):
+        client.set(name, bad)
+        with pytest.raises(PageCorrupt):
+            tier.read(key_of(5), into)
+        assert tier.has([key_of(5)]) == [False], "it is not offered again"
+    client.lpush(name, "a list")
+    with pytest.raises(TierFailed):
+        tier.read(key_of(5), into)
+
+
+def test_a_redis_that_is_not_there_fails_and_says_so(tmp_path: Path):
+    pytest.importorskip("redis", reason="an extra")
+    tier = RedisTier(f"unix://{tmp_path}/nobody", StoreSeal(IDENTITY, LAYOUT), timeout_s=0.2, expire_s=60)
+    with pytest.raises(TierFailed, match="redis"):
+        tier.has([key_of(1)])
+    with pytest.raises(TierFailed, match="redis"):
+        tier.write(final_of(1), memoryview(page_of(1)))
+
+
+def test_the_layout_is_part_of_the_proof():
+    wide = KvLayout.of(LAYOUT.shape, "fp32")
+    _, proof = StoreSeal(IDENTITY, LAYOUT).close(key_of(1), memoryview(page_of(1)))
+    with pytest.raises(PageCorrupt):
+        StoreSeal(IDENTITY, wide).open(
+            key_of(1), memoryview(page_of(1)), proof, memoryview(bytearray(LAYOUT.page_bytes))
+        )

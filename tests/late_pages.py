@@ -1,0 +1,49 @@
+"""Pages that land when a test says so: the double of a carrier that fetches over a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import PageCorrupt
+from penstock.kv.transfer.memory import MemoryCarrier
+from penstock.kv.transfer.port import CORRUPT, Landed, Wanted
+from penstock.types import RequestId
+from penstock.wire.messages import PageSource
+
+
+class LateCarrier(MemoryCarrier):
+    """``flying``: what was asked for and is not there.  Nothing is written but by ``land``."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.flying: list[Wanted] = []
+        self._landed: list[Landed] = []
+
+    def fetch(self, wanted: Wanted) -> bool:
+        self.flying.append(wanted)
+        return False
+
+    def land(self, pages: int) -> None:
+        """The first so many."""
+        landing, self.flying = self.flying[:pages], self.flying[pages:]
+        for wanted in landing:
+            try:
+                super().fetch(wanted)
+                self._landed.append(Landed(wanted))
+            except PageCorrupt:
+                self._landed.append(Landed(wanted, CORRUPT))
+
+    @property
+    def has_landed(self) -> bool:
+        return bool(self._landed)
+
+    def landed(self) -> Sequence[Landed]:
+        landed, self._landed = self._landed, []
+        return landed
+
+    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+        def others(wanted: Wanted) -> bool:
+            return (wanted.source, wanted.frame.request, wanted.frame.epoch) != (source, request, epoch)
+
+        self.flying = [wanted for wanted in self.flying if others(wanted)]
+        self._landed = [landed for landed in self._landed if others(landed.wanted)]

@@ -1,0 +1,111 @@
+"""Requests that workers die of are failed, and nobody else is; what fails again and again is spread out in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.schema import FailoverConfig, GatewayConfig
+from penstock.errors import PoisonRequest
+from penstock.types import WorkerState
+
+from .router_town import WIDE, Client, Town
+
+POISON_AT = 3
+"""The answer's token at which a worker dies of it."""
+
+
+class Sick(Town):
+    """A town where a worker dies of its own when it has written so much of a poisonous answer."""
+
+    poison: tuple[Client, ...] = ()
+    deaths = 0
+
+    async def turn(self, seconds: float = 0.001) -> None:
+        await super().turn(seconds)
+        for client in self.poison:
+            if client.over or len(client.tokens) < POISON_AT:
+                continue
+            for name in self.alive:
+                if any(client.request.id == own for own in self.worker(name).mailbox._asks._asks):
+                    self.kill(name, fault=True)
+                    self.fork(name)
+                    self.deaths += 1
+                    break
+
+
+async def test_a_request_that_workers_die_of_is_failed_after_two() -> None:
+    async with Sick("both-0", "both-1", "both-2") as town:
+        town.poison = (town.ask("bad", max_tokens=30),)
+        await town.until(lambda: town.poison[0].over)
+        error = town.poison[0].error
+        assert isinstance(error, PoisonRequest)
+        assert town.deaths == 2
+        text = str(error)
+        assert "Request bad ended 2 workers" in text
+        assert text.count("(killed)") == 2
+        assert f"The {len(town.poison[0].tokens)} tokens sent so far stay valid" in text
+        assert town.poison[0].tokens == town.poison[0].truth()[: len(town.poison[0].tokens)]
+        assert "poison_requests_total" in town.router.metrics.exposition().decode()
+        await town.assert_idle()
+
+
+@pytest.mark.parametrize("guilty", [1, 2])
+async def test_those_beside_it_get_their_answers(guilty: int) -> None:
+    """All are at the one worker that dies; only the guilty fail, each after few deaths."""
+    async with Sick("both-0", "both-1", pages=128, max_model_len=400) as town:
+        town.poison = tuple(town.ask(f"bad{i}", prompt=(i, 2, 3), max_tokens=60) for i in range(guilty))
+        others = [town.ask(f"r{i}", prompt=(90 + i,), seed=i, max_tokens=60) for i in range(8)]
+        await town.until(lambda: all(client.over for client in town.clients), turns=20_000)
+        assert all(isinstance(client.error, PoisonRequest) for client in town.poison)
+        for client in others:
+            client.assert_true_answer()
+        assert town.deaths <= 4 * guilty
+        await town.assert_idle(within=3.0)
+
+
+async def test_deaths_from_outside_count_for_nobody() -> None:
+    async with Town("both-0", "both-1") as town:
+        client = town.ask(max_tokens=30)
+        for _ in range(6):
+            before = len(client.tokens)
+            await town.until(lambda: len(client.tokens) > before)  # noqa: B023
+            for name in ("both-0", "both-1"):
+                town.kill(name)
+                town.fork(name)
+        await town.finish()
+        client.assert_true_answer()
+
+
+async def test_workers_that_were_given_up_and_then_found_to_have_hung_count_too() -> None:
+    """The gateway moves the request as soon as a worker is silent; that the worker hung is known only later."""
+    async with Town("both-0", "both-1") as town:
+        client = town.ask("bad", max_tokens=30)
+        await town.until(lambda: len(client.tokens) >= POISON_AT)
+        for name in ("both-0", "both-1"):
+            town.stop(name)
+        await town.until(lambda: len(town.suspects) == 2, turns=800, seconds=0.01)
+        for name in ("both-0", "both-1"):
+            town.kill(name, WorkerState.WEDGED, fault=True)
+        await town.settle()
+        assert isinstance(client.error, PoisonRequest)
+        assert client.tokens == client.truth()[: len(client.tokens)]
+
+
+async def test_an_empty_budget_delays_and_never_refuses() -> None:
+    config = GatewayConfig(
+        name="g", model_name="null", failover=FailoverConfig(retry_burst=1, retry_share=0.0, retry_per_s=2.0)
+    )
+    async with Town(*WIDE, config=config) as town:
+        clients = [town.ask(f"r{i}", seed=i, max_tokens=20) for i in range(6)]
+        await town.until(lambda: all(len(client.tokens) > 2 for client in clients))
+        began = town.clock.now()
+        for name in WIDE:
+            town.kill(name)
+        for name in WIDE:
+            town.fork(name)
+        await town.until(lambda: all(client.over for client in clients), turns=1000, seconds=0.01)
+        for client in clients:
+            client.assert_true_answer()
+        assert town.clock.now() - began > 1.0
+        text = town.router.metrics.exposition().decode()
+        assert 'retries_total{model_name="null",outcome="delayed"} 5.0' in text

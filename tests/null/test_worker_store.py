@@ -1,0 +1,310 @@
+"""Workers with a KV store: pages of prompts come from other places, and the answers are what they were.
+
+The runner of the stage reads every earlier token back out of its page before it computes: a page that is not the right
+one shows at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.service.held import PageWait
+from penstock.errors import TierFailed
+from penstock.kv.layout import KvLayout
+from penstock.kv.store.directory import area_bytes
+from penstock.kv.store.peers import PeerTier
+from penstock.kv.store.port import Tier
+from penstock.kv.store.seal import StoreSeal
+from penstock.kv.store.slab_file import SlabFile, head_for
+from penstock.kv.store.slabs import SlabTier
+from penstock.types import Leg, Role, WorkerId
+from penstock.wire.messages import Cancel
+
+from .worker_stage import IDENTITY, LAYOUT, WINDOWED, Stage, StageWorker, expected, merged
+
+PAGES = 64
+SIZE = 2 << 20
+
+
+class FixedCost(StepCost):
+    """The stage's clock stands still during a step, so there is nothing to be learned from it."""
+
+    def learn(self, work: Work, seconds: float) -> None:
+        del work, seconds
+
+
+def on_disk(path: Path, layout: KvLayout = LAYOUT, workers: tuple[str, ...] = ("p", "d")):
+    def tiers(worker: StageWorker) -> list[Tier]:
+        head = head_for(IDENTITY, layout, SIZE, encrypted=False)
+        share = (workers.index(worker.name), len(workers))
+        return [SlabTier("disk", SlabFile.at(path, head, share, direct=False), StoreSeal(IDENTITY, layout))]
+
+    return tiers
+
+
+def among_peers(workers: tuple[str, ...] = ("p", "d")) -> Callable[[StageWorker], list[Tier]]:
+    sizes = [(WorkerId(name), PAGES) for name in workers]
+    descriptor = os.memfd_create("test-directory")
+    os.ftruncate(descriptor, area_bytes(PAGES * len(workers)))
+    memories: dict[WorkerId, object] = {}
+
+    def tiers(worker: StageWorker) -> list[Tier]:
+        memories[worker.name] = worker.memory
+        return [PeerTier(descriptor, sizes, worker.name, memories, StoreSeal(IDENTITY, LAYOUT))]
+
+    return tiers
+
+
+def stage_of(
+    tiers: Callable[[StageWorker], list[Tier]], layout: KvLayout = LAYOUT
+) -> tuple[Stage, StageWorker, StageWorker]:
+    stage = Stage(layout=layout, tiers=tiers, cost=FixedCost())
+    return stage, stage.worker("p", Role.PREFILL), stage.worker("d", Role.DECODE)
+
+
+def run(stage: Stage) -> None:
+    """Until nothing moves, with time for those that wait for a tier in vain."""
+    for _ in range(100):
+        stage.turn()
+    stage.run()
+
+
+def computed(worker: StageWorker) -> float:
+    return worker.mailbox.reporter._counts["prompt_tokens_computed"]
+
+
+def tokens_brought(worker: StageWorker) -> float:
+    assert worker.stored is not None
+    return worker.stored.counters()["stored_tokens"]
+
+
+def waits_of(worker: StageWorker) -> list[PageWait]:
+    """What it tells of waiting for tiers, from now on."""
+    assert worker.stored is not None
+    waits: list[PageWait] = []
+    worker.stored.watch(lambda request, wait: waits.append(wait))
+    return waits
+
+
+def first_item(stage: Stage, request: str):
+    return next(item for _, item in stage.tokens if item.request == request)
+
+
+def test_the_next_turn_finds_the_last_answer_at_the_decode_worker():
+    stage, prefill, decode = stage_of(among_peers())
+    prompt = [i % 50 for i in range(40)]
+    stage.ask_split(prompt, prefill, decode, request="one", max_tokens=60)
+    stage.run()
+    answer = stage.answer("one")
+    before = computed(prefill)
+    longer = [*prompt, *answer, 7, 8, 9]
+    stage.ask_split(longer, prefill, decode, request="two", max_tokens=5)
+    stage.run()
+    assert stage.answer("two") == expected(len(longer), tokens=5)
+    known = (len(prompt) + len(answer) - 1) // 16 * 16
+    assert first_item(stage, "two").cached_tokens == known
+    assert computed(prefill) - before == len(longer) - known
+    assert tokens_brought(prefill) == known - len(prompt) // 16 * 16
+    stage.assert_idle()
+
+
+def test_what_a_peer_has_evicted_is_computed():
+    stage, prefill, decode = stage_of(among_peers())
+    prompt = [i % 50 for i in range(40)]
+    stage.ask_split(prompt, prefill, decode, request="one", max_tokens=60)
+    stage.run()
+    answer = stage.answer("one")
+    for number in range(6):  # all of the decode worker's memory becomes others'
+        stage.ask([100 + number] * 200, to=decode, request=f"other-{number}")
+    stage.run()
+    longer = [*prompt, *answer, 7]
+    stage.ask_split(longer, prefill, decode, request="two", max_tokens=5)
+    stage.run()
+    assert stage.answer("two") == expected(len(longer), tokens=5)
+    assert tokens_brought(prefill) == 0
+    stage.assert_idle()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["plain", "windows"])
+def test_a_restarted_service_finds_its_pages_on_disk(tmp_path: Path, layout: KvLayout):
+    prompt = [i % 70 for i in range(150)]
+    answers, items, waits = [], [], []
+    for _ in range(2):
+        stage, prefill, decode = stage_of(on_disk(tmp_path / "f", layout), layout)
+        waits.append(waits_of(prefill))
+        stage.ask_split(prompt, prefill, decode)
+        stage.run()
+        answers.append(stage.answer())
+        items.append(first_item(stage, "r"))
+        stage.assert_idle()
+        for worker in stage.workers:
+            assert worker.stored is not None
+            worker.stored.close()
+    assert answers[0] == answers[1] == expected(150)
+    assert [item.cached_tokens for item in items] == [0, 144]
+    assert [len(told) for told in waits] == [0, 1]
+    facts = dict(waits[1][0].facts)
+    assert facts.pop("disk_pages") > 0
+    assert facts == {"wanted_tokens": 144, "found_tokens": 144}
+    assert waits[1][0].began <= waits[1][0].ended
+
+
+def test_pages_that_do_not_come_in_time_are_computed_and_kept_when_they_come(tmp_path: Path):
+    prompt = [i % 70 for i in range(150)]
+    for turn in range(2):
+        stage, prefill, decode = stage_of(on_disk(tmp_path / "f"))
+        reader = prefill.hands[0]
+        reader.asleep = turn == 1
+        stage.ask_split(prompt, prefill, decode)
+        run(stage)
+        assert stage.answer() == expected(150)
+        if turn == 1:
+            assert first_item(stage, "r").cached_tokens == 0
+            assert reader.waiting == 9
+            assert prefill.scheduler.memory.importing
+            assert prefill.scheduler.check().total == 0
+            reader.work()
+            stage.turn()
+            stage.ask([1, 2, 3], to=prefill, request="again", max_tokens=1)  # looks at what has come
+            stage.run()
+            assert not prefill.scheduler.memory.importing
+        stage.assert_idle()
+        for worker in stage.workers:
+            assert worker.stored is not None
+            worker.stored.close()
+
+
+def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path):
+    prompt = [i % 70 for i in range(150)]
+    for turn in range(2):
+        stage, prefill, decode = stage_of(on_disk(tmp_path / "f"))
+        reader = prefill.hands[0]
+        reader.asleep = turn == 1
+        stage.ask_split(prompt, prefill, decode)
+        if turn == 0:
+            stage.run()
+        else:
+            for _ in range(5):
+                stage.turn()
+            assert reader.waiting
+            for worker in stage.workers:
+                worker.link.send(Cancel(request="r", epoch=1))
+            for _ in range(5):
+                stage.turn()
+            reader.work()
+            stage.ask([1, 2, 3], to=prefill, request="again", max_tokens=1)
+            stage.run()
+        stage.assert_idle()
+        for worker in stage.workers:
+            assert worker.stored is not None
+            worker.stored.close()
+
+
+def test_equal_prompts_at_once_fetch_their_pages_once(tmp_path: Path):
+    prompt = [i % 70 for i in range(150)]
+    for turn in range(2):
+        stage, prefill, decode = stage_of(on_disk(tmp_path / "f"))
+        for number in range(3 if turn else 1):
+            stage.ask_split([*prompt, number], prefill, decode, request=f"r{number}")
+        stage.run()
+        for number in range(3 if turn else 1):
+            assert stage.answer(f"r{number}") == expected(151)
+        assert prefill.stored is not None
+        assert prefill.stored.counters()["kv_disk_pages_read"] == (9 if turn else 0)
+        stage.assert_idle()
+        for worker in stage.workers:
+            assert worker.stored is not None
+            worker.stored.close()
+
+
+class Broken:
+    """A tier that says it has everything and then fails."""
+
+    name = "disk"
+    copies = True
+    remote = False
+    pages = 0
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.asked = 0
+
+    def has(self, keys):
+        return [True] * len(keys)
+
+    def read(self, key, into):
+        self.asked += 1
+        into[:4] = b"junk"
+        raise self.error
+
+    def write(self, final, content):
+        raise self.error
+
+    def evicted(self, key):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError("worn out"), TierFailed("gone"), ValueError("a bug")])
+def test_a_tier_that_fails_costs_a_computation(error: Exception, caplog: pytest.LogCaptureFixture):
+    tier = Broken(error)
+    stage = Stage(tiers=lambda worker: [tier], cost=FixedCost())
+    worker = stage.worker("w", Role.BOTH)
+
+    def forgiving(job: Callable[[], None]) -> None:  # as the real thread does it
+        try:
+            job()
+        except ValueError:
+            caplog.clear()
+
+    for hand in worker.hands:
+        hand.put = forgiving  # type: ignore[method-assign]
+    for number in range(5):
+        stage.ask([number] * 100, to=worker, request=f"r{number}")
+        stage.run()
+        assert stage.answer(f"r{number}") == expected(100)
+    if not isinstance(error, ValueError):
+        assert tier.asked == 3, "then it is left alone"
+    stage.assert_idle()
+
+
+turns = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 40), st.booleans()), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=15)
+@given(turns)
+def test_chats_with_all_their_pages_in_motion(tmp_path_factory: pytest.TempPathFactory, turns):
+    """Several chats, little memory, threads that sleep now and then: answers stay what they are, and nothing leaks."""
+    stage, prefill, decode = stage_of(on_disk(tmp_path_factory.mktemp("store") / "f"))
+    chats: dict[int, list[int]] = {number: [number] * 20 for number in range(4)}
+    for index, (chat, message, length, asleep) in enumerate(turns):
+        prompt = [*chats[chat], *range(message)]
+        if len(prompt) + length > 250:
+            continue
+        for worker in stage.workers:
+            for hand in worker.hands:
+                hand.asleep = asleep
+                if not asleep:
+                    hand.work()
+        name = f"t{index}"
+        stage.ask_split(prompt, prefill, decode, request=name, max_tokens=length)
+        run(stage)
+        assert merged(stage, name) == expected(len(prompt), tokens=length)
+        chats[chat] = [*prompt, *merged(stage, name)]
+    for worker in stage.workers:
+        for hand in worker.hands:
+            hand.work()
+    stage.ask([1, 2, 3], to=prefill, leg=Leg.WHOLE, request="last", max_tokens=1)
+    stage.run()
+    stage.assert_idle()

@@ -1,0 +1,128 @@
+"""The engine's world with two lanes: each is planned when it is free and ends whenever it likes.
+
+A device computes at some time between the beginning and the end of a step, in the pages that it was told of at the
+beginning, whoever has them by then.  So does this one: at once, and then nobody may have written there until the end;
+or at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from random import Random
+
+from engine_world import World
+from glass_model import GlassRunner, context_of, extend
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.holding import Holding
+from penstock.engine.core.plan import Drawn, Lane, Outcome, Plan, Row
+from penstock.engine.core.request import Request, Status
+
+
+class LaneWorld(World):
+    """``step``: some of the lanes that are free are planned, and some of those under way end."""
+
+    def __init__(self, config: SchedulerConfig, *, seed: int, max_steps: int = 1, clock_s: float = 0.0) -> None:
+        super().__init__(config, max_steps=max_steps, clock_s=clock_s)
+        self.random = Random(seed)
+        self.under_way: dict[Lane, tuple[Plan, Plan, Sequence[Drawn] | None, float]] = {}
+        self.side_by_side = 0  # ends of one lane while something was under way in the other
+        self.given_up = 0  # pages held for a lane only
+        self.pressed = 0  # times that somebody waited in one lane, to give way to the other
+
+    def step(self, *, cancel_in_flight: str | None = None) -> Plan:
+        begun = [self.begin(lane) for lane in self.lanes_to_plan()]
+        self.now += self.clock_s
+        if cancel_in_flight is not None:
+            self.cancel(cancel_in_flight)
+        self.given_up += sum(map(len, (own() for own in self.scheduler.memory.owners)))
+        ended = [lane for lane in self.under_way if self.random.random() < 0.6] or list(self.under_way)[:1]
+        self.random.shuffle(ended)
+        rows = tuple(row for plan in begun for row in plan.rows)
+        self.outcome = Outcome()
+        for lane in ended:
+            self.side_by_side += len(self.under_way) == 2
+            rows += self.end(lane)
+        self.plan = Plan(
+            rows=rows,
+            reserved=tuple(request for plan in begun for request in plan.reserved),
+            returned=tuple(one for plan in begun for one in plan.returned),
+            preempted=sum(plan.preempted for plan in begun),
+        )
+        return self.plan
+
+    def lanes_to_plan(self) -> list[Lane]:
+        free = list(self.scheduler.free_lanes())
+        self.pressed += any(self.scheduler.kept_out(lane) for lane in Lane)
+        return [lane for lane in free if not self.under_way or self.random.random() < 0.7]
+
+    def begin(self, lane: Lane) -> Plan:
+        waiting = {r for r in self.requests() if r.status is Status.WAITING}
+        kept_out = {(r, r.preempted) for r in self.scheduler.kept_out(lane) if r.status is Status.RUNNING}
+        plan = self.scheduler.plan(self.now, self.max_steps, lane)
+        self.several = self.several or plan.steps > 1
+        self._check_plan(plan, waiting)
+        assert not kept_out & {(row.request, row.request.preempted) for row in plan.rows}
+        assert not {row.request for row in plan.rows} & {
+            row.request for own in self.under_way.values() for row in own[0].rows
+        }
+        if plan.rows:
+            frozen = Plan(rows=tuple(map(frozen_row, plan.rows)), steps=plan.steps)
+            early = self.runner.run(frozen) if self.random.random() < 0.5 else None
+            self.under_way[lane] = (plan, frozen, early, self.now)
+        else:
+            self.take(self.scheduler.commit(plan, (), self.now))
+        self.check()
+        return plan
+
+    def end(self, lane: Lane) -> tuple[Row, ...]:
+        plan, frozen, drawn, begun = self.under_way.pop(lane)
+        if drawn is None:
+            drawn = self.runner.run(frozen)
+        else:
+            for row in frozen.rows:
+                check_undisturbed(self.runner, row)
+        self.take(self.scheduler.commit(plan, drawn, self.now, self.now - begun or None))
+        self.check()
+        return plan.rows
+
+    def take(self, outcome: Outcome) -> None:
+        self._deliver(outcome)
+        self.outcome.progress += outcome.progress
+
+    def run_to_completion(self, limit: int = 3000) -> None:
+        super().run_to_completion(limit)
+        while self.under_way:  # of requests that have gone
+            self.step()
+        assert self.scheduler.memory.pool.leased == 0
+        assert not any(own() for own in self.scheduler.memory.owners)
+
+
+def frozen_row(row: Row) -> Row:
+    """What a device is told: the pages of now."""
+    request = copy(row.request)
+    request.held = [frozen_holding(own) for own in request.held]
+    request.output = list(request.output)
+    return Row(request, row.start, row.count, row.samples, row.draft)
+
+
+def frozen_holding(own: Holding) -> Holding:
+    same = Holding(page_tokens=own.page_tokens)
+    same.begin, same.pages = own.begin, list(own.pages)
+    return same
+
+
+def check_undisturbed(runner: GlassRunner, row: Row) -> None:
+    """What the row has written stands there still."""
+    request: Request = row.request
+    end = row.start + row.count
+    tokens = request.tokens(0, end)
+    for group, reach in enumerate(runner.reaches):
+        if reach.cell is None:
+            contexts, context = [], context_of(tokens[: row.start])
+            for token in tokens[row.start :]:
+                context = extend(context, token)
+                contexts.append(context)
+            first = max(row.start, request.held[group].begin * runner.size)
+            runner.check(request, group, [0] * row.start + contexts, first)

@@ -1,0 +1,172 @@
+"""A very long prompt beside answers: they hardly notice, who comes after it is not kept, and it ends in its time."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from penstock.config.scheduling import LONG_PROMPT
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.core.gentle import MOST_TIMES, Beside, Bounds, piece_s
+from penstock.engine.core.plan import Arrive, Drawn
+from penstock.engine.core.request import Request
+from penstock.engine.core.scheduler import Scheduler
+from penstock.types import BlockHash, Claim, Leg, RequestId, SamplingParams, ServiceClass
+
+STEP_S, TOKEN_S, TARGET_S = 0.012, 5e-5, 0.1
+BOUNDS = Bounds(TARGET_S, math.inf)
+ANYBODY = Claim()
+
+
+def asked(name: str, prompt: int, answer: int, claim: Claim = ANYBODY) -> Arrive:
+    """A prompt that shares nothing."""
+    random = Random(name)
+    return Arrive(
+        id=RequestId(name),
+        epoch=0,
+        leg=Leg.WHOLE,
+        prompt=tuple(random.randrange(1 << 20) for _ in range(prompt)),
+        sampling=SamplingParams(seed=0, max_tokens=answer),
+        arrival=0.0,
+        root=BlockHash(bytes(32)),
+        claim=claim,
+    )
+
+
+class Clocked:
+    """A scheduler that knows its machine, and when each token came."""
+
+    def __init__(self, long_prompt_ms: float = TARGET_S * 1e3) -> None:
+        cost = StepCost()
+        for number in range(600):
+            work = Work()
+            for _ in range(number % 16):
+                work.add(100, 1, 1)
+            work.add(number * 7919 % 20_000, 1 + number * 37 % 900, 1)
+            cost.learn(work, STEP_S + TOKEN_S * work.tokens)
+        limits = SchedulerConfig(pages=4000, max_model_len=40_000, long_prompt_ms=long_prompt_ms)
+        self.scheduler = Scheduler(limits, cost)
+        self.now = 0.0
+        self.tokens: dict[str, list[float]] = {}
+
+    def ask(self, name: str, prompt: int, answer: int, claim: Claim = ANYBODY) -> None:
+        self.scheduler.apply(asked(name, prompt, answer, claim), self.now)
+
+    def step(self) -> None:
+        plan = self.scheduler.plan(self.now)
+        self.now += STEP_S + TOKEN_S * sum(row.count for row in plan.rows)
+        drawn = [Drawn((7,)) if row.samples else Drawn() for row in plan.rows]
+        for progress in self.scheduler.commit(plan, drawn, self.now).progress:
+            self.tokens.setdefault(progress.request.id, []).append(self.now)
+
+    def until(self, name: str) -> float:
+        """When its first token comes."""
+        while name not in self.tokens:
+            self.step()
+        return self.now
+
+
+def gaps(times: list[float], since: float) -> list[float]:
+    return np.diff([each for each in times if each >= since]).tolist()
+
+
+def test_answers_hardly_notice_a_very_long_prompt() -> None:
+    clocked = Clocked()
+    for number in range(12):
+        clocked.ask(f"a{number}", 100, 5000)
+    clocked.until("a11")
+    for _ in range(100):
+        clocked.step()
+    begun, before = clocked.now, gaps(clocked.tokens["a0"], clocked.now - 1.0)
+    clocked.ask("long", 20_000, 1)
+    took = clocked.until("long") - begun
+    beside = gaps(clocked.tokens["a0"], begun)
+    assert np.quantile(beside, 0.99) <= 1.2 * np.quantile(before, 0.99)
+    assert took <= 1.1 * MOST_TIMES * 20_000 * TOKEN_S
+
+
+def test_who_comes_after_it_is_not_kept() -> None:
+    clocked = Clocked()
+    for number in range(12):
+        clocked.ask(f"a{number}", 100, 5000)
+    clocked.until("a11")
+    clocked.ask("long", 20_000, 1)
+    for _ in range(10):
+        clocked.step()
+    begun = clocked.now
+    clocked.ask("short", 500, 1)
+    assert clocked.until("short") - begun <= 2 * (STEP_S + 600 * TOKEN_S)
+    assert "long" not in clocked.tokens
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_nothing_is_kept_back_where_few_or_none_would_notice(answers: int) -> None:
+    gentle, greedy = Clocked(), Clocked(long_prompt_ms=0.0)
+    took = []
+    for clocked in (gentle, greedy):
+        if answers:
+            clocked.ask("a", 100, 9000)
+            clocked.until("a")
+        begun = clocked.now
+        clocked.ask("long", 20_000, 1)
+        took.append(clocked.until("long") - begun)
+    assert took[0] <= took[1] * (1.01 if not answers else 2.2)
+
+
+def of(claim: Claim = ANYBODY) -> Request:
+    return Request(asked("r", 4, 1, claim), serial=1, max_model_len=64)
+
+
+def test_how_long_a_piece_may_be() -> None:
+    beside = Beside(answers=32, answers_s=0.012, now=5.0)
+    assert piece_s(of(), LONG_PROMPT * TARGET_S, beside, BOUNDS) == math.inf  # not that long
+    batch = of(Claim(service=ServiceClass.BATCH))
+    assert piece_s(batch, 100 * TARGET_S, beside, BOUNDS) == math.inf  # fills what is left
+    assert piece_s(of(), 100 * TARGET_S, Beside(0, 0.0, 5.0), BOUNDS) == math.inf  # nobody notices
+    assert piece_s(of(), 100 * TARGET_S, beside, BOUNDS) == pytest.approx(0.012 / (MOST_TIMES - 1))
+    twice = piece_s(of(), math.cbrt(2) * LONG_PROMPT * TARGET_S, beside, BOUNDS)
+    assert twice == pytest.approx(0.012)  # half of the step
+    alone = piece_s(of(), 100 * TARGET_S, Beside(1, 0.012, 5.0), BOUNDS)
+    assert alone == pytest.approx(0.012)  # as much for it as for the one answer
+
+
+def test_one_that_falls_behind_may_have_more_and_in_the_end_everything() -> None:
+    request = of()
+    first = piece_s(request, 1.0, Beside(32, 0.012, 0.0), BOUNDS)
+    late = piece_s(request, 0.9, Beside(32, 0.012, 5.0), BOUNDS)
+    assert late > first
+    assert piece_s(request, 0.8, Beside(32, 0.012, 9.5), BOUNDS) == math.inf
+
+
+def test_nobody_is_read_so_gently_that_it_is_too_late() -> None:
+    beside, bounds = Beside(32, 0.012, 0.0), Bounds(TARGET_S, 60.0)
+    late = of()
+    piece_s(late, 15.0, beside, bounds)
+    assert late.read_by == 60.0  # not 8 * 15
+    assert piece_s(of(), 61.0, beside, bounds) == math.inf
+    pressed = of(Claim(max_wait_s=20.0))
+    piece_s(pressed, 5.0, beside, bounds)
+    assert pressed.read_by == 10.0
+    assert piece_s(of(Claim(max_wait_s=8.0)), 5.0, beside, bounds) == math.inf
+
+
+def test_who_has_begun_its_answer_is_read_again_at_full_speed() -> None:
+    request = of()
+    beside = Beside(32, 0.012, 0.0)
+    assert piece_s(request, 5.0, beside, BOUNDS) < math.inf
+    request.append(7)
+    assert piece_s(request, 5.0, beside, BOUNDS) == math.inf
+
+
+def test_a_deadline_is_met_amid_answers() -> None:
+    clocked = Clocked()
+    for number in range(12):
+        clocked.ask(f"a{number}", 100, 5000)
+    clocked.until("a11")
+    begun = clocked.now
+    clocked.ask("long", 20_000, 1, Claim(max_wait_s=4.0))
+    assert clocked.until("long") - begun < 4.0

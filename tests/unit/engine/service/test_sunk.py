@@ -1,0 +1,109 @@
+"""Blocks that a cache gave up: in which tier they are, whether they come back, and who is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.config.schema import SchedulerConfig, WorkerConfig
+from penstock.engine.core.blocks import BlockPool
+from penstock.engine.core.prefix import PrefixCache
+from penstock.engine.service import sunk
+from penstock.engine.service.asks import Gateway
+from penstock.engine.service.bulletins import Bulletins
+from penstock.engine.service.sunk import LOOKED_AT, Sunk
+from penstock.kernels.blocks import keys_of
+from penstock.types import BlockHash, Role, WorkerId
+from penstock.wire.memory import MemoryHub
+from penstock.wire.messages import KV_KEY_BYTES, Hello, KvEvents
+
+BLOCKS = [BlockHash(bytes([n]) * 32) for n in range(3 * LOOKED_AT)]
+
+
+class Below:
+    """Tiers as a test says."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[BlockHash, int] = {}
+        self.asked = 0
+
+    def nearest(self, blocks: Sequence[BlockHash]) -> list[int]:
+        self.asked += 1
+        return [self.tiers.get(block, 0) for block in blocks]
+
+
+def set_of(keys: bytes) -> set[bytes]:
+    return {keys[start : start + KV_KEY_BYTES] for start in range(0, len(keys), KV_KEY_BYTES)}
+
+
+def test_what_leaves_the_cache_is_where_the_tiers_say() -> None:
+    below = Below()
+    known = Sunk(below.nearest)
+    below.tiers[BLOCKS[0]] = 2
+    assert list(known.left(BLOCKS[:2])) == [(BLOCKS[0], 2), (BLOCKS[1], 0)]
+    assert list(known.left([])) == []
+    assert list(known.all()) == [(BLOCKS[0], 2)]
+    known.rose(BLOCKS[0])
+    assert list(known.all()) == []
+
+
+def test_what_a_tier_drops_is_found_out_in_time() -> None:
+    below = Below()
+    known = Sunk(below.nearest)
+    below.tiers = dict.fromkeys(BLOCKS, 1)
+    assert list(known.left(BLOCKS)) == [(block, 1) for block in BLOCKS]
+    assert list(known.look()) == []
+    below.tiers = dict.fromkeys(BLOCKS[1:], 2)
+    changes = [change for _ in range(3) for change in known.look()]
+    assert sorted(changes) == sorted([(BLOCKS[0], 0), *((block, 2) for block in BLOCKS[1:])])
+    assert BLOCKS[0] not in dict(known.all())
+
+
+def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sunk, "MOST_SUNK", 2)
+    below = Below()
+    below.tiers = dict.fromkeys(BLOCKS, 1)
+    known = Sunk(below.nearest)
+    told = list(known.left(BLOCKS[:3]))
+    assert told == [(BLOCKS[0], 1), (BLOCKS[1], 1), (BLOCKS[0], 0), (BLOCKS[2], 1)]
+
+
+def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
+    hub, below, prefix = MemoryHub(), Below(), PrefixCache(BlockPool(len(BLOCKS)))
+    config = WorkerConfig(
+        worker=WorkerId("w"),
+        incarnation=1,
+        role=Role.BOTH,
+        endpoint="memory://w",
+        carrier="memory",
+        scheduler=SchedulerConfig(pages=len(BLOCKS)),
+    )
+    link = hub.connect(config.endpoint)
+    listener = hub.listen(config.endpoint)
+    bulletins = Bulletins(config, prefix, listener)
+    bulletins.sinks(below.nearest, 2)
+    hello = Hello(gateway="g", incarnation=1, kv_snapshot=True)
+    assert link.send(hello)
+    heard = listener.recv()
+    assert heard is not None
+    gateway = Gateway("g", 1, heard.peer, 0.0)
+    bulletins.greeted(gateway, hello)
+    bulletins.cache([gateway])
+    assert link.recv() is not None  # the snapshot, of nothing
+    for block in BLOCKS[:6]:
+        prefix.on_change(block, True)
+    below.tiers = dict.fromkeys(BLOCKS[:2], 1) | {BLOCKS[2]: 2}
+    for block in BLOCKS[:5]:
+        prefix.on_change(block, False)
+    prefix.on_change(BLOCKS[0], True)  # back before anybody was told
+    assert below.asked == 0, "asked in the middle of a plan"
+    bulletins.cache([gateway])
+    assert below.asked == 1
+    received = link.recv()
+    assert received is not None
+    told = received.message
+    assert isinstance(told, KvEvents)
+    assert set_of(told.stored) == set_of(keys_of([BLOCKS[0], BLOCKS[5]]))
+    assert [set_of(keys) for keys in told.sunk] == [set_of(keys_of(BLOCKS[1:2])), set_of(keys_of(BLOCKS[2:3]))]
+    assert set_of(told.removed) == set_of(keys_of(BLOCKS[3:5]))

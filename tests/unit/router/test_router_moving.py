@@ -1,0 +1,128 @@
+"""An answer that changes its worker in flight: which leg counts when."""
+
+from __future__ import annotations
+
+import pytest
+from flight_words import D0, D1, P0, chosen, flying, item, said, started
+from router_words import IDENTITY, ROOT, fleet_of, report, request
+from tests.null.span_notes import SpanNotes
+
+from penstock.router.columns import Due
+from penstock.router.decide import Ask, How, relieve
+from penstock.router.effects import LegEnded, Recall, Send
+from penstock.router.failover import Flight
+from penstock.router.policy.named import NAMES, policy_named
+from penstock.router.prefix_index import PrefixIndex
+from penstock.router.spans import FlightSpans
+from penstock.router.submission import joining
+from penstock.telemetry.spans import LEG, RETRY
+from penstock.types import Leg
+from penstock.wire.duties import HANDED_OVER
+from penstock.wire.messages import PageSource
+
+SOURCE = PageSource(worker=D0, incarnation=1, endpoint="memory://decode-0")
+
+
+def writing() -> Flight:
+    """``decode-0`` has written three tokens."""
+    flight = started(flying())
+    assert said(flight.tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "cancel prefill-0 e1"]
+    return flight
+
+
+def moving() -> Flight:
+    flight = writing()
+    assert flight.may_move(D0, 1, 1)
+    assert said(flight.joined(chosen(Leg.DECODE, D1), SOURCE, ROOT, 2.0)) == ["send decode-1 decode e1"]
+    return flight
+
+
+def test_who_joins_is_told_what_the_client_has_and_where_the_rest_is():
+    flight = writing()
+    (send,) = flight.joined(chosen(Leg.DECODE, D1), SOURCE, ROOT, 2.0)
+    assert isinstance(send, Send)
+    submit = send.submit
+    assert (submit.emitted, submit.pages_from, submit.joins, submit.epoch) == ((1, 2, 3), SOURCE, True, 1)
+    assert submit.block_hashes == request().block_hashes
+
+
+def test_the_first_word_of_who_joins_ends_who_wrote_before():
+    flight = moving()
+    assert said(flight.tokens(item(3, 4), D0, 1, 2.0)) == ["deliver 4"]
+    assert said(flight.tokens(item(3, 4, 5), D1, 1, 2.0)) == ["cancel decode-0 e1", "deliver 5"]
+    assert said(flight.tokens(item(5, 6), D1, 1, 2.0)) == ["deliver 6"]
+    assert flight.returned(1, HANDED_OVER, D0, 1, 2.0) == ()
+    assert flight.may_move(D1, 1, 1)
+
+
+def test_tokens_of_the_next_worker_wait_for_the_last_of_the_one_before():
+    flight = moving()
+    assert said(flight.tokens(item(4, 5), D1, 1, 2.0)) == ["cancel decode-0 e1"]
+    assert said(flight.tokens(item(3, 4), D0, 1, 2.0)) == ["deliver 4", "deliver 5"]
+
+
+@pytest.mark.parametrize("reason", ["queue_full", "too_long", "pages_lost: silent", "no Hello"])
+def test_who_joins_in_vain_disturbs_nobody(reason: str):
+    flight = moving()
+    assert said(flight.returned(1, reason, D1, 1, 2.0)) == ["end decode-1 e1"]
+    assert said(flight.tokens(item(3, 4), D0, 1, 2.0)) == ["deliver 4"]
+    assert flight.may_move(D0, 1, 1)
+    assert (D1, 1) in flight.ask(2.0).doubt
+
+
+def test_who_wrote_is_called_back_when_who_joins_dies():
+    flight = moving()
+    ended, recall = flight.lost(D1, 1, "killed", 2.0)
+    assert said((ended,)) == ["end decode-1 e1"]
+    assert recall == Recall(D0, 1, request().id, 1)
+
+
+def test_when_who_wrote_dies_the_answer_is_submitted_anew():
+    assert said(moving().lost(D0, 1, "killed", 2.0)) == ["cancel decode-0 e1", "cancel decode-1 e1", "wait 2"]
+
+
+def test_an_answer_that_was_handed_over_to_a_worker_that_dies_is_submitted_anew():
+    flight = moving()
+    assert said(flight.returned(1, HANDED_OVER, D0, 1, 2.0)) == ["end decode-0 e1"]
+    assert said(flight.lost(D1, 1, "killed", 2.0)) == ["cancel decode-1 e1", "wait 2"]
+
+
+def test_an_answer_moves_only_when_it_has_begun_and_nobody_has_come_for_it():
+    assert not flying().may_move(D0, 1, 1)
+    assert not writing().may_move(P0, 1, 1)
+    assert not writing().may_move(D0, 1, 0)
+    assert not writing().may_move(D0, 2, 1)
+    assert not moving().may_move(D0, 1, 1)
+
+
+def test_whoever_is_lost_on_its_way_to_an_answer_is_no_retry():
+    notes, flight = SpanNotes(), writing()
+    recorded = FlightSpans(notes, request(), 0.0)
+    for effect in flight.joined(chosen(Leg.DECODE, D1), SOURCE, ROOT, 2.0):
+        recorded.effect(effect, 2.0)
+    recorded.failed((D1, 1), "unknown", flight.returned(0, "unknown", D1, 1, 2.0), 2.0)  # of an older epoch: ignored
+    effects = flight.lost(D1, 1, "killed", 3.0)
+    assert any(isinstance(effect, Recall) for effect in effects)
+    recorded.failed((D1, 1), "killed", effects, 3.0)
+    for effect in effects:
+        recorded.effect(effect, 3.0)
+    assert (notes.facts(RETRY, "reason"), notes.facts(LEG, "outcome")) == ([], ["killed"])
+    recorded.effect(Send(D1, 1, joining(request(), 1, (1,), SOURCE, ROOT, identity=IDENTITY), 5, Due(tokens=5)), 4.0)
+    recorded.failed((D1, 1), "unknown", (), 4.0)
+    recorded.effect(LegEnded(D1, 1, request().id, 1), 5.0)
+    assert notes.facts(LEG, "outcome") == ["killed", "ended"]
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_whoever_writes_and_is_not_the_same_may_go_on(policy: str):
+    fleet = fleet_of("prefill-0", "decode-0", "decode-1", "both-0")
+    ask = Ask(request=request(), emitted=3, identity=IDENTITY, avoid=frozenset({(D0, 1)}))
+    how = How(policy=policy_named(policy))
+    decision = relieve(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8)
+    (leg,) = decision.legs
+    assert leg.leg is Leg.DECODE
+    assert leg.worker in ("decode-1", "both-0")
+    assert decision.reasons()
+    for name in ("decode-1", "both-0"):
+        assert fleet.report(report(name, hands_over=False), 0.0)
+    assert relieve(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8).legs == ()

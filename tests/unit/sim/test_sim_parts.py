@@ -1,0 +1,104 @@
+"""Arithmetic of steps, wires, tiers, quantiles and fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.sim.costs import Duration
+from penstock.sim.events import Agenda
+from penstock.sim.fitting import Reading, Writing, fit
+from penstock.sim.measures import Measures, Targets, quantiles
+from penstock.sim.network import Wire
+from penstock.sim.tiers import Tiers
+from penstock.types import BlockHash
+
+A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
+
+
+@given(first=st.floats(1e-4, 1.0), growth=st.floats(0, 1e-3), most=st.integers(1, 3000), part=st.floats(0, 1))
+def test_a_moment_lies_in_the_step_that_is_under_way(first: float, growth: float, most: int, part: float) -> None:
+    takes = Duration(first, growth)
+    moment = part * takes.of(most)
+    step = takes.steps_within(moment, most)
+    assert takes.of(step) >= moment * (1 - 1e-6)
+    assert step == 1 or takes.of(step - 1) <= moment * (1 + 1e-6)
+
+
+def test_steps_add_up() -> None:
+    takes = Duration(0.5, 0.25)
+    assert takes.of(4) == pytest.approx(0.5 + 0.75 + 1.0 + 1.25)
+
+
+def test_calls_come_in_order_of_time_and_entry() -> None:
+    agenda, heard = Agenda(), []
+    for name, when in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
+        agenda.at(when, heard.append, name)
+    agenda.at(1.5, lambda: agenda.at(0.0, heard.append, "late"))
+    while agenda.turn():
+        pass
+    assert heard == ["a", "b", "late", "c"]
+    assert agenda.now == 2.0
+
+
+def test_a_wire_carries_one_thing_after_the_other_as_fast_as_the_slower_end() -> None:
+    fast, slow = Wire(100.0), Wire(50.0)
+    assert fast.carry(100, now=0.0) == 1.0
+    assert fast.carry(100, now=0.5, other=slow) == 3.0
+    assert slow.carry(50, now=1.0) == 4.0
+    assert (fast.busy_s, slow.busy_s) == (3.0, 3.0)
+
+
+def test_blocks_sink_through_the_tiers_and_leave_the_last() -> None:
+    tiers = Tiers(host=1, disk=1)
+    assert tiers.keep(A) == [(A, 1)]
+    assert tiers.keep(B) == [(B, 1), (A, 2)]
+    assert tiers.found([A, B, C], 0, 3) == (1, 1)
+    assert tiers.found([A, C, B], 0, 3) == (0, 1)
+    assert tiers.keep(C) == [(C, 1), (B, 2), (A, 0)]
+    assert tiers.keep(C) == [(C, 1)]
+    assert list(tiers.nearest()) == [(C, 1), (B, 2)]
+    assert tiers.found([B, C], 0, 1) == (0, 1)
+    assert Tiers(host=0, disk=0).keep(A) == [(A, 0)]
+    assert Tiers(host=0, disk=1).keep(A) == [(A, 2)]
+
+
+def test_quantiles_weigh_what_stands_for_many() -> None:
+    found = quantiles(np.array([3.0, 1.0, 2.0]), np.array([1.0, 8.0, 1.0]))
+    assert (found["p50"], found["p90"], found["p99"]) == (1.0, 2.0, 3.0)
+    assert found["mean"] == pytest.approx(1.3)
+    assert quantiles(np.zeros(0))["p99"] == 0.0
+
+
+def test_good_answers_are_soon_and_steady() -> None:
+    measures = Measures(Targets(ttft_s=1.0, itl_s=0.05))
+    for number, (first, spacing) in enumerate(((0.5, 0.04), (1.5, 0.04), (0.5, 0.06))):
+        measures.asked(number, 10.0, 100)
+        measures.delivered(number, 1, 10.0 + first, 0.0)
+        measures.delivered(number, 10, 10.0 + first + 10 * spacing, spacing)
+        measures.requests[number].done = True
+    assert [each.first_at for each in measures.good()] == [10.5]
+    intervals, counts = measures.intervals
+    assert counts.sum() == 30
+    assert intervals.max() == pytest.approx(0.06)
+    stuttered = measures.requests[0]
+    stuttered.late = 1
+    assert measures.good() == [stuttered]
+    assert measures.smooth() == []
+
+
+def test_a_fit_finds_what_steps_are_made_of() -> None:
+    readings = [
+        Reading(start, count, 0.002 + 1e-5 * count + 2e-10 * (count * start + count * (count + 1) / 2))
+        for count in (32, 128, 512)
+        for start in (0, 1024, 4096)
+    ]
+    writings = [Writing(rows, rows * n, 0.01 + 2e-4 * rows) for rows in (1, 4, 16) for n in (10, 1000)]
+    found = fit(readings, writings)
+    assert found.times.token_s == pytest.approx(1e-5)
+    assert found.times.pair_s == pytest.approx(2e-10)
+    assert found.times.row_s == pytest.approx(2e-4)
+    assert found.times.context_s == pytest.approx(0, abs=1e-12)
+    assert max(found.reading_error, found.writing_error) < 1e-6
