@@ -18,6 +18,7 @@ import pytest
 from tests.mooncake_rig import Mooncake, free_ports, mooncake_store, mooncake_tier
 from tests.store_rig import IDENTITY, LAYOUT, final_of, key_of, page_of
 
+from blows import strike
 from penstock.errors import ConfigError, PageCorrupt, TierFailed
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
@@ -203,13 +204,6 @@ def test_a_stopped_master_costs_our_deadline_and_no_process(store: Mooncake):
         until(lambda: tier.has([key_of(1)]) == [True])
         assert tier.pid == process
         until(lambda: get(tier, 1) == page_of(1))
-
-
-def strike(pid: int, how: signal.Signals) -> None:
-    """A child of this process; one that is stopped has stopped, with all its threads."""
-    os.kill(pid, how)
-    if how == signal.SIGSTOP:
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 @long

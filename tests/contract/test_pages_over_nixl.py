@@ -21,6 +21,7 @@ import psutil
 import pytest
 from transfer_rig import IDENTITY, LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, nixl_carrier, offer_all, start
 
+from blows import strike
 from penstock.config.hand_over import HandOverConfig
 from penstock.kv.transfer.nixl import giver, taker
 from penstock.kv.transfer.nixl.carrier import NixlCarrier, needs_writing
@@ -275,14 +276,14 @@ def test_a_process_that_hangs_or_dies_costs_a_deadline_and_no_page(rig: Rig, who
     taking = receiver.taker.pid
     assert pid is not None
     assert taking is not None
-    os.kill(pid, how)
+    strike(pid, how)
     began = time.monotonic()
     hand_over(rig, 2)
     assert time.monotonic() - began < 30
     if how is signal.SIGSTOP:
         assert receiver.taker.pages == 3
         assert "did not end in 0.5 s" in receiver.taker.why
-        assert not psutil.pid_exists(taking), "with what it might still write"
+        until(lambda: not psutil.pid_exists(taking))  # nor what it might still write
     if how is signal.SIGSTOP:
         os.kill(sender.giver.pid or 0, signal.SIGCONT)
     receiver.taker.resting_until = 0.0
@@ -295,7 +296,7 @@ def test_what_was_stopped_is_not_written(rig: Rig):
     hand_over(rig, 1)
     assert sender.giver.pid is not None
     start(rig, epoch=2)
-    os.kill(sender.giver.pid, signal.SIGSTOP)
+    strike(sender.giver.pid, signal.SIGSTOP)
     offer_all(rig, epoch=2)
     rig.until(lambda: bool(receiver.taker._flying))
     receiver.stop(rig.source, rig.granted[0].request, 2)
