@@ -67,6 +67,16 @@ def step_seconds(driver: Driver, place: Place, batch: int, sizes: Sizes) -> tupl
     return (time.perf_counter() - begun) / sizes.steps, (time.process_time() - cpu) / sizes.steps
 
 
+def steps_beside(driver: Driver, plain: Driver, place: Place, sizes: Sizes) -> list[dict[str, Any]]:
+    """Steps against those of ``plain``, by the number of answers; ``times``: how much faster."""
+    lines = []
+    for batch in (1, 3) if place.dry else (1, 16, 64):
+        own_s, _ = step_seconds(driver, place, batch, sizes)
+        plain_s, _ = step_seconds(plain, place, batch, sizes)
+        lines.append({"batch": batch, "step_ms": own_s * 1e3, "plain_ms": plain_s * 1e3, "times": plain_s / own_s})
+    return lines
+
+
 def filled(driver: Driver, sequences: int, sizes: Sizes) -> None:
     """Real keys and values for every sequence, by reading its prompt."""
     texts = driver.texts(sequences, sizes.context)

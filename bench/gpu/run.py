@@ -133,14 +133,8 @@ class Run:
         plain = self._driver()
         made = make(name, config, self.ops, self.sizes.context + 64, compressed=True)
         driver = Driver(made, self.ops, max(self.sizes.decode), self.sizes.context + 16)
-        found, lines = self.findings, []
-        for batch in (1, 3) if self.place.dry else (1, 16, 64):
-            ours_s, _ = engine.step_seconds(driver, self.place, batch, self.sizes)
-            plain_s, _ = engine.step_seconds(plain, self.place, batch, self.sizes)
-            lines.append(
-                {"batch": batch, "step_ms": ours_s * 1e3, "plain_ms": plain_s * 1e3, "times": plain_s / ours_s}
-            )
-        found.tables["compressed"] = lines
+        found = self.findings
+        lines = found.tables["compressed"] = engine.steps_beside(driver, plain, self.place, self.sizes)
         told = f"weights of {made.weight_bytes / 1e9:.1f} GB instead of {plain.made.weight_bytes / 1e9:.1f}"
         for key, line in zip(("compressed_1", "compressed_16", "compressed_64"), lines, strict=False):
             found.record(key, line["times"], told)
@@ -150,14 +144,8 @@ class Run:
         plain = self._driver()
         coded = Driver(plain.made, self.coded, max(self.sizes.decode), self.sizes.context + 16)
         engine.filled(coded, max(self.sizes.decode), self.sizes)
-        found, lines = self.findings, []
-        for batch in (1, 3) if self.place.dry else (1, 16, 64):
-            coded_s, _ = engine.step_seconds(coded, self.place, batch, self.sizes)
-            plain_s, _ = engine.step_seconds(plain, self.place, batch, self.sizes)
-            lines.append(
-                {"batch": batch, "step_ms": coded_s * 1e3, "plain_ms": plain_s * 1e3, "times": plain_s / coded_s}
-            )
-        found.tables["decode, KV in fp8_e4m3"] = lines
+        found = self.findings
+        lines = found.tables["decode, KV in fp8_e4m3"] = engine.steps_beside(coded, plain, self.place, self.sizes)
         told = f"{coded.kv_bytes_per_token / 1e3:.1f} kB a token instead of {plain.kv_bytes_per_token / 1e3:.1f}"
         found.record("kv_fp8_64", lines[-1]["times"], told)
 

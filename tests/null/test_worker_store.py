@@ -76,6 +76,14 @@ def run(stage: Stage) -> None:
     stage.run()
 
 
+def end(stage: Stage) -> None:
+    """Nothing is left to do, and the tiers are free for the next one."""
+    stage.assert_idle()
+    for worker in stage.workers:
+        assert worker.stored is not None
+        worker.stored.close()
+
+
 def computed(worker: StageWorker) -> float:
     return worker.mailbox.reporter._counts["prompt_tokens_computed"]
 
@@ -143,10 +151,7 @@ def test_a_restarted_service_finds_its_pages_on_disk(tmp_path: Path, layout: KvL
         stage.run()
         answers.append(stage.answer())
         items.append(first_item(stage, "r"))
-        stage.assert_idle()
-        for worker in stage.workers:
-            assert worker.stored is not None
-            worker.stored.close()
+        end(stage)
     assert answers[0] == answers[1] == expected(150)
     assert [item.cached_tokens for item in items] == [0, 144]
     assert [len(told) for told in waits] == [0, 1]
@@ -175,10 +180,7 @@ def test_pages_that_do_not_come_in_time_are_computed_and_kept_when_they_come(tmp
             stage.ask([1, 2, 3], to=prefill, request="again", max_tokens=1)  # looks at what has come
             stage.run()
             assert not prefill.scheduler.memory.importing
-        stage.assert_idle()
-        for worker in stage.workers:
-            assert worker.stored is not None
-            worker.stored.close()
+        end(stage)
 
 
 def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path):
@@ -201,10 +203,7 @@ def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path):
             reader.work()
             stage.ask([1, 2, 3], to=prefill, request="again", max_tokens=1)
             stage.run()
-        stage.assert_idle()
-        for worker in stage.workers:
-            assert worker.stored is not None
-            worker.stored.close()
+        end(stage)
 
 
 def test_equal_prompts_at_once_fetch_their_pages_once(tmp_path: Path):
@@ -218,10 +217,7 @@ def test_equal_prompts_at_once_fetch_their_pages_once(tmp_path: Path):
             assert stage.answer(f"r{number}") == expected(151)
         assert prefill.stored is not None
         assert prefill.stored.counters()["kv_disk_pages_read"] == (9 if turn else 0)
-        stage.assert_idle()
-        for worker in stage.workers:
-            assert worker.stored is not None
-            worker.stored.close()
+        end(stage)
 
 
 class Broken:

@@ -7,79 +7,16 @@ import subprocess
 import sys
 
 import msgspec
-import numpy as np
 import pytest
-from router_words import IDENTITY, OTHER, OTHER_CLASS, fleet_of, hashes_of, holds, report, request, up
+from decision_words import NOW, PROMPT, check, fleet_in_words, picked
+from router_words import IDENTITY, OTHER, fleet_of, hashes_of, request
 
 from penstock.router.columns import Due
-from penstock.router.decide import Ask, Decision, How, can_serve, decide
+from penstock.router.decide import Ask, How, can_serve, decide
 from penstock.router.decision_log import as_json, in_a_line
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
-from penstock.types import Leg, RequestId, WorkerId, WorkerState
-from penstock.wire.messages import StepRates
-
-PROMPT = tuple(range(128))
-NOW = 100.0
-
-
-def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
-    """``prefill-0 cached=96 queued=50; decode-0 free=3; both-0 starting``: one worker a clause, ready and idle.
-
-    ``queued`` are prompt tokens, ``answers`` those being written (of 100 tokens each); a worker has measured itself
-    with ``token_us`` (microseconds a token and a draw), ``step_ms``, ``page_us`` and ``wait_us``, and takes pages out
-    of the caches of its ``domain`` in ``fetch_us`` each.
-    """
-    fleet, prefixes = Fleet(), PrefixIndex()
-    for slot, clause in enumerate(words.split(";")):
-        name, *facts = clause.split()
-        up(fleet, name)
-        told = dict(fact.split("=") for fact in facts if "=" in fact)
-        state = next((WorkerState(fact) for fact in facts if "=" not in fact), WorkerState.READY)
-        identity = {"other": OTHER, "class": OTHER_CLASS}.get(told.get("identity", ""), IDENTITY)
-        if state is not WorkerState.STARTING:
-            answers = int(told.get("answers", 0))
-            token = float(told.get("token_us", 0)) * 1e-6
-            said = report(
-                name,
-                state=state,
-                identity=identity,
-                kv_pages_free=int(told.get("free", 100)),
-                prompt_tokens=int(told.get("queued", 0)),
-                answers=answers,
-                context_tokens=100 * answers,
-                rates=StepRates(step=float(told.get("step_ms", 0)) * 1e-3, token=token, draw=token),
-                measured=int(token > 0),
-                page_bytes=100,
-                counters={
-                    "bytes_received": 100.0,
-                    "transfer_seconds": float(told.get("page_us", 0)) * 1e-6,
-                    "transfer_wait_seconds": float(told.get("wait_us", 0)) * 1e-6,
-                },
-                gateways=int(told.get("gateways", 1)),
-                domain=told.get("domain", ""),
-                fetch_s=float(told.get("fetch_us", 0)) * 1e-6,
-                tier_s=tuple(float(told[name]) * 1e-6 for name in ("host_us", "disk_us") if name in told),
-            )
-            assert fleet.report(said, NOW - float(told.get("silent", 0)))
-        cached, host, disk = (hashes_of(PROMPT[: int(told.get(tier, 0))]) for tier in ("cached", "host", "disk"))
-        below = dict.fromkeys(disk[len(cached) :], 2) | dict.fromkeys(host[len(cached) :], 1)
-        holds(prefixes, slot, cached, lower=below)
-    return fleet, prefixes
-
-
-def picked(decision: Decision) -> str:
-    return " ".join(f"{chosen.leg.value}={chosen.worker}" for chosen in decision.legs)
-
-
-def check(words: str, *, picks: str, because: str = "", ask: Ask | None = None, how: How | None = None) -> Decision:
-    fleet, prefixes = fleet_in_words(words)
-    decision = decide(ask or Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW, how)
-    assert picked(decision) == picks
-    reasons = "; ".join(f"{reason.worker}: {reason.because}" for reason in decision.reasons())
-    for clause in filter(None, because.split("; ")):
-        assert clause in reasons
-    return decision
+from penstock.types import RequestId, WorkerId
 
 
 @pytest.mark.parametrize(
@@ -130,38 +67,6 @@ def test_a_worker_without_experience_is_taken_for_a_typical_one():
     check(words.replace("prefill-1;", "prefill-1 queued=20;"), picks="decode=decode-0 prefill=prefill-0")
 
 
-def test_a_worker_that_pages_are_long_on_their_way_to_is_avoided():
-    words = "prefill-0 token_us=1; decode-0 token_us=1 wait_us=1000; decode-1 token_us=1"
-    check(words, picks="decode=decode-1 prefill=prefill-0")
-    check(words.replace("decode-1", "both-0"), picks="whole=both-0")
-
-
-def test_a_link_that_was_slow_is_forgotten_by_and_by():
-    fleet, _ = fleet_in_words("prefill-0 token_us=1; decode-0 token_us=1 wait_us=1000")
-    told = report("decode-0", page_bytes=100, counters={"bytes_received": 100.0, "transfer_wait_seconds": 1e-3})
-    for _ in range(1000):
-        assert fleet.report(told, NOW)
-    assert 0 < fleet.columns.at(np.array([1]))[1].wait[0] < 0.2e-3
-
-
-def test_a_wait_that_was_given_up_counts_with_the_next_bytes():
-    fleet, _ = fleet_in_words("prefill-0 token_us=1; decode-0 token_us=1")
-    for nbytes in (100.0, 200.0):
-        counters = {"bytes_received": nbytes, "transfer_wait_seconds": 5e-3}
-        assert fleet.report(report("decode-0", page_bytes=100, counters=counters), NOW)
-    assert fleet.columns.at(np.array([1]))[1].wait[0] == pytest.approx(5e-3)
-
-
-def test_a_link_over_which_nothing_comes_is_known_to_be_no_faster_than_that():
-    fleet, _ = fleet_in_words("prefill-0 token_us=1; decode-0 token_us=1")
-    waits = []
-    for waited, missed in ((0.0, 0.0), (2.0, 20.0), (2.0, 20.0), (3.0, 24.0)):
-        counters = {"transfer_wait_seconds": waited, "pages_missed": missed}
-        assert fleet.report(report("decode-0", page_bytes=100, counters=counters), NOW)
-        waits.append(float(fleet.columns.at(np.array([1]))[1].wait[0]))
-    assert waits == [0.0, 0.1, pytest.approx(0.1 * 0.998), 0.25]
-
-
 FLEET = "prefill-0 token_us=50 step_ms=2; decode-0 token_us=50 step_ms=2"
 
 
@@ -174,12 +79,6 @@ def test_a_short_prompt_stays_with_a_decode_worker_when_the_split_would_lose():
     check(FLEET, picks="decode=decode-0 prefill=prefill-0")  # would hold its answers up for longer than a step
     check(FLEET + " cached=112", picks="whole=decode-0")
     check(FLEET + " cached=112 queued=50", picks="decode=decode-0 prefill=prefill-0")
-
-
-def test_pages_are_moved_where_that_takes_least():
-    words = "prefill-0 token_us=1; decode-0 token_us=1 page_us=1000; decode-1 token_us=1 page_us=1000 cached=64"
-    check(words, picks="decode=decode-1 prefill=prefill-0", because="decode-0: cost 8.; decode-1: cost 4.; move 4 ms")
-    check(words.replace("cached=64", "page_us=1200"), picks="decode=decode-0 prefill=prefill-0")
 
 
 def test_answers_count_for_more_the_longer_the_new_one_will_be():
@@ -356,48 +255,6 @@ def test_the_core_of_the_router_is_pure():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environ
     )
     assert told.stdout.strip() == "[]"
-
-
-SHARING = "prefill-0 token_us=50 domain=a fetch_us=20; prefill-1 token_us=50 domain=a fetch_us=20 cached=96"
-
-
-def test_pages_of_a_neighbour_are_taken_where_that_is_sooner():
-    busy = SHARING.replace("prefill-1", "prefill-1 queued=40")
-    check(SHARING + "; decode-0 token_us=50", picks="decode=decode-0 prefill=prefill-1")  # who has them need not fetch
-    check(busy + "; decode-0 token_us=50", picks="decode=decode-0 prefill=prefill-0", because="fetch 0.12 ms")
-    apart = busy.replace("domain=a", "domain=b", 1)
-    check(apart + "; decode-0 token_us=50", picks="decode=decode-0 prefill=prefill-1")
-    dear = busy.replace("fetch_us=20", "fetch_us=2000")
-    check(dear + "; decode-0 token_us=50", picks="decode=decode-0 prefill=prefill-1")
-
-
-BESIDE = "; both-1 token_us=50"
-
-
-def test_a_hit_costs_what_its_tier_takes():
-    below = "both-0 token_us=50 host_us=20 disk_us=200 queued=40"
-    check(below + " host=96" + BESIDE, picks="whole=both-0", because="fetch 0.12 ms")
-    check(below + " disk=96" + BESIDE, picks="whole=both-0", because="fetch 1.2 ms")
-    check(below + " host=64 disk=96" + BESIDE, picks="whole=both-0", because="fetch 0.48 ms")
-    check(below.replace("200", "2000") + " disk=96" + BESIDE, picks="whole=both-1")  # sooner computed
-    check(below + " host=96" + BESIDE + " cached=96", picks="whole=both-1")  # nothing is nearer than the cache
-    check(below + " cached=64 host=64" + BESIDE, picks="whole=both-0")
-
-
-def test_what_a_lower_tier_has_is_not_expected_to_be_read():
-    one = check("both-0 token_us=50 host_us=20 host=96", picks="whole=both-0").legs[0]
-    assert one.due.tokens == len(PROMPT) - 96
-    dear = check("both-0 token_us=50 host_us=2000 host=96", picks="whole=both-0").legs[0]
-    assert dear.due.tokens == len(PROMPT)
-
-
-def test_what_was_only_promised_to_a_neighbour_cannot_be_taken():
-    fleet, prefixes = fleet_in_words(SHARING.replace("cached=96", "queued=9") + "; decode-0 token_us=50")
-    prefixes.expect(RequestId("other"), hashes_of(PROMPT), [1])
-    decision = decide(Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
-    numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.leg is Leg.PREFILL}
-    assert numbers["prefill-0"]["fetch_s"] == 0
-    assert numbers["prefill-0"]["compute"] == len(PROMPT)
 
 
 def test_workers_that_differ_by_noise_alone_are_equally_fast():
