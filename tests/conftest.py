@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ LONG_S = 900
 """The watchdog of a long test that has none of its own: a busy machine must not make it fail."""
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the processes that run tests side by side, a core each
+BEGUN = time.monotonic()
 GPU = shutil.which("nvidia-smi") is not None and Path("/dev/nvidiactl").exists()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whoever does that first
@@ -37,6 +39,7 @@ CUDA_NOT_RUN = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--within", type=float, metavar="SECONDS", help="skip what has not begun by then, and say so")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - BEGUN > within:
+        pytest.skip(f"NOT RUN, its time was up: {item.location[0]}")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
