@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from bench.faults import bits, clocks, disks, files, kills, loads, messages, network, resources
@@ -56,14 +57,15 @@ def main() -> int:
         parser.error(f"no such run: {', '.join(unknown)}")
     until = time.monotonic() + 60 * args.minutes
     budget = Budget(seconds=args.seconds, scale=args.scale, until=until, resume=args.resume)
-    results = []
+    results: list[Result] = []
+    known: list[Result] = []
     for name in names:
         results.append(one(name, budget))
         print(f"{name}: {results[-1].verdict} after {results[-1].seconds:.1f} s {results[-1].why}", file=sys.stderr)
-    if args.json:
-        known = save(args.json, results)
-        if args.page:
-            args.page.write_text(rewritten(args.page.read_text(), known))
+        if args.json:
+            known = save(args.json, results[-1:])
+    if args.page:
+        args.page.write_text(rewritten(args.page.read_text(), known))
     if args.plot:
         plot(results, args.plot)
     print(table(results))
@@ -71,14 +73,17 @@ def main() -> int:
 
 
 def one(name: str, budget: Budget) -> Result:
-    """One run; what it cannot do here it says."""
-    began = time.monotonic()
+    """One run; what it cannot do here it says, and what broke it, so that the others go on."""
+    began, what = time.monotonic(), (RUNS[name].__doc__ or "").split(".")[0]
     try:
         result = RUNS[name](budget)
     except NotHereError as error:
-        result = Result(name=name, what=(RUNS[name].__doc__ or "").split(".")[0], held=None, why=f"needs {error}")
+        result = Result(name=name, what=what, held=None, why=f"needs {error}")
     except AssertionError as error:
-        result = Result(name=name, what=(RUNS[name].__doc__ or "").split(".")[0], held=False, why=str(error)[:2000])
+        result = Result(name=name, what=what, held=False, why=str(error)[:2000])
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        result = Result(name=name, what=what, held=False, why=f"{type(error).__name__}: {error}"[:2000])
     result.seconds = time.monotonic() - began
     return result
 

@@ -43,15 +43,18 @@ class PlainClient:
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{self._authorization}"
             f"Content-Length: {len(raw)}\r\n\r\n"
         ).encode()
-        reader, writer = self._free.pop() if self._free else await asyncio.open_connection("127.0.0.1", self._port)
+        writer = None
         try:
             async with asyncio.timeout(self._timeout_s):
+                there = self._free.pop() if self._free else await asyncio.open_connection("127.0.0.1", self._port)
+                reader, writer = there
                 began = time.monotonic()
                 writer.write(head + raw)
                 told = await reader.readuntil(b"\r\n\r\n")
                 first_s = await self._read(reader, told.lower(), began)
         except BaseException:
-            writer.close()
+            if writer is not None:
+                writer.close()
             raise
         if b"\r\nconnection: close" in told.lower():
             writer.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 from bench.faults.result import Budget, Result, judged
 
+from cluster.processes import alive
 from cluster.server import PenstockServer
 from cluster.streams import all_answers
 from cluster.varied import varied_requests
@@ -62,8 +63,16 @@ def _same(server: PenstockServer, bodies: list, wanted: list) -> bool:
     return [one.identical for one in got] == [one.identical for one in wanted]
 
 
+def _all_ready(server: PenstockServer) -> bool:
+    with contextlib.suppress(AssertionError):
+        server.wait_all_ready(30.0)
+        return True
+    return False
+
+
 def _out_of_memory(server: PenstockServer) -> bool | None:
-    """A worker whose memory cgroup has no room for one more page: the kernel ends it.  None without cgroups of ours.
+    """A worker whose memory cgroup has no room for one more page: the kernel ends it.  Was it replaced?  None without
+    cgroups of ours, and when it lived.
 
     What it has already stays with the group that it came from; whatever it touches from now on is too much.
     """
@@ -82,11 +91,11 @@ def _out_of_memory(server: PenstockServer) -> bool | None:
             return None
         bodies = [body | {"cache_salt": "new"} for body in varied_requests(max_tokens=200)]
         asyncio.run(all_answers(server.url, bodies[:12], together=True))
-        if not Path(f"/proc/{victim['pid']}").exists():
-            server.wait_all_ready(30.0)
-            return True
-        (group.parent / "cgroup.procs").write_text(str(victim["pid"]))
-        return None  # it needed no new memory
+        if alive(victim["pid"]):
+            with contextlib.suppress(OSError):  # it may just be ending
+                (group.parent / "cgroup.procs").write_text(str(victim["pid"]))
+            return None  # it needed no new memory
+        return _all_ready(server)
     finally:
         with contextlib.suppress(OSError):
             group.rmdir()

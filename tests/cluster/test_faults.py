@@ -57,6 +57,7 @@ def test_in_short(name: str, tmp_path: Path) -> None:
         timeout=380,
         check=False,
     )
+    assert saved.exists(), told.stderr[-4000:]
     result = json.loads(saved.read_text())[name]
     if result["held"] is None:
         pytest.skip(result["why"])

@@ -16,6 +16,7 @@ from bench.faults.__main__ import RUNS, one, save
 from bench.faults.blows import POINTS, plan
 from bench.faults.engine import Engine
 from bench.faults.loads import Burst, burst, polite
+from bench.faults.plain_client import PlainClient
 from bench.faults.plot import plot
 from bench.faults.result import BEGIN, END, Budget, NotHereError, Result, judged, quantile, rewritten, table
 from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, together
@@ -67,12 +68,19 @@ def test_a_verdict_names_what_is_broken_and_what_is_missing(monkeypatch: pytest.
         """Something rare."""
         raise NotHereError("a telescope")
 
+    def failing(budget: Budget) -> Result:
+        """Something brittle."""
+        raise RuntimeError("it fell")
+
     broken = judged("F1", "blows", {"stall": False, "wrong": True}, {"p99_s": 1.23456})
     assert (broken.held, broken.why, broken.verdict) == (False, "stall", "missed")
     monkeypatch.setitem(RUNS, "F1", lacking)
     missing = one("F1", SMALL)
     assert (missing.held, missing.why, missing.what) == (None, "needs a telescope", "Something rare")
     assert "p99_s 1.23" in table([broken, missing])
+    monkeypatch.setitem(RUNS, "F2", failing)
+    fell = one("F2", SMALL)
+    assert (fell.held, fell.why, fell.what) == (False, "RuntimeError: it fell", "Something brittle")
     saved = tmp_path / "faults.json"
     save(saved, [missing])
     save(saved, [judged("F2", "cuts", {}, {})])
@@ -149,7 +157,16 @@ async def test_who_never_gets_an_answer_is_counted():
         assert await burst(port, 1000, 0.002, timeout_s=0.01) == Burst(hangs=2)
 
 
+async def test_a_connection_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", never)
+    with closing(PlainClient(1, timeout_s=0.01)) as client, pytest.raises(TimeoutError):
+        await client.post("/", {})
+
+
 async def test_a_refusal_is_no_quick_first_token():
     async with answering(answer(b"503 Service Unavailable")) as port:
-        ttft, noise, refused = await polite(port, 0.01, "key")
+        ttft, noise, refused = await polite(port, 0.5, "key")
     assert (ttft, noise, refused > 0) == (0.0, 0, True)
