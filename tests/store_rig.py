@@ -166,7 +166,7 @@ def redis_server(folder: Path) -> Iterator[str]:
     ]
     process = subprocess.Popen([*words, "--maxmemory", "64mb"], stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not socket.exists():
             assert process.poll() is None, f"redis-server ended with {process.returncode}"
             assert time.monotonic() < deadline, "redis-server does not listen"

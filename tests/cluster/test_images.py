@@ -19,7 +19,7 @@ from vision_models import IMAGE_TOKEN, data_url, image_part, picture, write_visi
 
 from .clients import openai_client
 from .examples import run_example
-from .one_answer import CROWDS
+from .one_answer import CROWDS, TRUSTING
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
 
 MODEL = "tiny-vision"
@@ -34,8 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[PenstockServer]:
-    with PenstockServer([str(folder), *FLAGS]) as running:
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]:
+    own = tmp_path_factory.mktemp("server")
+    with PenstockServer([str(folder), *FLAGS], config=TRUSTING, folder=own) as running:
         yield running
 
 
@@ -150,7 +151,7 @@ def test_encoders_on_workers_of_their_own_may_die(server: PenstockServer, folder
         assert told(ask(client, SEEN, max_tokens=100)) == want
         for name in ("received", "encoded"):
             counter = f"penstock:images_{name}_total"
-            own.wait_for(lambda counter=counter: own.metrics()[counter] == 2, 5, f"two images {name}")
+            own.wait_for(lambda counter=counter: own.metrics()[counter] == 2, PATIENCE_S, f"two images {name}")
         for worker in own.workers():
             if worker["role"] == "encode":
                 os.kill(worker["pid"], signal.SIGSTOP)  # silent, but there

@@ -255,7 +255,7 @@ def test_a_mooncake_that_hangs_dies_or_forgets_costs_no_answer(tmp_path: Path, p
         written = figure(server, "mooncake", "pages_written")
         store.start_master()
         same(asyncio.run(all_answers(server.url, bodies("a"), together=False)), plain, "master forgot")
-        server.wait_for(lambda: figure(server, "mooncake", "errors") > 0, 20, "told of an error")
+        server.wait_for(lambda: figure(server, "mooncake", "errors") > 0, PATIENCE_S, "told of an error")
         salts = iter(range(1000))
 
         def written_again() -> bool:
@@ -268,7 +268,7 @@ def test_a_mooncake_that_hangs_dies_or_forgets_costs_no_answer(tmp_path: Path, p
         os.kill(clients[0], signal.SIGSTOP)
         os.kill(clients[1], signal.SIGKILL)
         same(asyncio.run(all_answers(server.url, bodies("d"), together=False)), plain, "clients stopped and dead")
-        server.wait_idle(5.0)
+        server.wait_idle()
         assert all(worker["kv_pages_leaked"] == 0 for worker in server.workers())
 
 

@@ -80,7 +80,7 @@ def test_the_mixed_class_has_one_answer_to_a_prompt() -> None:
             assert asyncio.run(one(server, body(), kill=role)).identical == alone[0]
             server.wait_all_ready(60)
         assert asyncio.run(one(server, body())).identical == alone[0]
-        server.wait_idle(10)
+        server.wait_idle()
         metrics = server.metrics()
         assert metrics["penstock:kv_transfer_pages_total"] > 0
         assert metrics["penstock:kv_pages_leaked"] == 0

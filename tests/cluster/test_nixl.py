@@ -50,6 +50,6 @@ def test_answers_are_the_same_with_nixl_and_when_its_processes_die(tmp_path: Pat
             for pid in processes(server):
                 os.kill(pid, how)
             same(how.name, together=False)
-        server.wait_idle(10.0)
+        server.wait_idle()
         assert all(worker["kv_pages_leaked"] == 0 for worker in server.workers())
         assert "NIXL" in server.read_log()

@@ -13,6 +13,7 @@ import pydantic
 import pytest
 
 from .clients import openai_client
+from .one_answer import TRUSTING
 from .server import PenstockServer
 
 MODEL = "storyteller"
@@ -20,9 +21,9 @@ STORY = [{"role": "user", "content": "Tell me a story about a little fox who was
 
 
 @pytest.fixture(scope="module", params=["split", "aggregated"])
-def server(request: pytest.FixtureRequest) -> Iterator[PenstockServer]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]:
     flags = ["--aggregated"] if request.param == "aggregated" else []
-    with PenstockServer(flags) as running:
+    with PenstockServer(flags, config=TRUSTING, folder=tmp_path_factory.mktemp("server")) as running:
         yield running
 
 

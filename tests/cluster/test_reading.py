@@ -19,6 +19,7 @@ from tiny_readers import bert_config, write_modules, write_reader
 
 from .clients import openai_client
 from .examples import run_example
+from .one_answer import TRUSTING
 from .server import PATIENCE_S, PenstockServer
 
 SCENES = 8
@@ -38,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]
     folder.mkdir()
     write_modules(folder, "cls_token")
     write_reader(folder, bert_config(**WIDE))
-    with PenstockServer([str(folder), "--prefill", "2"]) as running:
+    with PenstockServer([str(folder), "--prefill", "2"], config=TRUSTING, folder=folder.parent) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ from whisper_models import tones, wav, write_whisper
 
 from .clients import openai_client
 from .examples import run_example
-from .one_answer import CROWDS
+from .one_answer import CROWDS, TRUSTING
 from .server import PenstockServer
 
 MODEL = "tiny-whisper"
@@ -33,8 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[PenstockServer]:
-    with PenstockServer([str(folder), *FLAGS]) as running:
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]:
+    own = tmp_path_factory.mktemp("server")
+    with PenstockServer([str(folder), *FLAGS], config=TRUSTING, folder=own) as running:
         yield running
 
 

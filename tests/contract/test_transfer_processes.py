@@ -176,7 +176,7 @@ class Receiving:
         self.news += post_pulls(turn, lambda _, message: self.link.send(message))
 
     def until(self, true: Callable[[], bool], *, copying: bool = True) -> None:
-        deadline = MonotonicClock().now() + 10
+        deadline = MonotonicClock().now() + 60
         while not true():
             assert MonotonicClock().now() < deadline, f"it did not come true; {self.news}"
             self.transport.wait(0.05, [self.link], self.receiver.descriptors)

@@ -200,6 +200,6 @@ def test_whatever_ends_a_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     side.on_land = heard.set
     side.door("one")
     side.fetch("one", 3)
-    assert heard.wait(5)
+    assert heard.wait(60)
     side.road.close()
     assert [each.failure for each in side.told] == ["its pages cannot be fetched: MemoryError"]

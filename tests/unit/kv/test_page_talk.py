@@ -63,7 +63,7 @@ def ends() -> Iterator[Ends]:
         told: list[Landed] = []
         source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
         road = Road(source, CONFIG, SEAL, sealed=False, land=told.extend)
-        wire = stack.enter_context(closing(Wire(socket.create_connection(("127.0.0.1", desk.port)), 5)))
+        wire = stack.enter_context(closing(Wire(socket.create_connection(("127.0.0.1", desk.port)), 60)))
         yield Ends(desk, _Talk(road, wire, threading.Lock()), told)
 
 
@@ -98,9 +98,9 @@ def test_a_connection_that_cannot_be_served_leaves_the_others_theirs(
     with monkeypatch.context() as patch:
         patch.setattr(tcp_desk, "_Caller", Lacking)
         patch.setattr(threading.Thread, "start", start)
-        with socket.create_connection(("127.0.0.1", ends.desk.port), 5) as sock:
+        with socket.create_connection(("127.0.0.1", ends.desk.port), 60) as sock:
             assert sock.recv(1) == b""
-    with socket.create_connection(("127.0.0.1", ends.desk.port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", ends.desk.port), 60) as sock:
         assert sock.recv(4) == frames.MAGIC
 
 
@@ -109,10 +109,10 @@ def test_who_finds_no_room_is_counted_and_told_of_once(caplog: pytest.LogCapture
     with ExitStack() as stack:
         own = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, 8)))
         desk = stack.enter_context(closing(Desk(own, "127.0.0.1", 0, config, sealed=False)))
-        sock = stack.enter_context(socket.create_connection(("127.0.0.1", desk.port), 5))
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", desk.port), 60))
         assert sock.recv(4) == frames.MAGIC
         for turned_away in (1, 2):
-            with socket.create_connection(("127.0.0.1", desk.port), 5) as other:
+            with socket.create_connection(("127.0.0.1", desk.port), 60) as other:
                 assert other.recv(1) == b""
             with desk._lock:
                 assert desk.refused == turned_away

@@ -132,7 +132,7 @@ else:
 """
     environ = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == outcome + "\n"
