@@ -19,7 +19,7 @@ from penstock.bundled import storyteller
 
 from .asking import ask, body, penstock, streaming
 from .conftest import Serve
-from .server import PATIENCE_S, PenstockServer, free_port
+from .server import PATIENCE_S, START_S, PenstockServer, free_port
 
 FIELDS = {
     "id",
@@ -68,8 +68,11 @@ def standing(one_for_many: PenstockServer) -> PenstockServer:
 )
 def test_it_starts_answers_and_ends(serve: Serve, flags: tuple[str, ...], roles: dict[str, str]) -> None:
     server = serve(*flags)
-    assert {row["id"]: row["role"] for row in server.workers()} == roles
-    assert all(row.keys() >= FIELDS and row["state"] == "ready" for row in server.workers())
+    whole = {worker: (role, "ready") for worker, role in roles.items()}  # it answers before every worker is ready
+    server.wait_for(
+        lambda: {row["id"]: (row["role"], row["state"]) for row in server.workers()} == whole, START_S, "whole"
+    )
+    assert all(row.keys() >= FIELDS for row in server.workers())
     assert len(ask(server, max_tokens=40)) > 20
     server.wait_idle()
     assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
