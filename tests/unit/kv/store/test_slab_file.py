@@ -186,11 +186,12 @@ import sys
 from pathlib import Path
 from tests.store_rig import final_of, page_of, slab_tier
 tier = slab_tier(Path(sys.argv[1]), direct=False)
-print("writing", flush=True)
 number = int(sys.argv[2])
+tier.write(final_of(number), memoryview(page_of(number)))
+print("writing", flush=True)
 while True:
-    tier.write(final_of(number), memoryview(page_of(number)))
     number += 1
+    tier.write(final_of(number), memoryview(page_of(number)))
 """
 
 
