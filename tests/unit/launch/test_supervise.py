@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -55,7 +56,8 @@ class Service:
     def _take(self, line: str) -> None:
         self.lines.append(line)
         if match := re.fullmatch(r".* runs (\d+)", line):
-            self.children[int(match[1])] = os.pidfd_open(int(match[1]))
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self.children[int(match[1])] = os.pidfd_open(int(match[1]))
 
     def signal(self, signum: int) -> None:
         self._process.send_signal(signum)
@@ -123,11 +125,11 @@ def test_a_killed_worker_is_back_at_once_under_the_same_name(start) -> None:
 
 
 def test_a_stopped_worker_is_replaced(start) -> None:
-    service = start(config={"wedge_s": 0.4})
+    service = start(config={"wedge_s": 1.0})
     stopped_at = time.monotonic()
     os.kill(pid_of(service, "prefill-0"), signal.SIGSTOP)
     service.until(r"gateway 1 down prefill-0 1 wedged")
-    assert time.monotonic() - stopped_at > 0.2  # the first look that finds it silent may count two intervals of 0.1 s
+    assert time.monotonic() - stopped_at > 0.2  # how long it was silent before counts, too
     service.until(r"gateway 1 down prefill-0 1 dead")
     service.until(r"gateway 1 up prefill-0 2 .*")
 
@@ -195,7 +197,7 @@ def test_it_can_be_stopped_while_it_loads(start) -> None:
 
 
 def test_one_suspicion_of_a_worker_that_beats_does_no_harm(start) -> None:
-    service = start(suspect="decode-0", config={"wedge_s": 0.3})
+    service = start(suspect="decode-0")
     os.kill(pid_of(service, "prefill-0"), signal.SIGKILL)
     service.until(r"gateway 1 up prefill-0 2 .*")
     assert not [line for line in service.lines if "down decode-0" in line]
