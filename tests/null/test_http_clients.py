@@ -21,7 +21,7 @@ from .http_stage import CHAT, HELLO, MODEL, TEXT, app_of, stage
 from .streams import NullStreams
 
 PATIENCE_S = 60.0
-LIMITS = Limits(max_body_bytes=100_000, slow_body_s=0.3, idle_client_s=0.3, header_s=0.4, max_header_bytes=8192)
+LIMITS = Limits(max_body_bytes=100_000, max_header_bytes=8192)
 
 
 class _Server(uvicorn.Server):
@@ -32,9 +32,11 @@ class _Server(uvicorn.Server):
         task = asyncio.create_task(self._serve([listener]))
         while not self.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
-        yield
-        self.should_exit = self.force_exit = True
-        await task
+        try:
+            yield
+        finally:
+            self.should_exit = self.force_exit = True
+            await task
 
 
 @dataclass
@@ -62,15 +64,21 @@ class Server:
         return answer
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
+@asynccontextmanager
+async def serving(limits: Limits) -> AsyncIterator[Server]:
     streams = NullStreams()
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app_of(streams, LIMITS), http=guarded_protocol(LIMITS), ws="none", lifespan="off", log_config=None
+        app_of(streams, limits), http=guarded_protocol(limits), ws="none", lifespan="off", log_config=None
     )
     async with _Server(config).running(listener):
         yield Server(streams, listener.getsockname()[1])
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with serving(LIMITS) as running:
+        yield running
 
 
 def post(path: str, body: object, *headers: str, version: str = "1.1") -> bytes:
@@ -96,7 +104,7 @@ async def test_a_client_that_leaves_while_it_waits_frees_everything(server: Serv
     server.streams.gate = asyncio.Event()  # never set: no token ever comes
     _, writer = await server.connect()
     writer.write(post(CHAT, chat(stream=stream, n=n)))
-    await server.streams.until(opened=n)
+    await asyncio.wait_for(server.streams.until(opened=n), PATIENCE_S)
     writer.transport.abort()
     await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
     assert len(server.streams.closed) == n
@@ -123,7 +131,7 @@ async def test_a_client_that_pipelines_and_leaves_frees_everything(server: Serve
     server.streams.gate = asyncio.Event()
     _, writer = await server.connect()
     writer.write(post(CHAT, chat(stream=True)))
-    await server.streams.until(opened=1)
+    await asyncio.wait_for(server.streams.until(opened=1), PATIENCE_S)
     writer.write(post(CHAT, chat(stream=True)))
     await writer.drain()
     await server.say(b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n")  # by now the second one was read
@@ -148,22 +156,23 @@ async def test_many_clients_that_leave_at_once(server: Server):
     for _ in range(count):
         writers.append((await server.connect())[1])
         writers[-1].write(post(CHAT, chat(stream=True)))  # at once: a head that is late is not waited for
-    await server.streams.until(opened=count)
+    await asyncio.wait_for(server.streams.until(opened=count), PATIENCE_S)
     for writer in writers:
         writer.transport.abort()
     await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
 
 
-async def test_a_client_that_never_reads_is_hung_up_on(server: Server):
-    server.streams.script = lambda _: (tuple(i % 4000 + 10 for i in range(60_000)), FinishReason.LENGTH)
-    server.streams.batch_sizes = lambda _: 16
-    reader, writer = await server.connect(receive_buffer=4096)
-    reader._transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(post(TEXT, {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 2000, "logprobs": 5}))
-    await server.streams.until(opened=1)
-    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
-    writer.transport.abort()
-    assert (await server.say(post(CHAT, chat(), "Connection: close")))[:12] == b"HTTP/1.1 200"
+async def test_a_client_that_never_reads_is_hung_up_on():
+    async with serving(Limits(idle_client_s=0.3)) as server:
+        server.streams.script = lambda _: (tuple(i % 4000 + 10 for i in range(60_000)), FinishReason.LENGTH)
+        server.streams.batch_sizes = lambda _: 16
+        reader, writer = await server.connect(receive_buffer=4096)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(post(TEXT, {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 2000, "logprobs": 5}))
+        await asyncio.wait_for(server.streams.until(opened=1), PATIENCE_S)
+        await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)
+        writer.transport.abort()
+        assert (await server.say(post(CHAT, chat(), "Connection: close")))[:12] == b"HTTP/1.1 200"
 
 
 async def test_whose_answer_has_not_begun_is_told_when_the_process_ends():
@@ -172,7 +181,7 @@ async def test_whose_answer_has_not_begun_is_told_when_the_process_ends():
     streams.gate = asyncio.Event()
     async with stage(streams) as on:
         asked = asyncio.create_task(on.chat())
-        await streams.until(opened=1)
+        await asyncio.wait_for(streams.until(opened=1), PATIENCE_S)
         asked.cancel()
         answer = await asked
     assert answer.status_code == 503
@@ -250,11 +259,12 @@ async def test_a_chunked_body_without_end_is_refused_early(server: Server):
     writer.transport.abort()
 
 
-async def test_a_slow_body_is_given_up(server: Server):
-    answer = await server.say(post(TEXT, {"model": MODEL, "prompt": "a"})[:-1])
-    assert statuses(answer) == [408]
-    assert b"0.3 s" in answer
-    assert b"slow_body" in answer
+async def test_a_slow_body_is_given_up():
+    async with serving(Limits(slow_body_s=0.3)) as server:
+        answer = await server.say(post(TEXT, {"model": MODEL, "prompt": "a"})[:-1])
+        assert statuses(answer) == [408]
+        assert b"0.3 s" in answer
+        assert b"slow_body" in answer
 
 
 async def test_a_refusal_reaches_a_client_that_is_still_sending(server: Server):

@@ -15,7 +15,7 @@ import uvicorn
 from penstock.config.schema import Limits
 from penstock.launch.connections import MAX_PIPELINED, guarded_protocol
 
-LIMITS = Limits(max_header_bytes=2000, header_s=0.3, idle_client_s=0.3)
+LIMITS = Limits(max_header_bytes=2000)
 
 
 class App:
@@ -105,7 +105,7 @@ async def test_a_head_that_is_too_large(head: bytes) -> None:
 
 
 async def test_a_head_that_takes_too_long() -> None:
-    async with serving() as (app, port):
+    async with serving(Limits(header_s=0.3)) as (app, port):
         answer, body = await exchange(port, b"GET / HTTP/1.1\r\nhost:")
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert body is not None
@@ -116,7 +116,7 @@ async def test_a_head_that_takes_too_long() -> None:
 
 
 async def test_a_second_head_that_takes_too_long() -> None:
-    async with serving() as (app, port):
+    async with serving(Limits(header_s=1.0)) as (app, port):
         answer, _ = await exchange(port, b"GET /one HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /two HTTP/1.1\r\n")
         assert answer.startswith(b"HTTP/1.1 200 OK")
         assert b"HTTP/1.1 408 " in answer
@@ -150,7 +150,7 @@ async def test_a_flood_of_pipelined_requests_is_cut() -> None:
 
 
 async def test_a_client_that_never_reads_is_hung_up_on() -> None:
-    async with serving() as (app, port):
+    async with serving(Limits(idle_client_s=0.3)) as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.wait_for(app.gone.wait(), 60)
