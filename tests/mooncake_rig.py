@@ -25,7 +25,6 @@ class Mooncake:
     def __init__(self, folder: Path, *, gives: bool = True) -> None:
         self._folder = folder
         self.port, self._metrics, self._giver_port = free_ports(3)
-        self._logs: list[Path] = []
         self.master = self.start_master()
         self.giver = self._start_giver() if gives else None
 

@@ -37,7 +37,7 @@ long = pytest.mark.long
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     with ExitStack() as stack:
-        made, closing = make_rig("nixl", config=HandOverConfig(fetch_stall_s=0.5))
+        made, closing = make_rig("nixl", config=HandOverConfig(fetch_stall_s=3.0))
         for thing in reversed(closing):
             stack.callback(thing.close)
         yield made
@@ -63,7 +63,7 @@ def hand_over(rig: Rig, epoch: int) -> None:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.02)
@@ -279,10 +279,10 @@ def test_a_process_that_hangs_or_dies_costs_a_deadline_and_no_page(rig: Rig, who
     strike(pid, how)
     began = time.monotonic()
     hand_over(rig, 2)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     if how is signal.SIGSTOP:
         assert receiver.taker.pages == 3
-        assert "did not end in 0.5 s" in receiver.taker.why
+        assert "did not end in 3 s" in receiver.taker.why
         until(lambda: not psutil.pid_exists(taking))  # nor what it might still write
     if how is signal.SIGSTOP:
         os.kill(sender.giver.pid or 0, signal.SIGCONT)
