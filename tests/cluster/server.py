@@ -176,11 +176,12 @@ class PenstockServer:
             raise AssertionError(f"still runs after {timeout_s:g} s:\n{self.read_log()}") from None
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor: everything ends with it."""
+        """SIGKILL to the supervisor: everything ends with it, and has ended."""
         if self._process is not None:
             self._note_mailboxes()
             self._process.kill()
             self._process.wait(STOP_S)
+            self.wait_for(lambda: not self.processes(), STOP_S, "ended with its supervisor")
 
     def read_log(self) -> str:
         """Everything that was written to stdout and stderr so far."""
