@@ -146,6 +146,7 @@ def events_of(body: str) -> list[Event]:
 
 def _event(block: str) -> Event:
     fields = dict(line.split(": ", 1) for line in block.split("\n"))
-    assert set(fields) == {"id", "data"}
-    data = fields["data"]
-    return Event(fields["id"], data if data == "[DONE]" else json.loads(data))
+    raw = fields.pop("data")
+    data = raw if raw == "[DONE]" else json.loads(raw)
+    assert set(fields) == (set() if "error" in data else {"id"}), "an error leaves the last id as it was"
+    return Event(fields.get("id", ""), data)

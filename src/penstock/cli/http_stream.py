@@ -161,7 +161,7 @@ class _Connection(asyncio.Protocol):
         if self._streams and self._on_event is not None:
             for event in self._events.feed(body):
                 self._on_event(event, self._arrived)
-            self._course.last_id = self._events.last_id
+                self._course.last_id = self._events.last_id  # not of one that raised: it was not handled
             return
         if len(self._reply.body) + len(body) > MAX_PLAIN_BODY_BYTES:
             raise StreamError("bad reply", f"a body of more than {MAX_PLAIN_BODY_BYTES} bytes")

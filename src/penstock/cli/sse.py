@@ -5,6 +5,8 @@ Gives the ``data`` of each event.  Knows nothing about sockets, JSON, event name
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 MAX_EVENT_BYTES = 16 << 20
 """A longer event is a fault of the server, not a reason to fill memory."""
 
@@ -21,8 +23,9 @@ class SseParser:
         self._data: list[bytes] = []
         self._id = ""
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Data of each event that is complete now; several data lines are joined with a newline.
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """Data of each event that is complete now, ``last_id`` being its id; several data lines are joined with a
+        newline.  What is not iterated over is lost.
 
         Raises ValueError when one line grows beyond ``MAX_EVENT_BYTES``.
         """
@@ -36,14 +39,12 @@ class SseParser:
         self._rest = lines.pop() + held
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        events: list[bytes] = []
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line[5:6] == b" " else line[5:])
             elif line.startswith(b"id:"):
                 self._id = line[3:].strip().decode("latin-1")
             elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
+                data, self._data = b"\n".join(self._data), []
                 self.last_id = self._id
-        return events
+                yield data

@@ -214,7 +214,7 @@ async def _relay(exchange: Exchange, answer: upstream.Response) -> None:
         async for chunk in answer.chunks():
             await exchange.send(chunk)
     except NoWorkers as error:
-        await exchange.finish(sse.event("error", noted(error).body))
+        await exchange.finish(sse.failure(noted(error).body))
         return
     await exchange.finish()
 

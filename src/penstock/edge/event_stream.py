@@ -33,7 +33,7 @@ async def tell(
     except Exception as error:
         if not out.started:
             raise
-        await out.finish(sse.event("error", noted(error).body))
+        await out.finish(sse.failure(noted(error).body))
         return
     await out.finish(last())
 

@@ -18,3 +18,8 @@ HEADERS = (
 def event(identity: str, data: bytes) -> bytes:
     """One event.  ``data`` is JSON, which has no line breaks."""
     return b"id: %b\ndata: %b\n\n" % (identity.encode(), data)
+
+
+def failure(data: bytes) -> bytes:
+    """An error, after which nothing comes.  It has no id: the last one stays that of what was told."""
+    return b"data: %b\n\n" % data

@@ -102,6 +102,28 @@ async def test_a_stream_that_breaks_off_is_an_error():
     assert caught.value.kind == "connection lost"
 
 
+async def test_a_stream_is_asked_for_again_behind_the_last_event_that_was_handled():
+    """All of these come in one piece, and the callback refuses the third."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        if "last-event-id" not in exchange.asked.headers:
+            await exchange.piece(b"".join(b"id: 0:%d\ndata: %d\n\n" % (n, n) for n in (1, 2, 3, 4)))
+        await exchange.end_stream()
+
+    taken: list[bytes] = []
+
+    def take(data: bytes, _: float) -> None:
+        if data == b"3":
+            raise StreamError("connection lost", "told so by the server")
+        taken.append(data)
+
+    async with scripted(script) as server, HttpStreamClient(server.url) as client:
+        await client.post_until_told("/", b"{}", take, key="k")
+    assert taken == [b"1", b"2", b"[DONE]"]
+    assert [asked.headers.get("last-event-id") for asked in server.asked] == [None, "0:2"]
+
+
 async def test_what_a_callback_raises_ends_the_exchange():
     async def script(exchange: Exchange) -> None:
         await exchange.begin_stream()

@@ -16,7 +16,7 @@ EVENTS = [b'{"a":1}', b"no space", b"two\nlines", b"", b"[DONE]"]
 
 
 def test_events_are_joined_lines_of_data():
-    assert sse.SseParser().feed(STREAM) == EVENTS
+    assert list(sse.SseParser().feed(STREAM)) == EVENTS
 
 
 @given(st.lists(st.integers(0, len(STREAM) * 2), max_size=8), st.sampled_from([b"\n", b"\r\n", b"\r"]))
@@ -32,13 +32,13 @@ def test_the_pieces_do_not_matter(cuts: list[int], newline: bytes):
 
 def test_an_event_without_its_empty_line_is_not_given_out():
     parser = sse.SseParser()
-    assert parser.feed(b"data: half\n") == []
-    assert parser.feed(b"\n") == [b"half"]
+    assert list(parser.feed(b"data: half\n")) == []
+    assert list(parser.feed(b"\n")) == [b"half"]
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
     parser = sse.SseParser()
-    assert parser.feed(b"data: " + b"x" * 90) == []
+    assert list(parser.feed(b"data: " + b"x" * 90)) == []
     with pytest.raises(ValueError, match="100 bytes"):
-        parser.feed(b"x" * 20)
+        list(parser.feed(b"x" * 20))
