@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.config.schema import Limits
 from penstock.errors import NoWorkers, WorkerLost
 from penstock.intake.listening import ListeningIntake
+from penstock.telemetry.service_levels import ServiceLevels
 from penstock.types import FinishReason, ValidRequest
 from penstock.wire.ports import Form, ModelCard
 from whisper_models import IDS, tones, wav, write_whisper
@@ -104,11 +106,15 @@ async def test_an_error_before_the_first_word_has_a_status(intake: ListeningInta
 
 async def test_an_error_in_the_middle_ends_the_stream(intake: ListeningIntake):
     streams = NullStreams(script=script, fail_at={1: WorkerLost("It is lost.")}, batch_sizes=lambda rng: 1)
-    async with stage(streams, intake=intake) as on:
+    registry = CollectorRegistry()
+    async with stage(streams, intake=intake, levels=ServiceLevels(registry)) as on:
         events = events_of((await post(on, language="de", stream="true")).text)
         assert events[0].data["type"] == "transcript.text.delta"
         assert "error" in events[-1].data
         check(await post(on, language="de"), 503, "service_unavailable", "It is lost")
+    text = generate_latest(registry).decode()
+    assert "tokens_total{" in text, "what came was computed"
+    assert "goodput_total{" not in text, "and is no good answer"
 
 
 async def test_a_client_that_leaves_frees_everything(intake: ListeningIntake):

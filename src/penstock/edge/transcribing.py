@@ -38,7 +38,6 @@ class Transcribing:
             try:
                 await self._tell(exchange, told, visit, headers)
             finally:
-                visit.ended(0, told.tokens)
                 visit.used(Usage.of(prompt=listening.tokens, completion=told.tokens, cached=0))
 
     async def _tell(self, exchange: Exchange, told: Told, visit: Visit, headers: Sequence[Header]) -> None:
@@ -73,6 +72,7 @@ class Transcribing:
                 async for piece in pieces:
                     if more := told.add(segment, piece):
                         yield more
+        visit.ended(0, told.tokens)  # only what is complete counts among those that were in time
 
     async def _window(self, request: ValidRequest, text: AnswerText, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
         stream = self._streams.stream(request)
