@@ -10,6 +10,7 @@ from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.engine.core.plan import Arrive, Outcome, Plan
 from penstock.engine.service.asks import WANTED_S
 from penstock.errors import NoWorkers
+from penstock.types import Task
 
 from .router_town import WIDE, Town, rows
 from .worker_stage import StageWorker
@@ -91,6 +92,20 @@ async def test_one_that_computes_again_answers_its_probe_and_is_let_back() -> No
         metrics = town.router.metrics.exposition().decode()
         assert 'worker_probes_total{model_name="null",outcome="answered",worker="both-0"} 1.0' in metrics
         await town.assert_idle()
+
+
+async def test_who_hears_is_let_back_on_its_word() -> None:
+    """There is no sound to probe it with."""
+    async with Town("both-0", config=GatewayConfig(name="g", model_name="null", task=Task.TRANSCRIBE)) as town:
+        client = town.ask(max_tokens=30)
+        await town.until(lambda: len(client.tokens) > 3)
+        town.stop("both-0")
+        await town.until(lambda: rows(town)["both-0"] != "ready", turns=1200, seconds=0.01)
+        town.wake("both-0")
+        await town.until(lambda: rows(town)["both-0"] == "ready", turns=1200, seconds=0.01)
+        await town.finish()
+        client.assert_true_answer()
+        assert "worker_probes_total{" not in town.router.metrics.exposition().decode()
 
 
 async def test_a_probe_is_wanted_for_as_long_as_it_may_take() -> None:

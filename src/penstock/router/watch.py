@@ -247,8 +247,8 @@ class Watch:
             if slot is None or link is None or fleet.states[slot] is not WorkerState.QUARANTINED:
                 continue
             report = fleet.reports[slot]
-            if report is None or report.role is Role.ENCODE:  # which is given no prompts: its word must do
-                self._quarantine.clear(worker)
+            if report is None or report.role is Role.ENCODE or self._task is Task.TRANSCRIBE:
+                self._quarantine.clear(worker)  # no prompts, or none without a sound: its word must do
                 continue
             self._metrics.worker_probed(worker, "sent")
             link.send(_question(self._quarantine.probe(worker, now), report.identity, self._task, now))
@@ -279,5 +279,5 @@ def _question(name: RequestId, identity: ModelIdentity, task: Task, now: float) 
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
         arrival=now,
         root=chain_root(identity),
-        pooling=None if task is Task.GENERATE else PoolingParams(),
+        pooling=None if task.writes else PoolingParams(),
     )
