@@ -129,5 +129,6 @@ class Deeds:
             if stream.spans is not None:
                 stream.spans.decided(decision, now, self._clock.now())
             self.apply(stream, stream.flight.placed(decision, root, now), now)
-            if not decision.legs and len(self._placement.apart):  # whoever keeps it off may be cleared any moment
+            if stream.flight.phase is Phase.WAITING and not decision.legs and len(self._placement.apart):
+                # Whoever keeps it off may be cleared any moment.
                 self._placement.wait(stream.flight.request.id, now + TICK_S)
