@@ -11,6 +11,7 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.cli.chunks import error_of
 from penstock.errors import ConfigError, WorkerError
 
 _MAX_ANSWER_BYTES = 4 << 20
@@ -52,8 +53,10 @@ def ask(
         raise WorkerError(f"no answer from {url}: {error}") from None
     finally:
         connection.close()
-    if answer.status in (401, 403):
+    if answer.status == http.HTTPStatus.UNAUTHORIZED:
         raise ConfigError(f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY")
+    if answer.status == http.HTTPStatus.FORBIDDEN:  # a key was known, and is not enough
+        raise ConfigError(f"{url}: {error_of(raw).message or 'this is not allowed'}")
     try:
         return answer.status, json.loads(raw)
     except ValueError:

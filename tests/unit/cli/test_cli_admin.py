@@ -106,6 +106,14 @@ def test_a_key_that_is_wanted_and_an_answer_that_is_none(service: Service, capsy
     assert "not as a Penstock does" in capsys.readouterr().err
 
 
+def test_a_key_that_is_not_enough_is_told_from_none(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    service.refusal = 403, {"error": {"message": "This needs the key of an operator."}}
+    assert main(["admin", "resume", "decode-0", "--url", service.url, "--api-key", "tenants"]) == 2
+    error = capsys.readouterr().err
+    assert "This needs the key of an operator." in error
+    assert "add --api-key" not in error
+
+
 def test_a_role_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["admin", "role", "decode-0", "reader"])
