@@ -143,14 +143,18 @@ def changing(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list[
 def _write(path: Path, file: KeyFile) -> None:
     """All or nothing: whoever reads meanwhile sees the old file or the new one."""
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+    new: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=f".{path.name}-", delete=False) as out:
+            new = Path(out.name)
             os.fchmod(out.fileno(), 0o600)
             out.write(raw)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(out.name, path)
+        os.replace(new, path)
     except OSError as error:
+        if new is not None:
+            new.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -144,6 +144,7 @@ def _call(cuda: Any, function: str, *arguments: object) -> None:
 
 def main(driver: str = DRIVER) -> int:
     """The child's."""
+    children.end_with_parent()
     try:
         print(json.dumps(ask_driver(driver)))  # noqa: T201 - this is what it is for
     except OSError as error:

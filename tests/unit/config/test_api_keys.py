@@ -59,6 +59,21 @@ def test_too_many_keys_are_refused_and_not_written(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["keys.json"], "nothing else is left behind"
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.json"
+    add(path, "search")
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        add(path, "other")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys.json"]
+    assert path.read_bytes() == before
+
+
 def test_keys_are_not_in_the_file_nor_tenants_in_their_ids(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key = add(path, "search")
