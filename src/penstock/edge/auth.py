@@ -113,10 +113,6 @@ class KeyRing:
                 found = self._owners[known]
         return found
 
-    def opens(self, key: bytes) -> bool:
-        """Is this one of the keys?"""
-        return self.find(key) is not None
-
 
 class FileRing:
     """The keys of a file, as it is now, and ``besides`` a key of everybody's."""

@@ -18,11 +18,6 @@ class RetryBudget:
         self._left = float(config.retry_burst)
         self._at = now
 
-    @property
-    def left(self) -> float:
-        """Resubmissions that may go at once; below 0: so many wait."""
-        return self._left
-
     def request(self) -> None:
         """A new request has come."""
         self._left = min(self._left + self._config.retry_share, float(self._config.retry_burst))

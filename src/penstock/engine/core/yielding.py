@@ -20,7 +20,6 @@ class Yielding:
         self._table = table
         self._patience_s = patience_s
         self._since: dict[int, float] = {}  # rank -> when something of it was computed last, or could first have been
-        self.promoted = 0  # requests, since the start
 
     def look(self, now: float) -> int | None:
         """Promote who is due.  The rank of the first class that has anything to do here; None: nobody has."""
@@ -46,7 +45,6 @@ class Yielding:
     def _promote(self, rank: int) -> None:
         table = self._table
         runs = [each for each in table.running.values() if each.rank == rank]
-        self.promoted += 1
         if runs:
             min(runs, key=_order).promote()
             return

@@ -60,8 +60,6 @@ class Moves:
         self._spare = 1 + scheduler.config.max_draft_tokens  # tokens that one step may add
         self._wanted = False
         self._moves: dict[RequestId, _Move] = {}
-        self.moved = 0  # answers that others have taken
-        self.stopped_s = 0.0  # how long those were not written by anybody, as seen from here
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -116,7 +114,7 @@ class Moves:
         move.offered = pull.skip_blocks
         return True
 
-    def released(self, effect: Released, now: float) -> Moving | bool | None:
+    def released(self, effect: Released) -> Moving | bool | None:
         """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
         move = self._moves.get(effect.request)
         if move is None or move.request.epoch != effect.epoch:
@@ -124,8 +122,6 @@ class Moves:
         del self._moves[effect.request]
         if effect.reason != TAKEN or not move.told:
             return Moving(id=effect.request, epoch=effect.epoch, how=How.GO_ON)
-        self.moved += 1
-        self.stopped_s += now - (move.stopping or now)
         return True
 
     # --- between two steps --------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Tidings:
     def _released(self, effect: Released, now: float) -> None:
         if effect.reason == "lease ended":
             self._reporter.count("leases_expired")
-        moved = self._moves.released(effect, now)
+        moved = self._moves.released(effect)
         if isinstance(moved, Moving):
             self._out.event(moved)
             return
