@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.cli.paint import table
 from penstock.config.api_keys import NAME, KeyFile, Service, TenantEntry, changing, load_keys, new_key
 from penstock.config.scheduling import SchedulingConfig
 from penstock.errors import ConfigError
@@ -143,14 +144,8 @@ def _list(path: Path) -> int:
                 time.strftime("%Y-%m-%d", time.gmtime(key.created)),
             )
         )
-    _print_table(rows)
+    print(table(rows))
     return 0
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _revoke(path: Path, name: str) -> int:

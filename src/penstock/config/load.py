@@ -8,7 +8,6 @@ checked here, and each complaint names where the value came from.  Decides nothi
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import re
 import tomllib
@@ -19,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from penstock.config.loopback import is_loopback
 from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 
@@ -138,16 +138,6 @@ def lora_folders(given: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--lora {text}: there is an adapter named {name} already")
         folders[name] = Path(folder).expanduser().absolute()
     return folders
-
-
-def is_loopback(host: str) -> bool:
-    """Does this address stay on the host?  A name other than localhost is taken to lead off it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _load(

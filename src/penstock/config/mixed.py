@@ -98,7 +98,7 @@ def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
     """What does not go together.  Raises ConfigError."""
     if model.pooling is not None:
         raise ConfigError(f"{flag}: {model.name} only reads, so there are no answers that others could write")
-    if any(reach.cell is not None for reach in model.reaches):
+    if model.recurrent:
         raise ConfigError(f"{flag}: {model.name} has recurrent layers, whose states cannot pass between kernels")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
@@ -132,7 +132,7 @@ def check_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> N
         raise ConfigError(f"{flag}: expected the numerics class that workers of the other role say when they start")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
-    if model.pooling is not None or any(reach.cell is not None for reach in model.reaches):
+    if model.pooling is not None or model.recurrent:
         raise ConfigError(f"{flag}: {model.name} cannot be read by some kernels and written by others")
     if config.role is Role.PREFILL and family in (*TORCH, TRITON):
         _check_stores(config, f"{flag} and kernels {family}")

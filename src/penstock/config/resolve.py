@@ -14,6 +14,7 @@ from penstock.config.cores import Core, Places, Share, Wishes
 from penstock.config.gpu import RUNTIME_BYTES, TRITON, DeviceChoice, GpuReport, choose, lanes_of
 from penstock.config.hand_over import NIXL
 from penstock.config.kv_dtype import kv_dtype
+from penstock.config.loopback import is_loopback
 from penstock.config.mixed import (
     REFERENCE,
     TORCH,
@@ -77,6 +78,11 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     pooling: PoolingConfig | None = None  # None: it writes
     beside: tuple[Beside, ...] = ()  # what is loaded with it
     activation_bytes: int = 0  # buffers of its largest step on a GPU
+
+    @property
+    def recurrent(self) -> bool:
+        """Has it layers whose states change with every token?"""
+        return any(reach.cell is not None for reach in self.reaches)
 
 
 class PageSize(Config, frozen=True, kw_only=True):
@@ -190,7 +196,7 @@ def _between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
     """
     if config.transfer == "nixl":
         return NIXL + _between_hosts(msgspec.structs.replace(config, transfer="tcp"), machine)
-    host = config.listen.removeprefix("tcp://").rpartition(":")[0]
+    host = config.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if config.transfer == "tcp-clear" or (config.transfer != "curve" and is_loopback(host)):
         return "tcp"
     if config.transfer == "curve" or (config.transfer == "auto" and not machine.encrypts):
@@ -202,11 +208,6 @@ def _between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
             "or tcp-clear on a network that you trust"
         )
     return "tcp-sealed"
-
-
-def is_loopback(host: str) -> bool:
-    """Does nobody but this host reach it?"""
-    return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def context_length(config: EngineSettings, model: ModelFacts) -> int:
@@ -269,7 +270,7 @@ def _resolve(
     cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
     division = shares(places, cores, machine.cores, wishes, reader)
     wanted = config.speculate != "off" and model.pooling is None
-    silent = wanted and any(reach.cell is not None for reach in model.reaches)
+    silent = wanted and model.recurrent
     lanes, why_none = lanes_of(config, choice, _no_lanes(model))
     scheduler = msgspec.structs.replace(
         scheduler_of(config, model, (pages, max_model_len)),
@@ -297,7 +298,7 @@ def _kept(
     config: EngineSettings, model: ModelFacts, computed: tuple[str, str], choice: DeviceChoice
 ) -> tuple[str, int]:
     """What pages are in, and their bytes; ``computed``: in which type, by which family.  Raises ConfigError."""
-    recurrent = model.name if any(reach.cell is not None for reach in model.reaches) else ""
+    recurrent = model.name if model.recurrent else ""
     kept = kv_dtype(config.kv_dtype, *computed, recurrent=recurrent, note=choice.note)
     plain = model.page_bytes_bf16 * (2 if kept == "fp32" else 1)
     return kept, model.page_bytes_fp8 if kept == FP8_E4M3 else plain
@@ -379,7 +380,7 @@ def _no_lanes(model: ModelFacts) -> str:
     if model.sees:
         return f"{model.name} reads images or sounds"
     recurrent = f"{model.name} has recurrent layers, whose steps are not captured"
-    return recurrent if any(reach.cell is not None for reach in model.reaches) else ""
+    return recurrent if model.recurrent else ""
 
 
 def _unfit(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> str:

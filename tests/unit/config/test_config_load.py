@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import is_loopback, load_serve, load_worker, parse_size
+from penstock.config.load import load_serve, load_worker, parse_size
+from penstock.config.loopback import is_loopback
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.types import Role
@@ -159,7 +160,10 @@ def test_stored_responses_and_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "local"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
-    + [(host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.evil.example")],
+    + [
+        (host, False)
+        for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.evil.example", "127.evil.example")
+    ],
 )
 def test_loopback(host: str, local: bool) -> None:
     assert is_loopback(host) is local

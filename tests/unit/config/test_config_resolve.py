@@ -275,6 +275,9 @@ def test_a_joined_worker_has_the_machine_to_itself_and_speaks_tcp() -> None:
     [
         ("tcp://127.0.0.1:9000", "auto", False, "tcp"),
         ("tcp://127.0.0.1:9000", "curve", True, "curve"),
+        ("tcp://localhost:9000", "auto", True, "tcp"),
+        ("tcp://[::1]:9000", "auto", True, "tcp"),
+        ("tcp://127.example.org:9000", "auto", True, "tcp-sealed"),
         ("tcp://10.0.0.1:9000", "auto", True, "tcp-sealed"),
         ("tcp://10.0.0.1:9000", "auto", False, "curve"),
         ("tcp://10.0.0.1:9000", "tcp", True, "tcp-sealed"),
