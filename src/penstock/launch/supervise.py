@@ -43,8 +43,9 @@ from penstock.launch.events import (
     Tick,
     Wanted,
 )
+from penstock.launch.memory_kills import MemoryKills
 from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
-from penstock.launch.zygote import Process, fork, oom_kills, read_vitals
+from penstock.launch.zygote import Process, fork, read_vitals
 from penstock.types import Role, WorkerId
 from penstock.wire.messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
 
@@ -111,7 +112,7 @@ class Supervisor:
         self._roles: dict[WorkerId, Role] = {}
         self._running: dict[str, _Running] = {}
         self._channels: dict[str, Channel] = {}  # to each gateway that listens
-        self._oom_kills = oom_kills()
+        self._memory_kills = MemoryKills(time.monotonic())
         self._next_look = 0.0
         self._done: Done | None = None
         self._stoppers: list[Callable[[], None]] = []
@@ -270,7 +271,7 @@ class Supervisor:
         del self._running[name]
         code, signum = ended
         words = self._slots[name].read_last_words()
-        killed = signum == signal.SIGKILL and oom_kills() > self._oom_kills
+        killed = signum == signal.SIGKILL and self._memory_kills.explain()
         self._handle(Died(name, child.incarnation, Exit(code, signum, words, out_of_memory=killed)))
 
     def _look(self) -> None:
@@ -279,7 +280,7 @@ class Supervisor:
             self._next_look = now + self._config.look_s
             if self._pulse is not None:
                 self._pulse()
-            self._oom_kills = oom_kills()
+            self._memory_kills.look(now)
             vitals = {name: read_vitals(child.process.pid) for name, child in self._running.items()}
             self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.wake_at(now):
