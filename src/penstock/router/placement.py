@@ -101,10 +101,12 @@ class Placement:
         return decision, _root(decision, request)
 
     def relieve(self, flight: Flight, worker: WorkerId, incarnation: int, now: float) -> tuple[Decision, BlockHash]:
-        """Who is to go on with an answer that this worker writes; as ``decide``."""
-        ask = flight.ask(now)
-        ask = replace(ask, avoid=ask.avoid | {(worker, incarnation)})
-        decision = relieve(ask, self._fleet, self.prefixes, now, self._how, write=self._length)
+        """Who is to go on with an answer that this worker writes; as ``decide``.  Nobody who has a leg of it already: a
+        worker takes a request on once in an epoch."""
+        ask, fleet = flight.ask(now), self._fleet
+        taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_at(*who)}
+        ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)})
+        decision = relieve(ask, fleet, self.prefixes, now, self._how, write=self._length)
         if decision.legs:
             self.decisions.add(flight.request.id, decision)
         return decision, _root(decision, flight.request)

@@ -7,16 +7,19 @@ from flight_words import D0, D1, P0, chosen, flying, item, said, started
 from router_words import IDENTITY, ROOT, fleet_of, report, request
 from tests.null.span_notes import SpanNotes
 
+from penstock.config.schema import RoutingConfig
 from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, relieve
 from penstock.router.effects import LegEnded, Recall, Send
 from penstock.router.failover import Flight
+from penstock.router.placement import Placement
 from penstock.router.policy.named import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.spans import FlightSpans
 from penstock.router.submission import joining
+from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import LEG, RETRY
-from penstock.types import Leg
+from penstock.types import Leg, Role
 from penstock.wire.duties import HANDED_OVER
 from penstock.wire.messages import PageSource
 
@@ -126,3 +129,17 @@ def test_whoever_writes_and_is_not_the_same_may_go_on(policy: str):
     for name in ("decode-1", "both-0"):
         assert fleet.report(report(name, hands_over=False), 0.0)
     assert relieve(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8).legs == ()
+
+
+def test_who_has_a_leg_already_is_not_asked_to_join():
+    """The reader of the prompt writes answers by now, and still holds pages for the writer, which is to stop."""
+    fleet = fleet_of("prefill-0", "decode-0")
+    assert fleet.report(report("prefill-0", role=Role.BOTH), 0.0)
+    placement = Placement(RoutingConfig(), fleet, Metrics(model_name="m"), mixed_numerics=False)
+    flight = started(flying())
+    assert flight.may_move(D0, 1, 1)
+    decision, _ = placement.relieve(flight, D0, 1, 1.0)
+    assert decision.legs == ()
+    assert said(flight.tokens(item(1, 2), D0, 1, 1.0)) == ["deliver 2", "cancel prefill-0 e1"]
+    decision, _ = placement.relieve(flight, D0, 1, 1.0)
+    assert [leg.worker for leg in decision.legs] == [P0]
