@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from .varied import varied_requests
 LENGTHS = slice(8, None)  # prompts that have several pages
 OWN = 300
 """Tokens that a request of two choices finds of its own."""
+
+LOOKS = 40
+"""At what a worker tells, without a change, until it is taken to be all."""
 
 
 def bodies(salt: str) -> list[dict[str, Any]]:
@@ -50,6 +54,19 @@ def written_by_decode(server: PenstockServer) -> int:
     """Pages that the decode worker has told its peers of."""
     rows = [row for worker in server.workers() if worker["role"] == "decode" for row in worker.get("kv_tiers", ())]
     return sum(row["pages_written"] for row in rows if row["tier"] == "peers")
+
+
+def at_rest(server: PenstockServer, count: Callable[[PenstockServer], int]) -> int:
+    """What workers tell, once it has not changed for many looks: reports come every 250 ms, looks every 20 ms."""
+    seen: list[int] = []
+
+    def rests() -> bool:
+        seen.append(count(server))
+        return len(seen) >= LOOKS and len(set(seen[-LOOKS:])) == 1
+
+    server.wait_idle()
+    server.wait_for(rests, PATIENCE_S, "at rest")
+    return seen[-1]
 
 
 def complete(server: PenstockServer, body: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +135,7 @@ def test_a_restart_finds_its_pages_on_disk(tmp_path: Path):
             "max_tokens": 64,
             "ignore_eos": True,
         }
-        before = written_by_decode(server)
+        before = at_rest(server, written_by_decode)
         first = complete(server, turn | {"return_token_ids": True})
         longer = turn["prompt"] + first["choices"][0]["token_ids"] + [7, 8, 9]
         full = (len(longer) - 4) // 16  # pages of the prompt and of what was computed of the answer
