@@ -25,8 +25,13 @@ class Mooncake:
     def __init__(self, folder: Path, *, gives: bool = True) -> None:
         self._folder = folder
         self.port, self._metrics, self._giver_port = free_ports(3)
+        self.giver: subprocess.Popen[bytes] | None = None
         self.master = self.start_master()
-        self.giver = self._start_giver() if gives else None
+        try:
+            self.giver = self._start_giver() if gives else None
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def at(self) -> str:
@@ -63,10 +68,15 @@ class Mooncake:
         with log.open("ab") as file:
             process = subprocess.Popen([str(path), *words], stdout=file, stderr=file)
         deadline = time.monotonic() + 60
-        while not _listens(port):
-            assert process.poll() is None, f"{program} ended with {process.returncode}: {log.read_text()[-2000:]}"
-            assert time.monotonic() < deadline, f"{program} does not listen"
-            time.sleep(0.02)
+        try:
+            while not _listens(port):
+                assert process.poll() is None, f"{program} ended with {process.returncode}: {log.read_text()[-2000:]}"
+                assert time.monotonic() < deadline, f"{program} does not listen"
+                time.sleep(0.02)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         return process
 
 

@@ -331,10 +331,13 @@ def _ask_until_it_breaks(server: PenstockServer) -> bool:
 def test_it_can_be_ended_while_it_starts() -> None:
     server = PenstockServer()
     server.start()
-    server.wait_for(lambda: "model storyteller" in server.read_log(), PATIENCE_S, "starting")
-    server.process.send_signal(signal.SIGTERM)
-    assert server.wait_end() == 0
-    server.assert_nothing_left()
+    try:
+        server.wait_for(lambda: "model storyteller" in server.read_log(), PATIENCE_S, "starting")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_end() == 0
+        server.assert_nothing_left()
+    finally:
+        server.kill()
 
 
 def test_it_can_be_started_many_times_on_one_port() -> None:

@@ -108,8 +108,10 @@ def test_a_mixed_fleet_of_several_hosts(tmp_path: Path) -> None:
             assert all(row["identity"].endswith(f"{reading}>{writing}") for row in server.workers())
         refusing = PenstockServer(join)
         refusing.start()
-        refusing.wait_for(lambda: refusing.read_log().count("is not used: its fleet") == 2, 30, "refused")
-        refusing.kill()
+        try:
+            refusing.wait_for(lambda: refusing.read_log().count("is not used: its fleet") == 2, 30, "refused")
+        finally:
+            refusing.kill()
     with PenstockServer(["--prefill-kernels", "reference", *FLEET]) as here:
         here.wait_all_ready(60)
         assert asyncio.run(one(here, body())).identical == first

@@ -93,9 +93,10 @@ def test_two_gateways_share_one_worker(keys: str) -> None:
 def test_without_the_right_keys_nobody_comes_in(keys: str, tmp_path: Path) -> None:
     others = tmp_path / "others"
     Keys.ephemeral().save(others)
-    with PenstockWorker(["--keys", keys]) as worker:
+    with PenstockWorker(["--keys", keys]) as worker, ExitStack() as stack:
         stranger = PenstockServer(["--keys", str(others), "--join", worker.endpoint])
         stranger.start()
+        stack.callback(stranger.kill)
         stranger.wait_for(lambda: "talk to it" in stranger.read_log(), PATIENCE_S, "up")
         with PenstockServer(["--keys", keys, "--join", worker.endpoint]) as friend:
             assert len(ask(friend, max_tokens=20)) > 5

@@ -246,23 +246,21 @@ def test_its_process_ends_with_a_worker_that_is_killed(store: Mooncake, stopped:
         "sys.stdin.read()\n"
     )
     root = Path(__file__).parents[2]
-    worker = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code, store.at],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": f"{root}/src:{root}"},
         cwd=root,
-    )
-    assert worker.stdout is not None
-    assert worker.stdin is not None
-    client = int(worker.stdout.readline())
-    assert psutil.pid_exists(client)
-    if stopped:
-        os.kill(client, signal.SIGSTOP)
-    worker.kill()
-    worker.wait()
-    worker.stdin.close()
-    worker.stdout.close()
+    ) as worker:
+        try:
+            assert worker.stdout is not None
+            client = int(worker.stdout.readline())
+            assert psutil.pid_exists(client)
+            if stopped:
+                os.kill(client, signal.SIGSTOP)
+        finally:
+            worker.kill()
     until(lambda: not psutil.pid_exists(client))
 
 

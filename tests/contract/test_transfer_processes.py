@@ -71,9 +71,15 @@ class Orders:
     def was_done(self) -> bytes:
         return os.read(self.from_child[0], 1)
 
+    def leave_to_child(self) -> None:
+        """Close its ends here, after the fork: when it ends, whoever waits for its word sees that."""
+        os.close(self.to_child[0])
+        os.close(self.from_child[1])
+
     def close(self) -> None:
-        for descriptor in (*self.to_child, *self.from_child):
-            os.close(descriptor)
+        """The ends that are the test's."""
+        os.close(self.to_child[1])
+        os.close(self.from_child[0])
 
 
 def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> PageCarrier:
@@ -147,9 +153,12 @@ class Receiving:
         if self.pid == 0:
             sender_process(carrier, file, keys, endpoint, self.orders)
         stack.callback(self.end)
+        self.orders.leave_to_child()
         bound = b""
         while not bound.endswith(b"\n"):
-            bound += os.read(self.orders.from_child[0], 1)
+            letter = self.orders.was_done()
+            assert letter, "the sender has ended"
+            bound += letter
         self.memory = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, PAGES)))
         seen = stack.enter_context(closing(file.map_readonly()))
         made = carrier_of(carrier, self.memory, {WORKER: seen})
@@ -237,6 +246,7 @@ def test_a_sender_killed_in_the_middle(end: Receiving) -> None:
     end.until(lambda: PagesAdvanced(R, 1, 48) in end.news)
     os.kill(end.pid, signal.SIGKILL)
     assert end.ended() == -signal.SIGKILL
+    assert end.orders.was_done() == b"", "nobody waits for a sender that is gone"
     before = bytes(end.memory.buffer)
     end.clock.advance(10)
     end.took(end.receiver.tick(end.clock.now()))
