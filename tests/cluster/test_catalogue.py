@@ -6,8 +6,6 @@ import concurrent.futures
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import penstock
 from tiny_models import llama_config, write_model
 
+from . import asking
 from .server import PenstockServer
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
@@ -78,14 +77,8 @@ def test_tenants_reach_the_models(file: Path, tmp_path: Path) -> None:
 
 
 def add_key(ring: Path, tenant: str) -> str:
-    told = subprocess.run(
-        [sys.executable, "-m", "penstock", "keys", "add", str(ring), "--tenant", tenant],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    told = asking.penstock("keys", "add", str(ring), "--tenant", tenant)
+    assert told.returncode == 0, told.stderr
     (key,) = re.findall(r"\bsk-[\w-]+", told.stdout)
     return str(key)
 

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from .asking import penstock
 from .conftest import Serve
 from .examples import EXAMPLES, run_example
 from .server import PenstockServer
@@ -27,13 +27,6 @@ RUN_ELSEWHERE = {
 TALKING = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in RUN_ELSEWHERE)
 
 
-def penstock(url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    environ = os.environ | {"PENSTOCK_URL": url, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "penstock", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with PenstockServer() as server:
@@ -41,14 +34,15 @@ def url() -> Iterator[str]:
 
 
 def test_commands_that_talk_to_a_service(url: str) -> None:
-    asked = [penstock(url, "chat", "--seed", "3", "--max-tokens", "30", "Tell me a story.") for _ in range(2)]
+    story = ("chat", "--seed", "3", "--max-tokens", "30", "Tell me a story.")
+    asked = [penstock(*story, PENSTOCK_URL=url) for _ in range(2)]
     assert {run.returncode for run in asked} == {0}
     assert asked[0].stdout == asked[1].stdout != ""
     assert "tokens, first after" in asked[0].stderr
 
     words = ("--num-prompts", "8", "--random-input-len", "64", "--random-output-len", "8", "--ignore-eos", "--json")
     for endpoint in ("/v1/completions", "/v1/chat/completions"):
-        run = penstock(url, "bench", "--endpoint", endpoint, *words, "--max-concurrency", "4")
+        run = penstock("bench", "--endpoint", endpoint, *words, "--max-concurrency", "4", PENSTOCK_URL=url)
         assert run.returncode == 0, run.stderr
         found = json.loads(run.stdout)
         assert (found["completed"], found["failed"]) == (8, 0)
@@ -56,9 +50,9 @@ def test_commands_that_talk_to_a_service(url: str) -> None:
         assert found["prompt_tokens"] == 512, found["prompts"]
         assert found["ttft_s"]["p50"] > 0
 
-    run = penstock(url, "status", "--json")
+    run = penstock("status", "--json", PENSTOCK_URL=url)
     assert {row["state"] for row in json.loads(run.stdout)["workers"]} == {"ready"}
-    assert penstock(url, "doctor").returncode == 0
+    assert penstock("doctor", PENSTOCK_URL=url).returncode == 0
 
 
 @pytest.mark.parametrize("example", TALKING)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -65,7 +64,7 @@ def has_mapped(pid: int, name: str) -> bool:
 
 def both_gateways(server: PenstockServer) -> None:
     """Until they are there and know all workers."""
-    server.wait_for(lambda: _ready(server), PATIENCE_S, "ready")
+    server.wait_ready()
     server.wait_all_ready()
     server.wait_for(lambda: len(server.gateway_pids(server.workers())) == 2, PATIENCE_S, "two gateways")
 
@@ -147,16 +146,10 @@ def test_an_answer_in_one_piece_is_the_same_from_both(server: PenstockServer) ->
 
     first = ask()
     kill_gateways(server)
-    server.wait_for(lambda: _ready(server), PATIENCE_S, "ready again")
+    server.wait_ready()
     again = ask()
     assert first["choices"] == again["choices"]
     assert (first["id"], first["penstock"]) == (again["id"], again["penstock"])
-
-
-def _ready(server: PenstockServer) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return server.get("/ready").status_code == 200
-    return False
 
 
 @pytest.mark.long
@@ -168,7 +161,7 @@ def test_the_example_outlives_its_gateway(server: PenstockServer, tmp_path: Path
             hit = not told.done()
             kill_gateways(server)
             assert "charged as chatcmpl-" in told.result()
-            server.wait_for(lambda: _ready(server), PATIENCE_S, "ready again")
+            server.wait_ready()
             if hit:
                 return
     raise AssertionError("the example was never killed amid its answer")

@@ -103,7 +103,7 @@ def a_killed_worker(server: PenstockServer, collector: Collector) -> None:
             assert {str(span.facts["penstock.epoch"]) for span in named(got, spans.LEG)} == {"1", "2"}
             assert len(named(got, spans.DECISION)) == 2
             return
-        server.wait_for(lambda: all(row["state"] == "ready" for row in server.workers()), PATIENCE_S, "back")
+        server.wait_all_ready()
     raise AssertionError("no kill hit an answer in the middle")
 
 
