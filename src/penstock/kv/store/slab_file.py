@@ -40,6 +40,7 @@ _MAGIC = "penstock-kv/1"
 _CHECK_BYTES = 16
 _SHARES_AT = 1 << 61  # locked bytes that stand for places; no file is as long
 _HEAD_AT = 1 << 60  # that stands for the head
+_USERS_AT = _HEAD_AT + 1  # whoever has the file open and fitting shares it: it must not become another meanwhile
 
 
 class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,10 +78,7 @@ def head_for(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypte
 
 
 class SlabFile:
-    """The file, open and fitting.  ``begin, end``: the places that this process may write; none when others have them.
-
-    ``anew``: nothing was in it that could be used.
-    """
+    """The file, open and fitting.  ``begin, end``: the places that this process may write; none if others have them."""
 
     def __init__(
         self, descriptor: int, head: SlabHead, share: tuple[int, int], what: str, *, allocate: bool = True
@@ -95,15 +93,15 @@ class SlabFile:
         number, shares = share
         self._slabs_at = BLOCK + area_bytes(head.places)
         try:
-            self.anew = self._begin()
+            self._begin()
             begin, end = head.places * number // shares, head.places * (number + 1) // shares
             own = number < MAX_WRITERS and begin < end and _lock(descriptor, _SHARES_AT + begin, end - begin)
             self.begin, self.end = (begin, end) if own else (0, 0)
             self.writer = number if own else None
             self._mapped = mmap.mmap(descriptor, self._slabs_at, access=mmap.ACCESS_WRITE)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it is shorter than what is to be mapped
             os.close(descriptor)
-            raise ConfigError(f"{what}: {error.strerror}") from None
+            raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
         except ConfigError:
             os.close(descriptor)
             raise
@@ -158,8 +156,8 @@ class SlabFile:
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> bool:
-        """Have a file with our head.  True when it begins anew."""
+    def _begin(self) -> None:
+        """Have a file with our head, and say that it is used, as long as it is open here."""
         descriptor, head = self._descriptor, self.head
         if not _lock(descriptor, _HEAD_AT, 1, wait=True):
             raise ConfigError(f"{self.what}: cannot be locked")
@@ -171,23 +169,26 @@ class SlabFile:
                     f"{self.what} has KV pages of another model ({found.fingerprint[:12]}, {found.numerics}): "
                     "delete it, or name another folder"
                 )
-            if found == head and os.fstat(descriptor).st_size == size:
-                return False
-            if found is not None or os.fstat(descriptor).st_size:
-                log.warning("%s is damaged, or was made for another size or layout: it begins anew", self.what)
-            if not _lock(descriptor, _SHARES_AT, MAX_PLACES):
-                raise ConfigError(f"{self.what} is used by another service with other settings")
-            os.ftruncate(descriptor, 0)
-            if self._allocates:
-                _allocate(descriptor, size, self.what)
-            else:
-                os.ftruncate(descriptor, size)
-            raw = msgspec.json.encode(head)
-            os.pwrite(descriptor, raw + bytes(BLOCK - _CHECK_BYTES - len(raw)) + _head_check(raw), 0)
-            _unlock(descriptor, _SHARES_AT, MAX_PLACES)
+            if found != head or os.fstat(descriptor).st_size != size:
+                if found is not None or os.fstat(descriptor).st_size:
+                    log.warning("%s is damaged, or was made for another size or layout: it begins anew", self.what)
+                if not _lock(descriptor, _USERS_AT, 1):
+                    raise ConfigError(f"{self.what} is used by another service with other settings")
+                self._write_head(size)
+            if not _lock(descriptor, _USERS_AT, 1, kind=fcntl.F_RDLCK):  # also in place of the exclusive one
+                raise ConfigError(f"{self.what}: cannot be locked")
         finally:
             _unlock(descriptor, _HEAD_AT, 1)
-        return True
+
+    def _write_head(self, size: int) -> None:
+        """Nothing is in it but our head."""
+        os.ftruncate(self._descriptor, 0)
+        if self._allocates:
+            _allocate(self._descriptor, size, self.what)
+        else:
+            os.ftruncate(self._descriptor, size)
+        raw = msgspec.json.encode(self.head)
+        os.pwrite(self._descriptor, raw + bytes(BLOCK - _CHECK_BYTES - len(raw)) + xxh3_128(raw), 0)
 
 
 def _allocate(descriptor: int, size: int, what: str) -> None:
@@ -203,7 +204,7 @@ def _read_head(descriptor: int) -> SlabHead | None:
     """None: there is none that could be read."""
     raw = os.pread(descriptor, BLOCK, 0)
     text = raw[:-_CHECK_BYTES].rstrip(b"\0")
-    if len(raw) != BLOCK or raw[-_CHECK_BYTES:] != _head_check(text):
+    if len(raw) != BLOCK or raw[-_CHECK_BYTES:] != xxh3_128(text):
         return None
     try:
         head = msgspec.json.decode(text, type=SlabHead)
@@ -212,15 +213,11 @@ def _read_head(descriptor: int) -> SlabHead | None:
     return head if head.magic == _MAGIC else None
 
 
-def _head_check(raw: bytes) -> bytes:
-    return xxh3_128(raw)
-
-
-def _lock(descriptor: int, start: int, length: int, *, wait: bool = False) -> bool:
-    """Keep others out of these bytes, as long as the file is open here."""
+def _lock(descriptor: int, start: int, length: int, *, kind: int = fcntl.F_WRLCK, wait: bool = False) -> bool:
+    """Keep others out of these bytes (F_RDLCK: those who want them alone), as long as the file is open here."""
     how = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     try:
-        fcntl.fcntl(descriptor, how, _flock(fcntl.F_WRLCK, start, length))
+        fcntl.fcntl(descriptor, how, _flock(kind, start, length))
     except OSError:
         return False
     return True

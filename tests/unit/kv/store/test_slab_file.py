@@ -115,6 +115,18 @@ def test_a_file_in_use_is_not_begun_anew(tmp_path: Path):
     first.close()
 
 
+def test_a_file_that_somebody_only_reads_is_not_begun_anew(tmp_path: Path):
+    writer = slab_tier(tmp_path / "f")
+    writer.write(final_of(1), memoryview(page_of(1)))
+    reader = slab_tier(tmp_path / "f")
+    writer.close()
+    with pytest.raises(ConfigError, match="is used by another"):
+        slab_tier(tmp_path / "f", nbytes=SIZE + (1 << 20))
+    assert read(reader, 1) == page_of(1)
+    reader.close()
+    slab_tier(tmp_path / "f", nbytes=SIZE + (1 << 20)).close()
+
+
 def test_a_folder_that_cannot_be_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file"):
