@@ -79,15 +79,18 @@ class Directory:
 
     def scan(self) -> None:
         """Read all entries: some 2 us for each that is known."""
+        with self._lock:  # of all of it: what this process puts meanwhile would be noted and thrown away
+            self._scan()
+
+    def _scan(self) -> None:
         seen = [self._changes(writer) for writer in range(MAX_WRITERS)]
         raw = np.frombuffer(self._area, np.uint8, self.places * ENTRY_BYTES, self._entries_at)
         states = raw.reshape(self.places, ENTRY_BYTES)[:, _STATE_AT]
         found = {int(place): entry.key for place in np.flatnonzero(states == _KNOWN) if (entry := self.at(int(place)))}
-        with self._lock:
-            self._seen = seen
-            self._keys, self._places = {}, {}
-            for place, key in found.items():
-                self._note(place, key)
+        self._seen = seen
+        self._keys, self._places = {}, {}
+        for place, key in found.items():
+            self._note(place, key)
 
     def refresh(self) -> None:
         """Take note of what others have changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +56,24 @@ def test_who_falls_behind_reads_everything():
         one.put(number % PLACES, entry(number))
     two.refresh()
     assert dict(two.known()) == dict(one.known())
+
+
+def test_what_is_put_during_a_scan_is_known_after_it():
+    _, (one,) = views(1)
+    one.put(0, entry(1))
+    putting = threading.Thread(target=one.put, args=(1, entry(2)))
+    plain = one.at
+
+    def at(place: int) -> Entry | None:
+        if putting.ident is None:
+            putting.start()
+            putting.join(0.05)  # it waits for the end of the scan; where it would not, it is through
+        return plain(place)
+
+    one.at = at  # type: ignore[method-assign]
+    one.scan()
+    putting.join()
+    assert dict(one.known()) == {0: key_of(1), 1: key_of(2)}
 
 
 def test_a_torn_entry_counts_as_empty():
