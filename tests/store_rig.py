@@ -200,6 +200,9 @@ class HandNow:
         while self.jobs:
             self.jobs.pop(0)()
 
-    def close(self, patience_s: float) -> bool:
+    def end(self) -> None:
         self.work()
-        return True
+
+    def join(self, patience_s: float) -> bool:
+        del patience_s
+        return not self.jobs

@@ -188,10 +188,9 @@ class BlockPool:
             page = self._free.pop()
         else:
             page, _ = self._cached.popitem(last=False)
-            label = self._labels[page]
-            self._labels[page] = None
-            if label is not None and self.on_evict is not None:
-                self.on_evict(label)
+        label, self._labels[page] = self._labels[page], None
         self._references[page] = 1
-        self._generations[page] += 1
+        self._generations[page] += 1  # before it is said: another thread that is told too early sees it here
+        if label is not None and self.on_evict is not None:
+            self.on_evict(label)
         return page

@@ -147,9 +147,15 @@ class TierAtWork:
         with self._lock:
             return self._figures | {"pages": self.tier.pages}
 
-    def close(self, patience_s: float) -> None:
-        """Write what is left, for so long."""
-        if self._reader.close(patience_s) and self._writer.close(patience_s):
+    def end(self) -> None:
+        """Nothing more is asked: do what is left."""
+        self._reader.end()
+        self._writer.end()
+
+    def close(self, deadline: float) -> None:
+        """After ``end``: let go of the tier, if all is done by then."""
+        ended = [hand.join(max(0.0, deadline - self._around.clock())) for hand in (self._reader, self._writer)]
+        if all(ended):
             self.tier.close()
 
     # --- done by the threads ----------------------------------------------------------------------------------------
@@ -203,6 +209,8 @@ class TierAtWork:
         try:
             with memoryview(self._page) as content:
                 kept = self.tier.write(final, content)
+            if around.generation(final.page) != final.generation:
+                self.tier.evicted(final.key)  # while it was written: the loop's word came too early
             self._breaker.worked()
         except (OSError, TierFailed) as error:
             self._failed(error)

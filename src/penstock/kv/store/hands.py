@@ -31,8 +31,12 @@ class Doer(Protocol):
         """Do this, too."""
         ...
 
-    def close(self, patience_s: float) -> bool:
-        """Do what is left, for so long.  False: it is still at it."""
+    def end(self) -> None:
+        """Nothing more comes: end when all is done."""
+        ...
+
+    def join(self, patience_s: float) -> bool:
+        """Has it ended?  Waits for that so long at most."""
         ...
 
 
@@ -57,9 +61,12 @@ class Hand:
         """Do this, too."""
         self._jobs.put(job)
 
-    def close(self, patience_s: float) -> bool:
-        """Do what is left, for so long.  False: it is still at it, and is left behind."""
+    def end(self) -> None:
+        """Nothing more comes: end when all is done."""
         self._jobs.put(None)
+
+    def join(self, patience_s: float) -> bool:
+        """Has it ended?  Waits for that so long at most; who has not is left behind."""
         self._thread.join(patience_s)
         return not self._thread.is_alive()
 

@@ -94,8 +94,8 @@ class PeerTier:
         """See ``port.Tier``: say what stands in one of our pages."""
         _, proof = self._seal.close(final.key, content)
         place = self._own.start + final.page
-        self._places[final.key] = place
         self._directory.put(place, Entry(final.key, final.saves_s, proof))
+        self._places[final.key] = place  # last: ``evicted``, from another thread, takes back what is there
         return True
 
     def evicted(self, key: PageKey) -> None:

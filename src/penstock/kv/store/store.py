@@ -125,6 +125,9 @@ class PageStore:
         }
 
     def close(self) -> None:
-        """Write what is left, within ``close_s``, and let go."""
+        """Write what is left, within ``close_s`` of them all, and let go."""
         for work in self._tiers:
-            work.close(self.config.close_s)
+            work.end()
+        deadline = self._clock() + self.config.close_s
+        for work in self._tiers:
+            work.close(deadline)
