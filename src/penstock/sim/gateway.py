@@ -165,6 +165,7 @@ class SimGateway:
 
     def _cancel(self, effect: CancelLeg) -> None:
         self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
+        self.hand_overs.forget((effect.request, effect.epoch))
         worker = self._workers[effect.worker]
         self._agenda.after(self._message_s, worker.tell, Cancelled(id=effect.request, epoch=effect.epoch))
 

@@ -46,6 +46,8 @@ class HandOvers:
     def reserved(self, receiver: SimWorker, request: Request, workers: Mapping[WorkerId, SimWorker]) -> None:
         """The receiver has room: that is the credit."""
         key = (request.id, request.epoch)
+        if key not in self._sources:
+            return  # it is cancelled, and the receiver has not heard of that yet
         source = workers[self._sources[key]]
         self._open[key] = _HandOver(source, receiver, request.computed, self._agenda.now)
         self._agenda.after(self._message_s, source.tell, Granted(id=request.id, epoch=request.epoch))

@@ -11,6 +11,7 @@ Two formats, told apart by their first line, plain or gzipped:
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -74,7 +75,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
             file.seek(0)
             lines = _lines(cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file, path)
             return _read(lines, path, min(limit or MOST_JOBS, MOST_JOBS))
-    except (OSError, EOFError) as error:  # EOFError and BadGzipFile: the file was cut
+    except (OSError, EOFError, zlib.error) as error:  # but for OSError: the file was cut or damaged
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {_WANTED}") from None
 
 

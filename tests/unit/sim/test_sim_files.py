@@ -70,6 +70,7 @@ def test_the_clock_of_a_trace_is_utc_or_what_it_says(file: Path, monkeypatch: py
         (b'{"timestamp": 1, "input_length": 600, "output_length": 5}', "hash_ids"),
         (b'{"timestamp": -1, "input_length": 1, "output_length": 5, "hash_ids": [0]}', "timestamp"),
         (gzip.compress(MOONCAKE.encode(), mtime=0)[:40], "ended"),
+        (gzip.compress(MOONCAKE.encode(), mtime=0)[:10] + b"\xff" * 40, "invalid block type"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_file_and_reason(file: Path, content: bytes, because: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,10 +13,11 @@ from hypothesis import strategies as st
 from penstock.sim.costs import Duration
 from penstock.sim.events import Agenda
 from penstock.sim.fitting import Reading, Writing, fit
+from penstock.sim.hand_over import HandOvers
 from penstock.sim.measures import Measures, Targets, quantiles
 from penstock.sim.network import Wire
 from penstock.sim.tiers import Tiers
-from penstock.types import BlockHash
+from penstock.types import BlockHash, RequestId, WorkerId
 
 A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
 
@@ -49,6 +53,16 @@ def test_a_wire_carries_one_thing_after_the_other_as_fast_as_the_slower_end() ->
     assert fast.carry(100, now=0.5, other=slow) == 3.0
     assert slow.carry(50, now=1.0) == 4.0
     assert (fast.busy_s, slow.busy_s) == (3.0, 3.0)
+
+
+def test_a_receiver_that_has_not_heard_of_the_cancel_begins_no_hand_over() -> None:
+    agenda = Agenda()
+    hand_overs = HandOvers(agenda, 0.001)
+    hand_overs.announce((RequestId("1"), 1), WorkerId("p"))
+    hand_overs.forget((RequestId("1"), 1))
+    anybody: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=0)
+    hand_overs.reserved(anybody, anybody, {})
+    assert not hand_overs._open
 
 
 def test_blocks_sink_through_the_tiers_and_leave_the_last() -> None:
