@@ -17,6 +17,7 @@ from penstock.kernels.kinds import SILU, SWIGLU_OAI
 from penstock.kernels.operands import segment_ends
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.routing import Routing, Score
+from penstock.kernels.triton import compressed as triton_compressed
 from penstock.kernels.triton import experts as grouping
 from penstock.kernels.triton.experts import Groups
 
@@ -119,6 +120,17 @@ def test_quantised_experts_and_their_own_linear(name: str) -> None:
     got = assert_alone(ops, experts, SILU, Routing(experts=4, top_k=2))
     plain = ops.pack_experts(*([ops.pack_linear(weight) for _, weight in own] for own in (wide, narrow)))
     assert_close(got, assert_alone(ops, plain, SILU, Routing(experts=4, top_k=2)), 3e-2)
+
+
+def test_compressed_experts_that_are_too_many_words_together_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [(normal(e, 32, 64) * 0.1).astype(ml_dtypes.bfloat16) for e in range(2)]
+    ops = make(*TRITONS[0])
+    forms = [ops.pack_compressed([compress_for_gpu(weight.view(np.uint16))]).data for weight in weights]
+    words = sum(len(form.operands[0].arguments[1]) for form in forms)
+    monkeypatch.setattr(triton_compressed, "MAX_WORDS", words)
+    assert type(forms[0]).stacked(forms) is None
+    monkeypatch.setattr(triton_compressed, "MAX_WORDS", words + 1)
+    assert type(forms[0]).stacked(forms) is not None
 
 
 @pytest.mark.long

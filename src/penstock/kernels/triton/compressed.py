@@ -235,7 +235,7 @@ class CompressedWeights:
     def stacked(cls, forms: Sequence[CompressedWeights]) -> Operand | None:
         """See ``experts.Stackable``."""
         own = forms[0].operands[0]
-        if own.n % PANEL_ROWS:
+        if own.n % PANEL_ROWS or sum(len(form.operands[0].arguments[1]) for form in forms) >= MAX_WORDS:
             return None
         longs, words, bases, starts, values, escapes = zip(
             *(form.operands[0].arguments[:6] for form in forms), strict=True

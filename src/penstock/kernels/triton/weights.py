@@ -151,7 +151,10 @@ class DeviceLoading:
         total = sum(source.size for source in self._sources)
         work = _Work(deque(chunk for source in self._sources for chunk in source.chunks()))
         count = min(max(1, threads), MOST_THREADS)
-        readers = [threading.Thread(target=work.do, args=(self._device,), name="weights") for _ in range(count)]
+        # The tensors were had on this thread's stream: what it still does to their memory comes first.
+        before = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        words = self._device, before
+        readers = [threading.Thread(target=work.do, args=words, name="weights") for _ in range(count)]
         for reader in readers:
             reader.start()
         try:
@@ -204,11 +207,12 @@ class _Work:
         others = (chunk for chunk in left if chunk.source.into.dtype != chunk.source.dtype)
         self.landing_bytes = max((chunk.end - chunk.begin for chunk in others), default=0)
 
-    def do(self, device: torch.device) -> None:
-        """Until nothing is left, or something failed: in a thread of its own."""
+    def do(self, device: torch.device, before: torch.cuda.Stream | None) -> None:
+        """Until nothing is left, or something failed: in a thread of its own, behind what was asked of a stream."""
         try:
-            if device.type == "cuda":
+            if before is not None:
                 stream = torch.cuda.Stream(device)
+                stream.wait_stream(before)
                 with torch.cuda.stream(stream):
                     self._send(device)
                 stream.synchronize()
