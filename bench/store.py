@@ -69,14 +69,18 @@ def makers(
     def host() -> list[Tier]:
         descriptor = os.memfd_create("bench")
         head = head_for(IDENTITY, layout, nbytes, encrypted=False)
-        return [SlabTier("host", SlabFile.memory(descriptor, head, (share, 2)), plain) for share in range(2)]
+        made = [SlabTier("host", SlabFile.memory(descriptor, head, (share, 2)), plain) for share in range(2)]
+        os.close(descriptor)
+        return made
 
     def peers() -> list[Tier]:
         sizes = [(worker, options.pages) for worker in WORKERS]
         descriptor = os.memfd_create("bench")
         os.ftruncate(descriptor, area_bytes(2 * options.pages))
         memories = {WORKERS[0]: MEMORY[0]}
-        return [PeerTier(descriptor, sizes, worker, memories, plain) for worker in WORKERS]
+        made = [PeerTier(descriptor, sizes, worker, memories, plain) for worker in WORKERS]
+        os.close(descriptor)
+        return made
 
     yield "peers", peers
     yield "host", host

@@ -7,6 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.gpu.figures import Findings
 
 LIMIT_S = 520.0
 """Under nine minutes, the writing included."""
@@ -66,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     from bench.gpu.run import run
 
     findings = run(dry=args.dry, limit_s=args.limit)
-    write(findings.as_json(), findings, args.out, args.into)
+    write(findings, args.out, args.into)
     return 1 if findings.failed else 0
 
 
@@ -81,17 +85,15 @@ def unfit_page(page: Path) -> str:
     return ""
 
 
-def write(found: dict[str, object], findings: object, out: Path | None, into: Path | None) -> None:
+def write(findings: Findings, out: Path | None, into: Path | None) -> None:
     """Everything to its files; the tables to the terminal as well."""
-    from bench.gpu.figures import Findings
     from bench.gpu.report import picture, put_into, section
 
-    assert isinstance(findings, Findings)
     text = section(findings)
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "findings.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        (out / "findings.json").write_text(json.dumps(findings.as_json(), indent=1), encoding="utf-8")
         for name, y in (("decode", "of_read_rate"), ("decode", "tokens_per_s")):
             lines = findings.tables.get(name, [])
             if lines:

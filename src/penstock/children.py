@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import penstock
@@ -26,6 +28,21 @@ def environment() -> dict[str, str]:
     root = str(Path(penstock.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
+
+
+def started(module: str, word: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A process that runs ``module`` and has nothing of this one but these.  Raises OSError.
+
+    Where it calls ``end_with_parent``: to be called by a thread that is there as long as it.
+    """
+    return subprocess.Popen(
+        command(module, word),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        pass_fds=descriptors,
+    )
 
 
 def end_with_parent() -> None:

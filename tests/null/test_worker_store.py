@@ -57,7 +57,10 @@ def among_peers(workers: tuple[str, ...] = ("p", "d")) -> Callable[[StageWorker]
 
     def tiers(worker: StageWorker) -> list[Tier]:
         memories[worker.name] = worker.memory
-        return [PeerTier(descriptor, sizes, worker.name, memories, StoreSeal(IDENTITY, LAYOUT))]
+        made = PeerTier(descriptor, sizes, worker.name, memories, StoreSeal(IDENTITY, LAYOUT))
+        if len(memories) == len(workers):  # nobody else is to map it
+            os.close(descriptor)
+        return [made]
 
     return tiers
 

@@ -21,7 +21,6 @@ from penstock.types import PAGE_TOKENS
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
 
-PLAIN_SEGMENTS = 1
 TREE_SEGMENTS = 8
 """Segments of K where tensor parallelism will cut the sum (attention output, MLP down)."""
 

@@ -58,7 +58,7 @@ class PageSeal:
         Raises PageCorrupt when the sizes differ or the checksum is not the announced one; ``into`` is spoiled then.
         """
         try:
-            found = copy_page(source, into, self._binding + frame.generation.to_bytes(8, "little"))
+            found = copy_page(source, into, self.suffix(frame.generation))
         except (ValueError, OverflowError) as error:  # sizes, and numbers that are no generation
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}: {error}") from None
         if found != frame.checksum:

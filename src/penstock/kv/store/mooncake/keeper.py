@@ -24,6 +24,8 @@ from penstock.errors import TierFailed
 from penstock.kv.store.mooncake.process import LEAVE_S, START_S
 from penstock.kv.store.mooncake.words import ANSWER_BYTES, Answer, Question, Setup
 
+PROCESS = "penstock.kv.store.mooncake.process"
+
 OWN_SHARE = 0.8
 """Of our deadline, that the library gets for its own: an answer that it failed spares its life."""
 
@@ -168,14 +170,7 @@ def _tend(
     The kernel kills it when the thread that started it has ended: so it never outlives the worker, even stopped.
     """
     try:
-        process = subprocess.Popen(
-            children.command("penstock.kv.store.mooncake.process", words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=children.environment(),
-            pass_fds=[each for pair in descriptors for each in pair],
-        )
+        process = children.started(PROCESS, words, [each for pair in descriptors for each in pair])
     except OSError as error:
         begun.put(error)
         return

@@ -92,14 +92,8 @@ class House:
             if self._over:
                 return
             try:
-                self._process = subprocess.Popen(
-                    children.command(PROCESS, msgspec.json.encode(self._begin).decode()),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=children.environment(),
-                    pass_fds=self._begin.descriptors,
-                )
+                words = msgspec.json.encode(self._begin).decode()
+                self._process = children.started(PROCESS, words, self._begin.descriptors)
             except OSError:
                 return  # its end of the socket is closed: whoever listens hears that
             process = self._process
