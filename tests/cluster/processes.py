@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -37,6 +38,11 @@ def children(pid: int) -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
     except OSError:
         return [child for child in pids() if parent(child) == pid]
+
+
+def children_named(parents: Collection[int], word: str) -> list[int]:
+    """Living children of these, whichever thread started them, in whose command line this stands."""
+    return [pid for pid in pids() if parent(pid) in parents and alive(pid) and word in command(pid)]
 
 
 def session(pid: int) -> int | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from .processes import abstract_sockets, alive, children, command, pids, session, socket_inodes, stat
+from .processes import abstract_sockets, alive, children, children_named, command, pids, session, socket_inodes, stat
 
 START_S = 60.0
 STOP_S = 40.0
@@ -299,6 +299,10 @@ class PenstockServer:
     def gateway_pids(self, workers: list[dict[str, Any]]) -> set[int]:
         """All of them; ``workers`` are the rows of those."""
         return {pid for pid in children(self.pid) if alive(pid)} - {row["pid"] for row in workers}
+
+    def children_of_workers(self, word: str) -> list[int]:
+        """Their own processes in whose command line this stands."""
+        return children_named({row["pid"] for row in self.workers()}, word)
 
     def _note_mailboxes(self) -> None:
         """Remember what this run's abstract sockets are called."""
