@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -35,6 +36,11 @@ GPU = shutil.which("nvidia-smi") is not None and Path("/dev/nvidiactl").exists()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whoever does that first
 CUDA_NOT_RUN = pytest.StashKey[list[str]]()
+
+
+for _signal, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:  # as of what runs in the background; tests send these
+        signal.signal(_signal, _default)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
