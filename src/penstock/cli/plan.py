@@ -17,6 +17,7 @@ from penstock.config.load import lora_folders, parse_setting
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
 from penstock.launch.beside import of_adapters, of_head, of_model
+from penstock.launch.drafting import guesses_with
 from penstock.launch.facts import free_memory
 from penstock.launch.gpu import gpu_report
 from penstock.launch.locate import config_folder
@@ -26,7 +27,7 @@ from penstock.types import FP8_E4M3
 from penstock.weights.adapter import AdapterLimits, read_adapter, targets_of
 from penstock.weights.census import BF16, Coding, Form, coding, model_size
 from penstock.weights.eagle import FOLDER, inspect_head
-from penstock.weights.outline import CONFIG, Outline, read_outline
+from penstock.weights.outline import Outline, read_outline
 
 BAR_CELLS = 64
 PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))
@@ -173,17 +174,15 @@ def remedies(model: tuple[Outline, Coding, str], size: ModelSize, plan: Plan, wa
 
 def planned_beside(args: argparse.Namespace, folder: Path, outline: Outline) -> tuple[Beside, ...]:
     """What the flags load beside the model, from configurations and headers alone.  Raises ConfigError, ModelError."""
-    kind = parse_setting(EngineSettings, "speculate", args.speculate, "--speculate")
-    own, named = folder / FOLDER, args.draft_model
+    named = args.draft_model
+    asked = parse_setting(EngineSettings, "speculate", args.speculate, "--speculate")
+    kind = guesses_with(asked, named, folder, outline.spec)
     found: list[Beside] = []
-    if named is not None and kind not in ("head", "draft"):
-        raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
     if kind == "draft":
-        if named is None:
-            raise ConfigError("--speculate draft needs --draft-model, a small model with the same tokens")
         found.append(of_model(read_outline(config_folder(named)).spec))
-    elif kind == "head" or (kind == "auto" and (own / CONFIG).exists()):
-        found.append(of_head(inspect_head(Path(named).expanduser() if named else own, outline.spec)))
+    elif kind == "head":
+        head = folder / FOLDER if named is None else Path(named).expanduser()
+        found.append(of_head(inspect_head(head, outline.spec)))
     room = parse_setting(EngineSettings, "lora_memory", args.lora_memory, "--lora-memory")
     limits = AdapterLimits(max_rank=EngineSettings().max_lora_rank, max_bytes=room)
     targets = targets_of(outline.layout)

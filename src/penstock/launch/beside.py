@@ -6,12 +6,11 @@ Knows the sizes of heads, draft models and adapters; not where they lie (``confi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from penstock.config.beside import Beside
 from penstock.config.schema import MAX_DRAFTING, EngineSettings, NamedAdapter
 from penstock.kernels.operands import KvShape
-from penstock.launch.drafting import DRAFT_POSITIONS, FoundHead, find
+from penstock.launch.drafting import DRAFT_POSITIONS, Found, FoundHead
 from penstock.weights.eagle import HeadSpec
 from penstock.weights.spec import ModelSpec
 
@@ -19,13 +18,10 @@ NUMBER_BYTES = 2
 
 
 def beside_of(
-    config: EngineSettings, path: Path, spec: ModelSpec, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
+    config: EngineSettings, found: Found | None, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
 ) -> tuple[Beside, ...]:
-    """What these settings load beside the model at ``path``.  ``more_loras``: others may come while it runs.
-
-    Raises what ``drafting.find`` raises.
-    """
-    found = None if spec.pooler else find(config, path, spec)
+    """What these settings load beside the model.  ``found``: what guesses for it (``drafting.find``); ``more_loras``:
+    other adapters may come while it runs."""
     drafts: tuple[Beside, ...] = ()
     if found is not None:
         drafts = (of_head(found.spec) if isinstance(found, FoundHead) else of_model(found.spec),)

@@ -51,7 +51,7 @@ from penstock.config.schema import (
 )
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels.select import available_families
-from penstock.launch import event_loop
+from penstock.launch import drafting, event_loop
 from penstock.launch.ahead import import_ahead
 from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.beside import beside_of
@@ -102,7 +102,8 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
     spec = read_sparsely(inspect_model(located.path), config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
-    plan = None if config.join else decide(config, name, spec, _beside(config, located, spec, lora))
+    found = None if config.join else drafting.find(config, located.path, spec)
+    plan = None if config.join else decide(config, name, spec, _beside(config, found, lora))
     keys = _shared_keys(config) if config.join else Keys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
@@ -122,9 +123,8 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         if plan is not None:
             run = secrets.token_hex(6)  # in mailbox names: no two runs on one host meet
             mailboxes = Mailboxes(keys, lambda worker, incarnation: f"ipc://@penstock-{run}-{worker}-{incarnation}")
-            workers = Workers(
-                config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots, loras=lora.adapters
-            )
+            model = located.path, spec, manifests_of(config, located), found
+            workers = Workers(config, plan, model, mailboxes, slots, loras=lora.adapters)
             stack.callback(workers.close)
         say(model_lines(located, name, spec, length, plan.notes if plan else ()))
         pulse = nested.pulse if nested else None
@@ -152,13 +152,15 @@ def serve_worker(config: WorkerServeConfig) -> int:
     _check_tcp(config.listen, "--listen")
     keys = _shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
-    facts = _model_facts(located.name, spec, beside_of(config, located.path, spec))
+    found = drafting.find(config, located.path, spec)
+    facts = _model_facts(located.name, spec, beside_of(config, found))
     plan = resolve_worker(config, worker, _machine(config), facts)
     _check_free(config.listen)
     with ExitStack() as stack:
         slots = slots_of((worker,))
         mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_before(time.time_ns()))
-        workers = Workers(config, plan, (located.path, spec, manifests_of(config, located)), mailboxes, slots)
+        model = located.path, spec, manifests_of(config, located), found
+        workers = Workers(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)
         say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
         supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(None, workers), slots))
@@ -301,8 +303,8 @@ def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraCon
     )
 
 
-def _beside(config: ServeConfig, located: Located, spec: ModelSpec, lora: LoraConfig) -> tuple[Beside, ...]:
-    return beside_of(config, located.path, spec, lora.adapters, more_loras=config.allow_lora_updating)
+def _beside(config: ServeConfig, found: drafting.Found | None, lora: LoraConfig) -> tuple[Beside, ...]:
+    return beside_of(config, found, lora.adapters, more_loras=config.allow_lora_updating)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError, ModelError
@@ -44,15 +44,14 @@ DRAFT_POSITIONS = 1024
 """Positions that a draft model must have."""
 
 
-def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
-    """What ``--speculate`` and ``--draft-model`` mean for the model at ``path``; None: nothing but tokens is needed.
+def guesses_with(kind: str, named: str | None, path: Path, model: ModelSpec) -> Literal["head", "draft"] | None:
+    """What ``--speculate kind`` and ``--draft-model named`` load for the model at ``path``: the named one, or else its
+    own head; None: nothing.
 
-    Raises ConfigError for flags that contradict each other, ModelError for a head or model that cannot guess for it.
+    Raises ConfigError for flags that contradict each other.
     """
-    kind, named = config.speculate, config.draft_model
-    if model.kv.states is not None:
+    if model.pooler is not None or model.kv.states is not None:
         return None  # nothing is guessed (config.resolve)
-    own = path / FOLDER if path.is_dir() and (path / FOLDER / CONFIG).exists() else None
     if named is not None and kind not in ("head", "draft"):
         raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
     if model.source and kind in ("head", "draft"):
@@ -60,16 +59,27 @@ def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
     if kind == "draft":
         if named is None:
             raise ConfigError("--speculate draft needs --draft-model DIR, a small model with the same tokens")
-        return _found_model(Path(named).expanduser(), path, model)
-    if kind == "head" and named is None and own is None:
+        return "draft"
+    own = (path / FOLDER / CONFIG).exists()
+    if kind == "head" and named is None and not own:
         raise ConfigError(
             f"--speculate head: {path} has no folder {FOLDER}; name a head that was trained for this model with "
             "--draft-model DIR, or use --speculate lookup"
         )
-    if kind == "head" or (kind == "auto" and own is not None):
-        folder = Path(named).expanduser() if named is not None else own
-        return None if folder is None else _found_head(folder, model)
-    return None
+    return "head" if kind == "head" or (kind == "auto" and own) else None
+
+
+def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
+    """What ``--speculate`` and ``--draft-model`` mean for the model at ``path``; None: nothing but tokens is needed.
+
+    Raises as ``guesses_with``, and ModelError for a head or model that cannot guess for it.
+    """
+    named = config.draft_model
+    kind = guesses_with(config.speculate, named, path, model)
+    if kind is None:
+        return None
+    folder = path / FOLDER if named is None else Path(named).expanduser()
+    return _found_model(folder, path, model) if kind == "draft" else _found_head(folder, model)
 
 
 def _found_head(folder: Path, model: ModelSpec) -> FoundHead:

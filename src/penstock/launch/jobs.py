@@ -90,20 +90,19 @@ class Workers:
         self,
         config: EngineSettings,
         plan: ServePlan,
-        model: tuple[Path, ModelSpec, Manifests | None],
+        model: tuple[Path, ModelSpec, Manifests | None, drafting.Found | None],
         mailboxes: Mailboxes,
         slots: Mapping[str, Slot],
         *,
         loras: Sequence[NamedAdapter] = (),
     ) -> None:
-        """``loras`` are loaded with the model.  Raises ConfigError when the system gives no memory, and what
-        ``drafting.find`` raises."""
+        """``model``: the last of it is what guesses for it.  ``loras`` are loaded with it.  Raises ConfigError when the
+        system gives no memory."""
         self._loras = loras
         self._config = config
         self._plan = plan
-        self._path, spec, self._manifests = model
+        self._path, spec, self._manifests, self._drafts = model
         self._spec = for_length(spec, plan.scheduler.max_model_len)
-        self._drafts = None if self._spec.pooler else drafting.find(config, self._path, self._spec)
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}

@@ -158,6 +158,7 @@ def test_what_is_loaded_beside_the_model_is_counted(tmp_path: Path, capsys: pyte
     ("words", "said"),
     [
         (["{model}", "--devices", "H100", "--speculate", "draft"], "--speculate draft needs --draft-model"),
+        (["{model}", "--devices", "H100", "--speculate", "head"], "has no folder head; name a head"),
         (["{model}", "--devices", "H100", "--draft-model", "x"], "--draft-model x: only used by --speculate head"),
         (["{model}", "--devices", "H100", "--speculate", "yes"], "--speculate: "),
         (["missing/", "--devices", "H100"], "no such file or folder"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError, ModelError
-from penstock.launch.drafting import FoundHead, FoundModel, find
+from penstock.kernels.operands import StateShape
+from penstock.launch.drafting import FoundHead, FoundModel, find, guesses_with
 from penstock.weights.checkpoint import inspect_model
 from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import llama_config, write_model
@@ -64,6 +67,20 @@ def test_a_draft_model_has_the_same_tokens(model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=reason):
             found(model, speculate="draft", draft_model=str(folder))
+
+
+def test_what_a_model_is_decides_what_is_loaded(model: Path) -> None:
+    """``plan`` counts by the same rules as ``serve`` loads."""
+    spec = inspect_model(model)
+    states = StateShape(layers=1, key_heads=1, heads=1, key_dim=16, value_dim=16, taps=2)
+    recurrent = msgspec.structs.replace(spec, kv=replace(spec.kv, states=states))
+    for kind in ("auto", "head", "draft"):
+        assert guesses_with(kind, None, model, recurrent) is None
+    hearing = msgspec.structs.replace(spec, source=8)
+    for kind in ("head", "draft"):
+        with pytest.raises(ConfigError, match="nothing guesses for a model that hears"):
+            guesses_with(kind, "elsewhere", model, hearing)
+    assert guesses_with("auto", None, model, hearing) is None
 
 
 def test_flags_that_mean_nothing_are_refused(model: Path) -> None:
