@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.config.base import Config
 from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
+from penstock.config.stores import stores_asked
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -137,7 +138,5 @@ def _wants_cpu(config: EngineSettings) -> str:
     """What was asked for that only processors have; empty: nothing."""
     if config.kernels not in ("auto", TRITON):
         return f"--kernels {config.kernels} are a processor's"
-    for name in ("kv_host", "kv_disk", "kv_redis", "kv_mooncake", "threads"):
-        if getattr(config, name) is not None:
-            return f"--{name.replace('_', '-')} is for workers on processors"
-    return ""
+    flags = stores_asked(config) + ([] if config.threads is None else ["--threads"])
+    return f"{flags[0]} is for workers on processors" if flags else ""

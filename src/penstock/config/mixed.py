@@ -15,6 +15,7 @@ from penstock.config.cores import Core, Division, Places, Share, Wishes, divide
 from penstock.config.gpu import TRITON, DeviceChoice, chosen
 from penstock.config.room import Room, show_bytes
 from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
+from penstock.config.stores import stores_asked
 from penstock.errors import ConfigError
 from penstock.types import MIXES, Role
 
@@ -25,9 +26,6 @@ REFERENCE = "reference"
 INTERPRETER = "triton-interpreter"
 TORCH = (REFERENCE, INTERPRETER)
 """Families whose pages do not lie as the processors' kernels have them; they have no threads of ours."""
-
-STORES = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")
-"""Settings of tiers of the KV store."""
 
 TWIN_SHARE = 0.5
 """Part of the host's memory that the twins of a GPU's pages may take, in a worker that runs by itself."""
@@ -112,10 +110,10 @@ def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
 
 def _check_stores(config: EngineSettings, flag: str) -> None:
     """Of whoever reads prompts otherwise than the processors' kernels do.  Raises ConfigError."""
-    stores = [name for name in STORES if getattr(config, name) is not None]
+    stores = stores_asked(config)
     if stores:
         raise ConfigError(
-            f"--{stores[0].replace('_', '-')} with {flag}: stored pages are for those who read prompts, "
+            f"{stores[0]} with {flag}: stored pages are for those who read prompts, "
             "and these keep theirs on their device; leave it out"
         )
 

@@ -39,6 +39,7 @@ from penstock.config.schema import (
     ServeConfig,
     WorkerServeConfig,
 )
+from penstock.config.stores import stores_asked
 from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach, most_pages, tokens_held
 from penstock.types import FP8_E4M3, PAGE_TOKENS, Role, WorkerId
@@ -222,13 +223,13 @@ def context_length(config: EngineSettings, model: ModelFacts) -> int:
 
 def kv_store(config: EngineSettings, device: str, *, writes: bool) -> KvStoreConfig:
     """Where KV pages stand beside the workers' own memory; ``writes``: the model does.  Raises ConfigError."""
-    asked = [flag for flag in ("kv_host", "kv_disk", "kv_redis", "kv_mooncake") if getattr(config, flag) is not None]
+    asked = stores_asked(config)
     if device != "cpu" or not writes:
         why = f"--device {device}: pages in its memory" if writes else "a model that only reads: its pages"
         if asked:
-            raise ConfigError(f"--{asked[0].replace('_', '-')} with {why} are not stored; leave it out")
+            raise ConfigError(f"{asked[0]} with {why} are not stored; leave it out")
         return KvStoreConfig(peers=False)
-    if config.kv_key is not None and not set(asked) - {"kv_host"}:
+    if config.kv_key is not None and not set(asked) - {"--kv-host"}:
         raise ConfigError(
             "--kv-key is for pages on disk or in a remote tier: add --kv-disk DIR, --kv-redis URL or "
             "--kv-mooncake HOST:PORT"
