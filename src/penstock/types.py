@@ -266,6 +266,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full pages
     sampling: SamplingParams
+    open_ended: bool = False  # nobody named a length: ``max_tokens`` is what the context leaves, and seldom reached
     arrival: float  # monotonic seconds on the gateway's host
     pooling: PoolingParams | None = None  # the text is only read; then ``max_tokens`` is 1 (see ``TokenBatch.pooled``)
     claim: Claim = UNCLAIMED

@@ -170,7 +170,10 @@ class Limits(Config, frozen=True, kw_only=True):
     max_pending_audio_s: float = 7200.0  # of all sounds that are being heard; their samples take 64 kB a second
     max_queued_audio: int = 16  # sounds and windows that wait to be read, of all requests
     max_session_chars: int = 256  # of a session's name
-    default_max_tokens: int = 1024  # when a chat request names none: this or what the context leaves
+    default_max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = (
+        None  # of a chat that names no length: at most this;
+    )
+    # None: what the context leaves
     max_inputs: int = 2048  # texts in one /v1/embeddings, /rerank or /classify request
     max_input_tokens: int = 300_000  # of all of them together
     max_inputs_at_once: int = 64  # of those, given to workers at one time

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,7 +32,7 @@ from penstock.intake.images.remote import RemoteImages
 from penstock.intake.message_fields import content_chars
 from penstock.intake.model_files import end_tokens, named_tokens, read_json, vocabulary_size
 from penstock.intake.prompt_fields import Prompt
-from penstock.intake.sampling_fields import ModelFacts
+from penstock.intake.sampling_fields import ModelFacts, Sampling
 from penstock.intake.template import Conversation, TemplateLimits
 from penstock.intake.template_files import ChatTemplates, load_sources
 from penstock.intake.tokenizer import TextTokenizer
@@ -141,11 +142,9 @@ class ModelIntake:
         prompt = await self._see(written.tokens, checked.text)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt.tokens)
-        max_tokens = call.sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, min(room, self._limits.default_max_tokens), call.sampling.min_tokens)
-        self._check_room(len(prompt.tokens), max_tokens, param="messages")
-        prepared = await self._prepare(call, [(prompt, wanted)], max_tokens, envelope, adapter)
+        length = _length(call.sampling, room, self._limits.default_max_tokens)
+        self._check_room(len(prompt.tokens), length.max_tokens, param="messages")
+        prepared = await self._prepare(call, [(prompt, wanted)], length, envelope, adapter)
         return _named(prepared, facts.name)
 
     async def completion(self, body: JsonObject, envelope: Envelope) -> Prepared:
@@ -164,7 +163,7 @@ class ModelIntake:
                     wanted, echo=Echo(text=text, tokens=tokens), prompt_only=max_tokens == 0
                 )
             prompts.append((Seen(tokens), wanted))
-        prepared = await self._prepare(checked.call, prompts, max(1, max_tokens), envelope, adapter)
+        prepared = await self._prepare(checked.call, prompts, _Length(max(1, max_tokens)), envelope, adapter)
         return _named(prepared, facts.name)
 
     async def tokenize(self, body: JsonObject) -> Tokenized:
@@ -296,7 +295,7 @@ class ModelIntake:
         self,
         call: Call,
         prompts: Sequence[tuple[Seen, Wanted]],
-        max_tokens: int,
+        length: _Length,
         envelope: Envelope,
         adapter: AdapterRef | None,
     ) -> Prepared:
@@ -308,7 +307,7 @@ class ModelIntake:
         answers: list[ChoiceText] = []
         for prompt, wanted in prompts:
             hashes = await _hash_blocks(root, prompt)
-            sampling = _sampling_params(call, max_tokens, grammar, echo=wanted.echo is not None)
+            sampling = _sampling_params(call, length.max_tokens, grammar, echo=wanted.echo is not None)
             for _ in range(call.sampling.n):
                 choice = len(requests)
                 requests.append(
@@ -317,6 +316,7 @@ class ModelIntake:
                         prompt=prompt.tokens,
                         block_hashes=hashes,
                         sampling=msgspec.structs.replace(sampling, choice=choice),
+                        open_ended=length.open_ended,
                         arrival=envelope.arrival,
                         images=prompt.images,
                         pictures=prompt.pictures,
@@ -342,6 +342,21 @@ class ModelIntake:
 def _named(prepared: Prepared, model: str) -> Prepared:
     """The answer bears the name that was asked for."""
     return msgspec.structs.replace(prepared, reply=msgspec.structs.replace(prepared.reply, model=model))
+
+
+class _Length(NamedTuple):
+    """How long an answer may become."""
+
+    max_tokens: int
+    open_ended: bool = False  # nobody named it
+
+
+def _length(sampling: Sampling, room: int, default: int | None) -> _Length:
+    """Of a chat: what it names, else the service's ``default_max_tokens``, else the ``room`` that the context has."""
+    if sampling.max_tokens is not None:
+        return _Length(sampling.max_tokens)
+    most = room if default is None else min(room, default)
+    return _Length(max(1, most, sampling.min_tokens), default is None)
 
 
 def _sampling_params(call: Call, max_tokens: int, grammar: Grammar | None, *, echo: bool) -> SamplingParams:

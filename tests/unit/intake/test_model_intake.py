@@ -51,7 +51,7 @@ async def test_a_chat_becomes_one_request_with_openais_defaults(intake: ModelInt
     # The model's generation_config suggests 0.7 and 0.9; what is not said is OpenAI's default all the same.
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, None, 0.0)
     assert sampling.stop_token_ids == (END,)
-    assert sampling.max_tokens == 1024
+    assert sampling.max_tokens == 2048 - len(request.prompt)
     assert sampling.logprobs is None
     assert 0 <= prepared.reply.seed < 1 << 53
     assert sampling.seed == prepared.reply.seed
