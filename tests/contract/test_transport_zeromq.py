@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import socket
 import time
 from contextlib import closing
 
 import pytest
+import zmq
 from transport_place import PATIENCE_S, Place, fresh_name, note
 
 from penstock.errors import ConfigError
@@ -58,8 +61,6 @@ def test_a_link_talks_only_to_the_server_it_knows() -> None:
 
 
 def test_clear_text_is_not_let_in() -> None:
-    import zmq
-
     transport = ZmqTransport(Keys.ephemeral())
     listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
     with closing(transport), zmq.Context() as context, context.socket(zmq.DEALER) as plain:
@@ -202,3 +203,38 @@ def test_a_link_finds_whoever_listens_there_next_and_is_a_stranger_to_it() -> No
             assert heard is not None
             assert listener.send(heard.peer, note(7))
             assert Place(staying, "").wait_for(link).message == note(7)
+
+
+def test_more_links_than_the_library_has_sockets_by_default() -> None:
+    """A gateway has two links a worker."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"{hard} descriptors are too few here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with closing(ZmqTransport(Keys.ephemeral())) as transport:
+            links = [transport.connect(f"ipc://@penstock-nobody-{os.getpid()}-{number}") for number in range(1100)]
+            assert all(link.send(note(1)) for link in links)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_more_sockets_is_a_config_error() -> None:
+    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        transport._context.set(zmq.MAX_SOCKETS, 2)  # type: ignore[attr-defined]
+        links = [transport.connect(f"ipc://@penstock-nobody-{os.getpid()}") for _ in range(2)]
+        for make in (transport.connect, transport.listen):
+            with pytest.raises(ConfigError, match="cannot open a socket"):
+                make(f"ipc://@penstock-{fresh_name()}")
+        assert links[0].send(note(1))
+
+
+def test_a_stranger_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.wire import zeromq
+
+    monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 50)
+    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        host, _, port = transport.listen("tcp://127.0.0.1:0").endpoint.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+            while stranger.recv(4096):
+                continue  # the library's greeting

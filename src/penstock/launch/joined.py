@@ -74,11 +74,17 @@ class JoinedWorkers:
     async def _listen(self, endpoint: str) -> None:
         async for received in self._mailboxes[endpoint].link:
             if isinstance(received.message, Report):
-                self.on_report(endpoint, received.message)
+                try:
+                    self.on_report(endpoint, received.message)
+                except Exception:
+                    log.exception("a report from %s could not be handled", endpoint)
 
     async def _ask(self) -> None:
         while True:
-            self.tick()
+            try:
+                self.tick()
+            except Exception:
+                log.exception("joined workers could not be asked")
             await asyncio.sleep(self._beat_s)
 
     def on_report(self, endpoint: str, report: Report) -> None:
@@ -103,8 +109,6 @@ class JoinedWorkers:
         mailbox.heard = self._clock.now()
         if mailbox.lost or (report.worker, report.incarnation) != (mailbox.worker, mailbox.incarnation):
             self._leave(mailbox, "replaced")
-            mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
-            mailbox.lost = mailbox.strange = False
             self._tell(
                 WorkerUp(
                     worker=report.worker,
@@ -114,6 +118,9 @@ class JoinedWorkers:
                     endpoint=endpoint,
                 )
             )
+            # Only now: where telling failed, the next report tries it again.
+            mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
+            mailbox.lost = mailbox.strange = False
 
     def tick(self) -> None:
         """Greet all, and give up those that have been silent for too long."""

@@ -45,7 +45,7 @@ from penstock.launch.events import (
 )
 from penstock.launch.memory_kills import MemoryKills
 from penstock.launch.restart import GATEWAY, Phase, Restarts, Stage
-from penstock.launch.zygote import Process, fork, read_vitals
+from penstock.launch.zygote import HasThreads, Process, fork, read_vitals
 from penstock.types import Role, WorkerId
 from penstock.wire.messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
 
@@ -318,7 +318,7 @@ class Supervisor:
                 self._fork_gateway(name, incarnation, slot)
             else:
                 self._fork_worker(WorkerId(name), incarnation, slot)
-        except OSError as error:  # no process, no descriptor, no memory: as if it had died at once
+        except (OSError, HasThreads) as error:  # no process, descriptor or memory, or a thread: as if it died at once
             self._handle(Died(name, incarnation, Exit(code=1, last_words=f"cannot start it: {error}")))
 
     def _fork_gateway(self, name: str, incarnation: int, slot: Slot) -> None:

@@ -39,6 +39,10 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 log = logging.getLogger(__name__)
 
 
+class HasThreads(RuntimeError):  # noqa: N818 - says what is the matter
+    """This process has threads besides the one that forks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """A child of ours.  ``pidfd`` becomes readable when it has ended; whoever reaps it closes the descriptor."""
@@ -120,12 +124,12 @@ def fork(
     """Run ``body`` in a child and return at once.
 
     ``keep`` are the descriptors that the child needs besides stdout and stderr; ``last_words`` is called in the child
-    with one line when ``body`` raises.  Raises OSError when the host refuses another process, RuntimeError when this
+    with one line when ``body`` raises.  Raises OSError when the host refuses another process, HasThreads when this
     process has threads.
     """
     threads = _settled_thread_count()
     if threads != 1:
-        raise RuntimeError(f"cannot fork {name}: this process has {threads} threads")
+        raise HasThreads(f"cannot fork {name}: this process has {threads} threads")
     parent = os.getpid()
     kept = frozenset(keep) | {1, 2}
     sys.stdout.flush()

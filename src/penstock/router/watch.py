@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.config.schema import GatewayConfig
+from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.router.decide import can_serve, could_serve
 from penstock.router.failover import Flight
@@ -92,6 +93,7 @@ class Watch:
         self._quarantine = Quarantine(config.failover, config.name)
         self._task = config.task
         self._given_up: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
+        self._unconnected: dict[WorkerId, WorkerUp] = {}  # to whom no link could be made yet
         self._peopled = float("inf")  # when there was last somebody; at the beginning they are waited for
         self._ticked: float | None = None
         self._beaten = float("-inf")
@@ -106,11 +108,23 @@ class Watch:
         if not fleet.up(message, now):
             return
         self._prefixes.follow(fleet.ids.index(message.worker) if slot is None else slot, message.incarnation)
-        self._links.open(message.worker, message.incarnation, message.endpoint).beat(self._hello, kv_snapshot=True)
+        self._connect(message)
         if message.incarnation != earlier[0]:
             self._quarantine.clear(message.worker)
         self._given_up.pop((message.worker, earlier[0]), None)
         self._lose(Loss(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced"))
+
+    def _connect(self, message: WorkerUp) -> None:
+        """Have a link, now or with a later beat: a process may be out of sockets or descriptors for a while."""
+        try:
+            link = self._links.open(message.worker, message.incarnation, message.endpoint)
+        except ConfigError as error:
+            if message.worker not in self._unconnected:
+                event(log, logging.ERROR, "no link to a worker", worker=message.worker, reason=str(error))
+            self._unconnected[message.worker] = message
+            return
+        self._unconnected.pop(message.worker, None)
+        link.beat(self._hello, kv_snapshot=True)
 
     def down(self, message: WorkerDown) -> None:
         """A worker process has ended."""
@@ -125,6 +139,7 @@ class Watch:
         self._metrics.worker_died(message.worker)
         event(log, logging.WARNING, "worker is down", worker=message.worker, reason=message.reason, requests=len(work))
         self._links.drop(message.worker)
+        self._unconnected.pop(message.worker, None)
         moved, given_up = self._given_up.pop((message.worker, message.incarnation), ((), 0.0))
         self._lose(
             Loss(
@@ -177,6 +192,8 @@ class Watch:
     def beat(self, flights: Iterable[Flight], now: float) -> None:
         """Greet everybody, ask about legs of ``flights`` that are silent, and look for silent workers."""
         self._beaten = now
+        for message in tuple(self._unconnected.values()):
+            self._connect(message)
         awaited: dict[WorkerId, list[Awaited]] = {}
         for flight in flights:
             for leg in flight.unheard(now):

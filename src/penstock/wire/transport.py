@@ -117,11 +117,12 @@ class Transport(Protocol):
     """Makes listeners and links.  One a process, made after fork; used by one thread."""
 
     def listen(self, endpoint: str) -> Listener:
-        """Bind.  Raises ConfigError for an endpoint that cannot be bound, or is of no known kind."""
+        """Bind.  Raises ConfigError for an endpoint that cannot be bound, or is of no known kind, and where the process
+        has no more sockets or descriptors."""
         ...
 
     def connect(self, endpoint: str) -> Link:
-        """Connect; the other end need not be there yet.  Raises ConfigError for an endpoint of no known kind."""
+        """Connect; the other end need not be there yet.  Raises ConfigError as ``listen``."""
         ...
 
     def connect_async(self, endpoint: str) -> AsyncLink:

@@ -25,7 +25,16 @@ from penstock.wire.keys import Keys
 from penstock.wire.transport import YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 QUEUE_MESSAGES = 16_384
-"""Messages that may wait for one peer, in each direction."""
+"""Messages that may wait to be sent to one peer."""
+
+RECEIVED_MESSAGES = 1024
+"""Messages of one peer that may wait here unread; what comes on top waits at the sender."""
+
+HANDSHAKE_MS = 3_000
+"""For a new connection to prove that it has the deployment's key.  Then it is closed."""
+
+CONNECTIONS_WAITING = 1024
+"""New connections that may wait to be accepted (listen(2))."""
 
 MALFORMED_PER_TURN = 64
 """Frames dropped in one ``recv`` before the loop gets its turn again."""
@@ -53,16 +62,20 @@ class ZmqTransport:
         self._keys = keys
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        # The library's own default of 1,023 would end a gateway's fleet at 511 workers.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._gate: _Gate | None = None
         self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []
 
     def listen(self, endpoint: str) -> Listener:
         self._check_process()
         if self._gate is None:
-            self._gate = _Gate(self._context, self._keys.client_public)
+            self._gate = self._make_gate()
         socket = self._socket(zmq.ROUTER, endpoint)
         try:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.BACKLOG, CONNECTIONS_WAITING)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # payloads go from listeners to links only
             socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
@@ -137,10 +150,14 @@ class ZmqTransport:
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         check_endpoint(endpoint)
         self._open = [source for source in self._open if not source.closed]
-        socket = self._context.socket(kind)
+        try:
+            socket = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot open a socket for {endpoint}: {error.strerror}") from error
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES))
         if endpoint.startswith("tcp://"):
             socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -148,6 +165,12 @@ class ZmqTransport:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
         return socket
+
+    def _make_gate(self) -> _Gate:
+        try:
+            return _Gate(self._context, self._keys.client_public)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot open a socket to check keys: {error.strerror}") from error
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

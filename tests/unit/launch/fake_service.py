@@ -3,7 +3,8 @@
     python fake_service.py '{"config": {"wedge_s": 0.4}, "decode-0": "crash"}'
 
 Behaviours of a child: "beat" (the default), "crash" (before it is ready), "deaf" (ignores SIGTERM); of the whole:
-"load_s" (how long loading takes).  Everything that is heard or done goes to stdout, one line each.
+"load_s" (how long loading takes), "thread" (the incarnations of decode-0 that this process has a second thread for).
+Everything that is heard or done goes to stdout, one line each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 
 from penstock.config.schema import SuperviseConfig
@@ -38,7 +40,19 @@ class FakeJobs:
     def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
         return Job(body=lambda: gateway(incarnation, channel), keep=())
 
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
     def worker(self, worker: WorkerId, incarnation: int) -> Job:
+        if worker == "decode-0" and "thread" in SCRIPT:
+            first, last = SCRIPT["thread"]
+            if incarnation == first:
+                self._thread = threading.Thread(target=self._over.wait, daemon=True)
+                self._thread.start()
+            elif incarnation > last and self._thread is not None:
+                self._over.set()
+                self._thread.join()
         return Job(body=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,6 +12,7 @@ from penstock.launch.joined import LOST_S, JoinedWorkers
 from penstock.router.fleet import Fleet
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.codec import PeerMessage
+from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import Received, WireCounters
 
@@ -168,3 +170,27 @@ def test_a_worker_that_moved_is_found_where_it_is(town: Town) -> None:
     town.pass_time(LOST_S + 2 * BEAT_S)
     town.report(B, "d", 6)
     assert town.news() == [("up", "d", 5), ("down", "d", 5), ("up", "d", 6)]
+
+
+async def test_an_error_in_telling_does_not_end_the_listening() -> None:
+    """A gateway may be out of descriptors for a moment; the worker's next report is heard all the same."""
+    hub, clock, told = MemoryHub(), VirtualClock(1.0), []
+    mailbox = hub.listen("memory://w")
+
+    def tell(message: SupervisorMessage) -> None:
+        told.append(message)
+        if len(told) == 1:
+            raise OSError(24, "Too many open files")
+
+    hello = Hello(gateway="g-join", incarnation=1)
+    joined = JoinedWorkers(["memory://w"], hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined.start()
+    await asyncio.sleep(0)
+    for _ in range(2):
+        joined.tick()
+        while (received := mailbox.recv()) is not None:
+            mailbox.send(received.peer, report_of("w"))
+        for _ in range(6):
+            await asyncio.sleep(0)
+    assert [type(message) for message in told] == [WorkerUp, WorkerUp]
+    await joined.close()

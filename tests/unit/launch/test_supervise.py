@@ -124,6 +124,20 @@ def test_a_killed_worker_is_back_at_once_under_the_same_name(start) -> None:
     service.until(r"gateway 1 up decode-0 2 \d+ nowhere-decode-0-2")
 
 
+def test_a_fork_that_a_thread_forbids_is_tried_again(start) -> None:
+    """A thread that has just ended may be counted for a while yet, on a machine that is short of processor time."""
+    service = start(config={"backoff_first_s": 0.01}, thread=[2, 3])
+    os.kill(pid_of(service, "decode-0"), signal.SIGKILL)
+    service.until(r"gateway 1 up decode-0 4 \d+ nowhere-decode-0-4")
+
+
+def test_a_fork_that_a_thread_forbids_for_good_is_given_up_in_words(start) -> None:
+    service = start(config={"backoff_first_s": 0.01, "rapid_deaths": 3}, thread=[2, 99])
+    os.kill(pid_of(service, "decode-0"), signal.SIGKILL)
+    service.until(r"gave up: decode-0 ended 3 times before it was ready.*this process has 2 threads.*")
+    assert service.end() == 1
+
+
 def test_a_stopped_worker_is_replaced(start) -> None:
     service = start(config={"wedge_s": 1.0})
     stopped_at = time.monotonic()

@@ -8,13 +8,17 @@ import logging
 import pytest
 from router_words import report, request
 
+from penstock.clock import VirtualClock
+from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError, NoWorkers
 from penstock.router.failover import Flight, Patience
 from penstock.router.links import Links
+from penstock.router.service import Outside, RouterService
 from penstock.router.stream import Stream
-from penstock.types import RequestId, TokenBatch, WorkerId
+from penstock.types import RequestId, Role, TokenBatch, WorkerId
 from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Cancel, Hello, Report
+from penstock.wire.messages import Cancel, Hello, Report, WorkerUp
+from penstock.wire.transport import AsyncLink
 
 D0 = WorkerId("decode-0")
 HELLO = Hello(gateway="g", incarnation=1)
@@ -152,3 +156,24 @@ async def test_a_consumer_that_gives_up_waiting_leaves_no_trace():
             await stream.take()
     stream.put(TokenBatch(tokens=(1,)))
     assert (await stream.take()).tokens == (1,)
+
+
+async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat():
+    hub, clock, tries = MemoryHub(), VirtualClock(1.0), []
+
+    def connect(endpoint: str) -> AsyncLink:
+        tries.append(endpoint)
+        if len(tries) < 3:
+            raise ConfigError("cannot open a socket: Too many open files")
+        return hub.connect_async(endpoint)
+
+    mailbox = hub.listen("memory://d")
+    config = GatewayConfig(name="g", model_name="m")
+    service = RouterService(config, Outside(connect=connect, clock=clock, suspect=lambda _: None))
+    service.on_supervisor(WorkerUp(worker=D0, incarnation=1, role=Role.BOTH, pid=1, endpoint="memory://d"))
+    for _ in range(2):
+        assert mailbox.recv() is None
+        clock.advance(config.failover.beat_s)
+        service.tick()
+    assert isinstance(mailbox.recv().message, Hello)
+    await service.close()
