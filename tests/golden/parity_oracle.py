@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tiny_models import write_tokenizer
+from penstock.weights.reader import Checkpoint
+from tiny_models import write_tokenizer, write_weights
+from vision_models import PREPROCESSOR
 
 
 class Oracle:
@@ -32,12 +37,24 @@ class Oracle:
         config = _config(json.loads((folder / "config.json").read_text()))
         return cls(_maker(config).from_pretrained(folder, config=config, dtype=torch.float32))
 
-    def logprobs_TV(self, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """Log-probability of every token after every position."""
+    def logprobs_TV(
+        self, tokens: Sequence[int], images: Sequence[Image.Image] = (), image_token: int = -1
+    ) -> NDArray[np.float64]:
+        """Log-probability of every token after every position; ``image_token`` stands where the images are."""
         torch.set_num_threads(1)  # models are small, and the kernels' own threads want the cores
+        ids = torch.tensor([list(tokens)])
+        given = {"mm_token_type_ids": (ids == image_token).int(), **processed(images)} if images else {}
         with torch.inference_mode():
-            logits_TV = self.model(input_ids=torch.tensor([list(tokens)])).logits[0]
+            logits_TV = self.model(input_ids=ids, **given).logits[0]
             return torch.log_softmax(logits_TV.double(), dim=-1).numpy()
+
+
+def processed(images: Sequence[Image.Image]) -> dict[str, Any]:
+    """Images, as transformers prepares them."""
+    options = {name: value for name, value in PREPROCESSOR.items() if name != "image_processor_type"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(Qwen2VLImageProcessorPil(**options)(list(images), return_tensors="pt"))
 
 
 def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0, kind: Any = None) -> Oracle:
@@ -59,6 +76,17 @@ def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0, kind
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, config.get("text_config", config)["vocab_size"])
     return Oracle(model)
+
+
+def rename_tensors(folder: Path, found: str, published: str) -> None:
+    """Tensors as the model's makers call them."""
+    with Checkpoint(folder) as checkpoint:
+        names = [name for name in checkpoint.names if name.startswith(found)]
+        tensors = {name.replace(found, published): np.array(checkpoint.array(name)) for name in checkpoint.names}
+    assert names, "transformers writes the published names now"
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    write_weights(folder, tensors)
 
 
 def _maker(config: AutoConfig) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from family_cases import CASES, HEARD
 from family_table import PAGE, page
-from parity_oracle import Oracle, write_random_model
+from parity_oracle import Oracle, rename_tensors, write_random_model
 from shrunk_models import CONFIGS, Case
 from ways import Told, Ways
 from whole_rows import check_rows, read_rows, rows_of
@@ -66,7 +66,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(case.config)
     oracle = write_random_model(folder, case.shrunk())
     if case.misnamed is not None:
-        rename(folder, *case.misnamed)
+        rename_tensors(folder, *case.misnamed)
     bench = RunnerBench(folder)
     if bench.ops.numerics.startswith("cpp"):
         assert isinstance(bench.runner.program, RecordedProgram)  # what is not recorded is slow, and says nothing
@@ -157,17 +157,6 @@ def test_llama4_by_its_published_names(tmp_path: Path) -> None:
         bench = RunnerBench(tmp_path / folder)
         answers.append(bench.read(bench.request(range(40)), 40))
     assert answers[0] == answers[1]
-
-
-def rename(folder: Path, found: str, published: str) -> None:
-    """Tensors as the model's makers call them."""
-    with Checkpoint(folder) as checkpoint:
-        names = [name for name in checkpoint.names if name.startswith(found)]
-        tensors = {name.replace(found, published): np.array(checkpoint.array(name)) for name in checkpoint.names}
-    assert names, "transformers writes the published names now"
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    write_weights(folder, tensors)
 
 
 def rewritten(

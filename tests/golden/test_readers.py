@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from parity_oracle import Oracle, write_random_model
-from shrunk_models import CONFIGS, SMALL
-from transformers import AutoModel, AutoModelForSequenceClassification
+from reader_cases import CASES, Case
+from shrunk_models import CONFIGS
+from transformers import AutoModel
 
 from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Arrive, Plan, Row
@@ -32,53 +32,6 @@ from penstock.weights.small_files import small_files
 from tiny_readers import bert_config, write_modules
 
 LENGTHS = [1, 40, 17, 61]
-THREE = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
-ONE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-
-
-def real(name: str, **changes: Any) -> dict[str, Any]:
-    """A published config.json, made small."""
-    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
-    small = {key: value for key, value in SMALL.items() if key in config or key == "num_key_value_heads"}
-    return config | small | {"torch_dtype": "float32"} | changes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model, and how its texts are pooled; labels make it a classifier."""
-
-    config: dict[str, Any]
-    pooling: str = ""  # as sentence-transformers calls it; "": it says nothing
-    normalise: bool = True
-    chunked: bool = False  # a text may be read in pieces
-    both_ways: bool = False  # a decoder that reads what stands behind a token too
-    second: int | None = None  # where the second text begins
-    scores: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda x: x.softmax(-1))
-
-
-XLM_R = {"model_type": "xlm-roberta", "type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66}
-QWEN3 = {"head_dim": 24, "max_window_layers": 3}
-REWARD = {"architectures": ["Qwen3ForSequenceClassification"], "problem_type": "regression", **ONE}
-CASES = {
-    "BGE": Case(config=real("bge_large", max_position_embeddings=64), pooling="cls_token"),
-    "MiniLM": Case(config=bert_config(), pooling="mean_tokens"),
-    "an encoder that says nothing": Case(config=bert_config(), normalise=False, second=9),
-    "XLM-R": Case(config=bert_config(**XLM_R, architectures=["XLMRobertaModel"]), pooling="mean_tokens"),
-    "E5-Mistral": Case(config=real("e5_mistral_7b", sliding_window=30), pooling="lasttoken", chunked=True),
-    "Qwen3-Embedding": Case(config=real("qwen3_embedding_8b", **QWEN3), pooling="lasttoken", chunked=True),
-    "a decoder's mean": Case(config=real("qwen3_embedding_8b", **QWEN3), pooling="mean_tokens", chunked=True),
-    "GTE-Qwen2": Case(config=real("gte_qwen2_7b", max_window_layers=3), pooling="lasttoken", both_ways=True),
-    "BERT with labels": Case(
-        config=bert_config(architectures=["BertForSequenceClassification"], **THREE), second=12
-    ),
-    "BGE-Reranker": Case(
-        config=bert_config(**XLM_R, architectures=["XLMRobertaForSequenceClassification"], **ONE),
-        scores=torch.sigmoid,
-    ),
-    "Skywork-Reward": Case(
-        config=real("qwen3_embedding_8b", **QWEN3 | REWARD), chunked=True, scores=lambda x: x
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,27 +42,6 @@ class Place:
     folder: Path
     oracle: Oracle
     texts: list[list[int]]
-
-    @property
-    def labels(self) -> bool:
-        return "id2label" in self.case.config and self.case.config["architectures"][0].endswith("Classification")
-
-    def wanted(self, tokens: list[int]) -> NDArray[np.float64]:
-        """The vector, or the scores, of one text."""
-        case, given = self.case, {"input_ids": torch.tensor([tokens])}
-        if case.both_ways:
-            given["attention_mask"] = torch.zeros((1, 1, len(tokens), len(tokens)))
-        if case.second is not None:
-            given["token_type_ids"] = (torch.arange(len(tokens)) >= case.second).long()[None]
-        torch.set_num_threads(1)
-        with torch.inference_mode():
-            told = self.oracle.model(**given)
-        if self.labels:
-            return case.scores(told.logits[0].double()).numpy()
-        states_TD = told.last_hidden_state[0].double()
-        pools = {"cls_token": states_TD[0], "lasttoken": states_TD[-1], "mean_tokens": states_TD.mean(0)}
-        vector = pools[case.pooling or "mean_tokens"]
-        return (vector / vector.norm() if case.normalise else vector).numpy()
 
 
 class Bench:
@@ -161,11 +93,7 @@ class Bench:
 @pytest.fixture(scope="module", params=CASES)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     case, folder = CASES[request.param], tmp_path_factory.mktemp("reader")
-    (architecture,) = case.config["architectures"]
-    kind = AutoModelForSequenceClassification if architecture.endswith("Classification") else AutoModel
-    oracle = write_random_model(folder, case.config, kind=kind)
-    if case.pooling:
-        write_modules(folder, case.pooling, normalise=case.normalise)
+    oracle = case.write(folder)
     rng = np.random.default_rng(3)
     texts = [rng.integers(2, case.config["vocab_size"], length).tolist() for length in LENGTHS]
     return Place(case, folder, oracle, texts)
@@ -175,9 +103,9 @@ def test_transformers_vectors_and_law_1(place: Place) -> None:
     bench = Bench(place)
     together = bench.read(place.texts)
     for got, tokens in zip(together, place.texts, strict=True):
-        want = place.wanted(tokens)
+        want = place.case.wanted(place.oracle, tokens)
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
-        if not place.labels:
+        if not place.case.labels:
             assert 1 - float(got @ want / np.linalg.norm(got) / np.linalg.norm(want)) < 1e-6
     for dtype in ("fp32", "bf16"):
         bench = bench if dtype == "fp32" else Bench(place, dtype)

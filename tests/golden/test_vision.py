@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from parity_oracle import Oracle
+from parity_oracle import Oracle, processed
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from ways import Told, Ways
 from whole_rows import check_rows, read_rows, rows_of
 
@@ -30,7 +26,7 @@ from penstock.types import PAGE_TOKENS, Picture, SamplingParams
 from penstock.weights.small_files import small_files
 from penstock.weights.vision import SeeingDecoder
 from runner_bench import RunnerBench
-from vision_models import IMAGE_TOKEN, KINDS, PREPROCESSOR, VOCAB, encoded, picture, write_vision_model
+from vision_models import IMAGE_TOKEN, KINDS, VOCAB, encoded, picture, write_vision_model
 
 ANSWER = 4
 SIZES = ((149, 90), (61, 230), (30, 30))
@@ -82,21 +78,9 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Place(folder, bench, Oracle.of(folder), images, seen(folder, images))
 
 
-def processed(images: list[Image.Image]) -> dict[str, Any]:
-    """As transformers prepares them."""
-    options = {name: value for name, value in PREPROCESSOR.items() if name != "image_processor_type"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return dict(Qwen2VLImageProcessorPil(**options)(images, return_tensors="pt"))
-
-
 def of_transformers(place: Place, seen: Seen, images: list[Image.Image]) -> NDArray[np.float64]:
     """Log-probabilities after every position."""
-    ids = torch.tensor([seen.tokens])
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        told = place.oracle.model(input_ids=ids, mm_token_type_ids=(ids == IMAGE_TOKEN).int(), **processed(images))
-    return torch.log_softmax(told.logits[0].double(), dim=-1).numpy()
+    return place.oracle.logprobs_TV(seen.tokens, images, IMAGE_TOKEN)
 
 
 def test_images_are_prepared_as_transformers_prepares_them(place: Place) -> None:

@@ -22,6 +22,7 @@ from penstock.weights.strict_json import parse_objects
 MODULES = "modules.json"
 SENTENCES = "sentence_bert_config.json"
 CLASSIFIER = "ForSequenceClassification"
+LANGUAGE_MODEL_HEAD = "LMHeadModel"
 MAX_LABELS = 65_536
 
 _MODES: Mapping[str, Pooling] = MappingProxyType(
@@ -52,7 +53,7 @@ def read_with(spec: ModelSpec, architecture: str, config: Fields, files: SmallFi
     elif modules is not None and files is not None:
         pooler = _sentences(modules, files, causal=causal)
         spec = _at_most(spec, files)
-    elif decodes and not architecture.endswith("Model"):
+    elif decodes and not _lacks_head(architecture):
         if not causal:
             raise config.refuse(f"is_causal is false: such a model writes no text, and for vectors it has no {MODULES}")
         return spec
@@ -62,6 +63,11 @@ def read_with(spec: ModelSpec, architecture: str, config: Fields, files: SmallFi
     if pooler.causal and pooler.pooling is Pooling.CLS:
         raise config.refuse("the first token's state is to stand for a text, but that token reads nothing of it")
     return msgspec.structs.replace(spec, pooler=pooler, kv=spec.kv if pooler.causal else KEEPS_NOTHING)
+
+
+def _lacks_head(architecture: str) -> bool:
+    """Whether a decoder was saved without its language model head: LlamaModel, but not GPT2LMHeadModel."""
+    return architecture.endswith("Model") and not architecture.endswith(LANGUAGE_MODEL_HEAD)
 
 
 def _at_most(spec: ModelSpec, files: SmallFiles) -> ModelSpec:
