@@ -7,7 +7,8 @@ one shows at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from penstock.engine.service.held import PageWait
 from penstock.errors import TierFailed
 from penstock.kv.layout import KvLayout
 from penstock.kv.store.directory import area_bytes
+from penstock.kv.store.hands import Hand
 from penstock.kv.store.peers import PeerTier
-from penstock.kv.store.port import Tier
+from penstock.kv.store.port import FinalPage, PageKey, Tier
 from penstock.kv.store.seal import StoreSeal
 from penstock.kv.store.slab_file import SlabFile, head_for
 from penstock.kv.store.slabs import SlabTier
@@ -176,14 +178,65 @@ def test_pages_that_do_not_come_in_time_are_computed_and_kept_when_they_come(tmp
         if turn == 1:
             assert first_item(stage, "r").cached_tokens == 0
             assert reader.waiting == 9
-            assert prefill.scheduler.memory.importing
+            assert not prefill.scheduler.memory.importing, "what no tier has begun is taken back"
             assert prefill.scheduler.check().total == 0
             reader.work()
             stage.turn()
-            stage.ask([1, 2, 3], to=prefill, request="again", max_tokens=1)  # looks at what has come
-            stage.run()
             assert not prefill.scheduler.memory.importing
         end(stage)
+
+
+class HangingTier:
+    """Has everything, and stops in the middle of its first read, as a file server does that is gone."""
+
+    name = "disk"
+    copies = True
+    remote = False
+    pages = 1000
+
+    def __init__(self) -> None:
+        self.reads, self.goes_on = threading.Event(), threading.Event()
+
+    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+        return [True] * len(keys)
+
+    def read(self, key: PageKey, into: memoryview) -> bool:
+        self.reads.set()
+        assert self.goes_on.wait(60)
+        return False
+
+    def write(self, final: FinalPage, content: memoryview) -> bool:
+        return False
+
+    def evicted(self, key: PageKey) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StageWorker, "_hand", lambda worker, *words: Hand(*words))  # real threads
+    tier = HangingTier()
+    stage = Stage(tiers=lambda worker: [tier], cost=FixedCost((1e-3, 1.0, 1e-3, 1e-3)))  # computing takes for ever
+    worker = stage.worker("both", Role.BOTH)
+    stage.ask([i % 70 for i in range(150)], to=worker)
+    stage.turn()
+    assert tier.reads.wait(60)
+    assert worker.scheduler.memory.imported == 9
+    worker.link.send(Cancel(request="r", epoch=1))
+    stage.wait(0.3)
+    report = stage.reports[worker.name]
+    assert (report.kv_pages_used, report.kv_pages_loading) == (1, 1), "the page under the thread's hands"
+    lost = worker.scheduler.memory.pool.reserve(2).take()  # somebody loses pages meanwhile
+    stage.wait(0.3)
+    assert stage.reports[worker.name].kv_pages_leaked == 2, "the check goes on beside the tier that hangs"
+    worker.scheduler.memory.pool.release(lost)
+    tier.goes_on.set()
+    for thread in ("_reader", "_writer"):
+        getattr(worker.stored._store._tiers[0], thread).end()
+    assert worker.stored._store._tiers[0]._reader.join(60)
+    stage.assert_idle()
 
 
 def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path):

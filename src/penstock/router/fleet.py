@@ -332,6 +332,7 @@ class Fleet:
             "kv_pages_used": report.kv_pages_used if report else 0,
             "kv_pages_free": report.kv_pages_free if report else 0,
             "kv_pages_leaked": report.kv_pages_leaked if report else 0,
+            "kv_pages_loading": report.kv_pages_loading if report else 0,
             "cores": report.cores if report else 0,
             "borrowed_core_seconds": round(report.counters.get("borrowed_core_seconds", 0.0), 1) if report else 0.0,
             "incarnation": self.incarnations[slot],

@@ -143,6 +143,7 @@ NUM_REQUESTS_RUNNING = _gauge("num_requests_running", "Requests in the worker's 
 NUM_REQUESTS_WAITING = _gauge("num_requests_waiting", "Requests queued in the worker.", "worker", "role")
 KV_CACHE_USAGE = _gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 means all.", "worker", "role")
 KV_PAGES_LEAKED = _gauge("kv_pages_leaked", "KV pages without an owner; 0 at every idle moment.", "worker", "role")
+KV_PAGES_LOADING = _gauge("kv_pages_loading", "KV pages that a tier of the KV store is filling.", "worker", "role")
 WORKER_UP = _gauge("worker_up", "1 while the worker can be given work.", "worker", "role")
 
 BY_WORKER_COUNTER: dict[str, Family] = {

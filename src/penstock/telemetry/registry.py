@@ -287,6 +287,7 @@ _ROW_GAUGES: tuple[tuple[Family, Callable[[Mapping[str, Any]], float]], ...] = (
     (names.NUM_REQUESTS_WAITING, lambda row: row["queued"]),
     (names.KV_CACHE_USAGE, _usage),
     (names.KV_PAGES_LEAKED, lambda row: row["kv_pages_leaked"]),
+    (names.KV_PAGES_LOADING, lambda row: row["kv_pages_loading"]),
     (names.WORKER_UP, lambda row: float(row["state"] in ("ready", "draining"))),
 )
 

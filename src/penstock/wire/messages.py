@@ -212,6 +212,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     kv_pages_used: int = 0
     kv_pages_free: int = 0  # cached pages count as free: they can be evicted
     kv_pages_leaked: int = 0
+    kv_pages_loading: int = 0  # of those used, pages that a tier of the KV store (or a lane) fills for no request
     counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
     prompt_tokens: int = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
     prompt_pairs: int = 0  # (query, key) pairs of their attention

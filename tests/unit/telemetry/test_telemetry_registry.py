@@ -48,6 +48,7 @@ ROW = {
     "kv_pages_used": 25,
     "kv_pages_free": 75,
     "kv_pages_leaked": 0,
+    "kv_pages_loading": 0,
     "kv_tiers": [{"tier": "disk", "pages": 7}],
 }
 

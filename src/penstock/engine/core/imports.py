@@ -6,7 +6,8 @@
     filled  -> a page that is the right one gets its name and is in the prefix cache from then on; else it is free again
     let_go  -> nothing is held any more: the cache has it, and the request finds it there like anybody else
 
-A page that is being filled belongs to whoever fills it until ``filled`` is called, whatever becomes of the request.
+A page that is being filled belongs to whoever fills it until ``filled`` or ``withdrawn`` is called, whatever becomes of
+the request.
 Pure; knows nothing about where pages come from.
 """
 
@@ -90,8 +91,13 @@ class Imports:
         self._forget_if_done(brought)
         return page if new else None
 
+    def withdrawn(self, brought: Import, places: Sequence[int]) -> None:
+        """Nobody will write into these pages."""
+        self._memory.pool.release([brought.coming.pop(place) for place in places])
+        self._forget_if_done(brought)
+
     def let_go(self, brought: Import) -> None:
-        """Nobody waits for this any more.  What is on its way stays with whoever brings it."""
+        """Nobody waits for this any more.  What is still being filled stays with whoever fills it."""
         held = [*brought.known, *(brought.came[place] for place in sorted(brought.came))]
         brought.known.clear()
         brought.came.clear()

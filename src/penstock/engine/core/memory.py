@@ -227,7 +227,12 @@ class PageMemory:
     @property
     def importing(self) -> bool:
         """Does anybody hold pages who is no request?"""
-        return any(own() for own in self.owners)
+        return self.imported > 0
+
+    @property
+    def imported(self) -> int:
+        """Pages whose owners are no requests: a tier or a lane still writes into them."""
+        return len({page for own in self.owners for page in own()})
 
     def _next(self, request: Request) -> int:
         """The position that is computed next after those that are computed elsewhere; 0 when there are none."""

@@ -102,9 +102,10 @@ class Reporter:
         load = scheduler.load()
         self._count_others()
         counts["dropped_frames"] = dropped_frames
-        if settled and not load.running and not scheduler.memory.importing:
+        loading = scheduler.memory.imported
+        if settled and not load.running:
             # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
-            self._leaked = scheduler.check().total + (0 if asked else load.pages_used)
+            self._leaked = max(scheduler.check().total, 0 if asked else load.pages_used - loading)
         return Report(
             worker=self._config.worker,
             incarnation=self._config.incarnation,
@@ -122,6 +123,7 @@ class Reporter:
             kv_pages_used=load.pages_used,
             kv_pages_free=load.pages_free,
             kv_pages_leaked=self._leaked,
+            kv_pages_loading=loading,
             counters={name: value for name, value in (counts | self.store()).items() if value},
             prompt_tokens=load.prompt_tokens,
             prompt_pairs=load.prompt_pairs,

@@ -29,7 +29,7 @@ from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.held import PagesHere, PageWait
 from penstock.engine.service.reports import Reporter
 from penstock.hashing import block_hash, image_marks
-from penstock.kv.store.at_work import Found, Loaded, Ticket
+from penstock.kv.store.at_work import Found, Load, Loaded, Ticket
 from penstock.kv.store.port import FinalPage, PageKey
 from penstock.kv.store.store import PageStore
 from penstock.kv.store.worth import Reuse
@@ -59,8 +59,10 @@ class _Waiting:
     asked: list[PageKey] = field(default_factory=list[PageKey])  # of remote tiers
     answers: dict[int, int] = field(default_factory=dict[int, int])  # how many of those a remote tier has
     unanswered: int = 0
-    behind: frozenset[PageKey] = frozenset()  # pages that another request fetches
+    behind: list[PageKey] = field(default_factory=list[PageKey])  # pages that another request fetches
     brought: Import | None = None
+    places: Sequence[int] = ()  # the last block of each page that is brought
+    loads: Sequence[Load] = ()  # one a page that is brought
     ended: float = 0.0
     found: int = 0  # blocks here when it ended
     pages: Counter[str] = field(default_factory=Counter[str])  # that were asked for, by tier
@@ -238,9 +240,10 @@ class StoredPages:
         reach = self._imports.reach(hashes, limit, lambda block, group: PageKey(block, group) in where)
         if not last and reach < limit and self._store.remotes:
             return
-        wanted = [(hashes[last], group) for last, group in self._imports.missing(hashes, reach)]
+        missing = self._imports.missing(hashes, reach)
+        wanted = [(hashes[last], group) for last, group in missing]
         keys = [PageKey(block, group) for block, group in wanted]
-        behind = frozenset(key for key in keys if key in self._loading)
+        behind = [key for key in keys if key in self._loading]
         if behind:
             waiting.behind = behind
             return
@@ -254,11 +257,15 @@ class StoredPages:
             waiting.phase = _Phase.DONE
             return
         waiting.phase, waiting.brought = _Phase.BRINGING, brought
+        waiting.places = [last for last, _ in missing]
         self._open[waiting.ticket] = waiting
-        for place, key in enumerate(keys):
+        for key in keys:
             self._loading[key] = waiting.ticket
             waiting.pages[self._store.name(where[key])] += 1
+        waiting.loads = [
             self._store.load(where[key], waiting.ticket, place, (key, brought.coming[place]))
+            for place, key in enumerate(keys)
+        ]
 
     def _where(self, waiting: _Waiting) -> dict[PageKey, int]:
         """The tier of each page that is not here but somewhere, up to where nobody can go on from."""
@@ -277,7 +284,10 @@ class StoredPages:
         return where
 
     def _is_behind(self, waiting: _Waiting) -> bool:
-        return any(key in self._loading for key in waiting.behind)
+        behind = waiting.behind
+        while behind and behind[-1] not in self._loading:
+            behind.pop()  # each is looked at once
+        return bool(behind)
 
     def _take_news(self) -> None:
         for news in self._store.news():
@@ -302,8 +312,7 @@ class StoredPages:
         self._loading.pop(key, None)
         page = self._imports.filled(brought, news.place, news.good)
         if page is not None:
-            index = waiting.hashes.index(block)
-            self._keep(key, page, index, (waiting.limit * self._size, False))
+            self._keep(key, page, waiting.places[news.place], (waiting.limit * self._size, False))
 
     def _end(self, waiting: _Waiting, now: float) -> None:
         """It waits no longer."""
@@ -319,9 +328,17 @@ class StoredPages:
         waiting.phase = _Phase.DONE
         waiting.ticket.wanted = False
         if waiting.brought is not None:
+            self._withdraw(waiting, waiting.brought)
             self._imports.let_go(waiting.brought)
         if waiting.unanswered == 0 and (waiting.brought is None or not waiting.brought.coming):
             self._open.pop(waiting.ticket, None)
+
+    def _withdraw(self, waiting: _Waiting, brought: Import) -> None:
+        """Loads that wait behind others at a tier, which may hang: their pages are free at once."""
+        places = [place for place in brought.coming if waiting.loads[place].withdraw()]
+        for place in places:
+            self._loading.pop(PageKey(*brought.wanted[place]), None)
+        self._imports.withdrawn(brought, places)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

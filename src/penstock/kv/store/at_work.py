@@ -45,6 +45,32 @@ class Ticket:
     wanted: bool = True
 
 
+class Load:
+    """A page that a tier was asked to bring: it belongs to the tier from ``begin`` on, unless it was withdrawn before.
+
+    One of the two is the first, whichever threads they are called from.
+    """
+
+    __slots__ = ("_unclaimed",)
+
+    def __init__(self) -> None:
+        self._unclaimed = [True]
+
+    def begin(self) -> bool:
+        """The tier's thread is about to write into the page.  False: it must not, and need not tell."""
+        return self._claim()
+
+    def withdraw(self) -> bool:
+        """The page is needed no more.  True: nobody will write into it; False: ``Loaded`` will come."""
+        return self._claim()
+
+    def _claim(self) -> bool:
+        try:
+            return self._unclaimed.pop()  # one step of the interpreter
+        except IndexError:
+            return False
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A remote tier has so many of the pages that were asked for, from the first on."""
@@ -117,9 +143,11 @@ class TierAtWork:
         """Of a remote one; ``Found`` is the answer."""
         self._reader.put(lambda: self._ask(ticket, keys))
 
-    def load(self, ticket: Ticket, place: int, key: PageKey, into: memoryview) -> None:
-        """Bring a page; ``Loaded`` is the answer.  Until then ``into`` belongs to the tier."""
-        self._reader.put(lambda: self._load(ticket, place, key, into))
+    def load(self, ticket: Ticket, place: int, key: PageKey, into: memoryview) -> Load:
+        """Bring a page; ``Loaded`` is the answer, unless it is withdrawn.  Until then ``into`` belongs to the tier."""
+        load = Load()
+        self._reader.put(lambda: self._load(ticket, place, key, into) if load.begin() else None)
+        return load
 
     def wants(self, final: FinalPage, now: float) -> bool:
         """Is writing this page worth the time, and can it be done?"""

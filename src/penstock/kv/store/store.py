@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 from penstock.config.schema import KvStoreConfig
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.at_work import Around, News, Ticket, TierAtWork
+from penstock.kv.store.at_work import Around, Load, News, Ticket, TierAtWork
 from penstock.kv.store.hands import Doer, Hand
 from penstock.kv.store.port import FinalPage, PageKey, Tier
 from penstock.telemetry.metrics import tier_counter
@@ -73,10 +73,11 @@ class PageStore:
         """How many of these pages, from the first on, does a remote tier have?  ``Found`` is the answer."""
         self._tiers[tier].ask(ticket, keys)
 
-    def load(self, tier: int, ticket: Ticket, place: int, wanted: tuple[PageKey, PageId]) -> None:
-        """Bring a page into this worker's memory.  It belongs to the tier until ``Loaded`` says how it went."""
+    def load(self, tier: int, ticket: Ticket, place: int, wanted: tuple[PageKey, PageId]) -> Load:
+        """Bring a page into this worker's memory.  It belongs to the tier until ``Loaded`` says how it went, or the
+        load is withdrawn."""
         key, page = wanted
-        self._tiers[tier].load(ticket, place, key, self._memory.view(page))
+        return self._tiers[tier].load(ticket, place, key, self._memory.view(page))
 
     def name(self, tier: int) -> str:
         """One of ``telemetry.metrics.TIERS``."""
