@@ -356,6 +356,11 @@ class Scheduler:
         return self._table.all.get(request_id)
 
     @property
+    def queued(self) -> int:
+        """Requests that have no pages yet."""
+        return self._table.queued
+
+    @property
     def preemptions(self) -> int:
         """Since the start."""
         return self._table.preemptions

@@ -86,7 +86,7 @@ class WorkerMailbox:
         self._events: list[Event] = []
         ready = ready or Ready()
         self._images = ready.images
-        self._held = Held(ready, self._refuse)
+        self._held = Held(ready, self._refuse, lambda: config.scheduler.max_queued - scheduler.queued)
         ready.pages.watch(self._waited)
         self._served = ServedImages(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
@@ -175,6 +175,8 @@ class WorkerMailbox:
         if telling or any(progress.index == progress.request.emitted for progress in outcome.progress):
             # Before the first token: the router counts on the prompt's pages until then.
             self.bulletins.cache(self._asks.gateways())
+        elif self.bulletins.unfinished:
+            self.bulletins.go_on()
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
         if telling:
@@ -207,8 +209,9 @@ class WorkerMailbox:
 
     @property
     def busy(self) -> bool:
-        """Are there pages to copy, or words that the scheduler has not heard?  Then there is no time to sleep."""
-        return self._hand_overs.busy or bool(self._events)
+        """Are there pages to copy, words that the scheduler has not heard, or more of the cache to tell gateways?  Then
+        there is no time to sleep."""
+        return self._hand_overs.busy or bool(self._events) or self.bulletins.unfinished
 
     def report(self, now: float) -> None:
         """Tell every gateway how this worker is."""

@@ -6,8 +6,8 @@ as all that gateways know of caches.  Knows names and numbers of tiers, no pages
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from penstock.types import BlockHash
 
@@ -26,7 +26,7 @@ class Sunk:
 
     def __init__(self, nearest: Nearest) -> None:
         self._nearest = nearest
-        self._tiers: OrderedDict[BlockHash, int] = OrderedDict()  # looked at longest ago first
+        self._tiers: dict[BlockHash, int] = {}  # looked at longest ago first
 
     def rose(self, block: BlockHash) -> None:
         """The cache has it again."""
@@ -34,16 +34,20 @@ class Sunk:
 
     def left(self, blocks: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, int]]:
         """The cache has given these up.  The tiers are asked once for all of them."""
+        # All that may have to go are found in one walk: the front of a dict from which much was taken is slow to find.
+        oldest = iter(list(islice(self._tiers, max(0, len(self._tiers) + len(blocks) - MOST_SUNK))))
         for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
             if tier:
                 self._tiers[block] = tier
                 if len(self._tiers) > MOST_SUNK:
-                    yield self._tiers.popitem(last=False)[0], 0
+                    forgotten = next(oldest, None) or next(iter(self._tiers))
+                    del self._tiers[forgotten]
+                    yield forgotten, 0
             yield block, tier
 
     def look(self) -> Iterator[tuple[BlockHash, int]]:
         """What has changed of some since they were looked at last."""
-        blocks = [block for block, _ in zip(self._tiers, range(LOOKED_AT), strict=False)]
+        blocks = list(islice(self._tiers, LOOKED_AT))
         for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
             before = self._tiers.pop(block)
             if tier:
@@ -51,6 +55,6 @@ class Sunk:
             if tier != before:
                 yield block, tier
 
-    def all(self) -> Iterable[tuple[BlockHash, int]]:
+    def all(self) -> Mapping[BlockHash, int]:
         """Every block, and its tier."""
-        return self._tiers.items()
+        return self._tiers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
-from penstock.engine.service.held import Held, Ready
+from penstock.engine.service.held import MAX_CHECKED_PER_TURN, Held, PagesHere, Ready
 from penstock.errors import AdapterRefused, GrammarRefused
 from penstock.types import AdapterRef, BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
 
@@ -122,3 +122,41 @@ def test_who_waits_for_an_adapter_waits_like_one_who_waits_for_a_grammar():
     without = Held(Ready(), lambda event, reason: told.append((event.id, reason)))
     assert without.sift([arrive("d", adapter=AdapterRef(fingerprint="f", folder="/f"))]) == []
     assert told[1:] == [("d", "adapter: this engine has no adapters")]
+
+
+class Counting(PagesHere):
+    """Pages that come when they are told to; counts who asks for them."""
+
+    def __init__(self) -> None:
+        self.here = False
+        self.asked = 0
+
+    def ready(self, event: Arrive) -> bool:
+        self.asked += 1
+        return self.here
+
+
+def test_a_turn_looks_at_so_many_of_those_who_wait_however_many_there_are():
+    pages = Counting()
+    held = Held(Ready(pages=pages), lambda event, reason: None)
+    names = [f"r{number}" for number in range(3 * MAX_CHECKED_PER_TURN)]
+    held.sift([arrive(name) for name in names])
+    pages.asked = 0
+    assert held.sift([]) == []
+    assert pages.asked == MAX_CHECKED_PER_TURN
+    pages.here = True
+    passed = [event.id for _ in range(3) for event in held.sift([])]
+    assert len(passed) == len(names)
+    assert set(passed) == set(names), "every one has its turn"
+    assert not held
+
+
+def test_no_more_wait_here_than_there_is_room_for():
+    told: list[tuple[str, str]] = []
+    pages = Counting()
+    held = Held(Ready(pages=pages), lambda event, reason: told.append((event.id, reason)), lambda: 2)
+    held.sift([arrive("a"), arrive("b"), granted("a"), arrive("c"), granted("c")])
+    assert len(held) == 2
+    assert told == [("c", "queue_full")]
+    pages.here = True
+    assert [event.id for event in held.sift([])] == ["a", "a", "b"]

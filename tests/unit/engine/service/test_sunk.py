@@ -9,11 +9,12 @@ import pytest
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.blocks import BlockPool
 from penstock.engine.core.prefix import PrefixCache
-from penstock.engine.service import sunk
+from penstock.engine.service import kv_log, sunk
 from penstock.engine.service.asks import Gateway
 from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.sunk import LOOKED_AT, Sunk
 from penstock.kernels.blocks import keys_of
+from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, Role, WorkerId
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import KV_KEY_BYTES, Hello, KvEvents
@@ -43,9 +44,9 @@ def test_what_leaves_the_cache_is_where_the_tiers_say() -> None:
     below.tiers[BLOCKS[0]] = 2
     assert list(known.left(BLOCKS[:2])) == [(BLOCKS[0], 2), (BLOCKS[1], 0)]
     assert list(known.left([])) == []
-    assert list(known.all()) == [(BLOCKS[0], 2)]
+    assert list(known.all().items()) == [(BLOCKS[0], 2)]
     known.rose(BLOCKS[0])
-    assert list(known.all()) == []
+    assert list(known.all().items()) == []
 
 
 def test_what_a_tier_drops_is_found_out_in_time() -> None:
@@ -57,7 +58,7 @@ def test_what_a_tier_drops_is_found_out_in_time() -> None:
     below.tiers = dict.fromkeys(BLOCKS[1:], 2)
     changes = [change for _ in range(3) for change in known.look()]
     assert sorted(changes) == sorted([(BLOCKS[0], 0), *((block, 2) for block in BLOCKS[1:])])
-    assert BLOCKS[0] not in dict(known.all())
+    assert BLOCKS[0] not in known.all()
 
 
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +108,84 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     assert set_of(told.stored) == set_of(keys_of([BLOCKS[0], BLOCKS[5]]))
     assert [set_of(keys) for keys in told.sunk] == [set_of(keys_of(BLOCKS[1:2])), set_of(keys_of(BLOCKS[2:3]))]
     assert set_of(told.removed) == set_of(keys_of(BLOCKS[3:5]))
+
+
+class Followers:
+    """Gateways that speak to one worker, over a hub without processes."""
+
+    def __init__(self, names: str) -> None:
+        self.config = WorkerConfig(
+            worker=WorkerId("w"),
+            incarnation=1,
+            role=Role.BOTH,
+            endpoint="memory://w",
+            carrier="memory",
+            scheduler=SchedulerConfig(pages=64),
+        )
+        hub = MemoryHub()
+        self.listener = hub.listen(self.config.endpoint)
+        self.links = [hub.connect(self.config.endpoint) for _ in names]
+        self.gateways: list[Gateway] = []
+        for name, link in zip(names, self.links, strict=True):
+            link.send(Hello(gateway=name, incarnation=1))
+            heard = self.listener.recv()
+            assert heard is not None
+            self.gateways.append(Gateway(name, 1, heard.peer, 0.0))
+
+    def heard(self) -> list[list[KvEvents]]:
+        """What each was told since the last call."""
+        told: list[list[KvEvents]] = []
+        for link in self.links:
+            told.append([])
+            while (received := link.recv()) is not None:
+                assert isinstance(received.message, KvEvents)
+                told[-1].append(received.message)
+        return told
+
+
+def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_log, "KV_EVENT_BLOCKS", 4)
+    on = Followers("abc")
+    prefix = PrefixCache(BlockPool(64))
+    bulletins = Bulletins(on.config, prefix, on.listener)
+    known = [BlockHash(bytes([n]) * 32) for n in range(10)]
+    walks = 0
+
+    def blocks() -> list[BlockHash]:
+        nonlocal walks
+        walks += 1
+        return known
+
+    monkeypatch.setattr(bulletins._log, "_known", blocks)
+    for gateway in on.gateways[:2]:
+        bulletins.greeted(gateway, Hello(gateway=gateway.name, incarnation=1, kv_snapshot=True))
+    index = [PrefixIndex(), PrefixIndex()]
+    for one in index:
+        one.follow(0, 1)
+    turns = 0
+    new = BlockHash(bytes([99]) * 32)
+    while turns == 0 or bulletins.unfinished:
+        if turns == 1:  # in the middle: a change for all, and one gateway more that asks
+            known.append(new)
+            prefix.on_change(new, True)
+            bulletins.greeted(on.gateways[2], Hello(gateway="c", incarnation=1, kv_snapshot=True))
+        bulletins.cache(on.gateways)
+        turns += 1
+        told = on.heard()
+        assert all(sum(len(message.stored) for message in messages) <= 5 * KV_KEY_BYTES for messages in told)
+        for one, messages in zip(index, told, strict=False):
+            for message in messages:
+                one.take(0, message)
+    assert (turns, walks) == (3, 1), "ten blocks by four, for two gateways at once"
+    assert [one.gaps for one in index] == [0, 0]
+    for one in index:
+        assert all(one.stored([block], 1)[0] == 1 for block in [*known, new])
+    bulletins.cache(on.gateways)
+    while bulletins.unfinished:
+        bulletins.go_on()
+    a, b, c = on.heard()
+    assert (a, b) == ([], [])
+    assert b"".join(message.stored for message in c) == keys_of(known)
+    assert walks == 2
