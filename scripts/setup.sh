@@ -59,8 +59,15 @@ for package, library in (("libibverbs1", "libibverbs.so.1"), ("libnl-3-200", "li
         print(package)'
 }
 
-# Installs what is missing when it may (as root, or through sudo), otherwise says what to type.  Mooncake's libraries may
-# stay missing: with FOR_TESTS they are asked for, and without them its tests are skipped.
+# Prints the Debian packages without which some tests are skipped, as far as they are missing.
+missing_for_some_tests() {
+    missing_libraries
+    # Debian starts nginx on port 80 as soon as it is installed, so that nobody but CI gets it unasked.
+    [[ -z ${CI:-} ]] || PATH=$PATH:/usr/sbin command -v nginx >/dev/null || echo nginx-light
+}
+
+# Installs what is missing when it may (as root, or through sudo), otherwise says what to type.  With FOR_TESTS
+# packages are asked for, too, that may stay missing.
 need_system_packages() {
     local -a missing as_root=()
     mapfile -t missing < <(missing_packages)
@@ -73,10 +80,14 @@ need_system_packages() {
         find_python >/dev/null || fail "no Python 3.11 or newer" "Set PYTHON to one."
     fi
     [[ -n ${FOR_TESTS:-} ]] || return 0
-    mapfile -t missing < <(missing_libraries)
-    ((${#missing[@]})) || return 0
-    if ! { command -v apt-get >/dev/null && become_root && install_packages "${missing[@]}"; }; then
-        say "not installed: ${missing[*]}: Mooncake's tests are skipped"
+    mapfile -t missing < <(missing_for_some_tests)
+    if ((${#missing[@]})); then
+        if ! { command -v apt-get >/dev/null && become_root && install_packages "${missing[@]}"; }; then
+            say "not installed: ${missing[*]}: the tests that need them (Mooncake, nginx) are skipped"
+        fi
+    fi
+    if ! PATH=$PATH:/usr/sbin command -v nginx >/dev/null; then
+        say "no nginx: its tests are skipped (as root: apt-get install nginx-light)"
     fi
 }
 

@@ -2,6 +2,10 @@
 
 - A head (request line and headers) may have ``max_header_bytes`` and take ``header_s``: 431 and 408.
 - At most ``MAX_PIPELINED`` requests wait behind a running one: 400.
+- A body has one length.  ``Host`` stands there once, and the only transfer coding is ``chunked``; anything else is
+  refused, the connection is closed, and nothing behind it is parsed (RFC 9112, sections 3.2, 6.1 and 6.3).
+- ``Upgrade`` is ignored (RFC 9110, section 7.8): the request is answered as it is, with its body.
+- Trailer fields are dropped, and may have ``max_header_bytes``, as the line of a chunk may.
 - A client that takes nothing of its answer for ``idle_client_s`` is hung up on, so that a stream nobody reads holds
   neither memory here nor pages in a worker.
 - What is no HTTP is refused with the same JSON envelope as everything else.
@@ -12,9 +16,11 @@ Knows nothing about paths or bodies (``edge`` does).
 from __future__ import annotations
 
 import asyncio
+import re
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -22,6 +28,7 @@ from penstock.config.schema import Limits
 
 MAX_PIPELINED = 16
 _SEPARATORS = len(": \r\n")
+_HOST = re.compile(rb"(?:[\w.~%!$&'()*+,;=-]*|\[[0-9A-Fa-f:.vV%\w-]+\])(?::\d*)?", re.ASCII)  # RFC 3986, section 3.2.2
 
 
 class _BadHeadError(Exception):
@@ -43,6 +50,8 @@ class _GuardedConnection(HttpToolsProtocol):
         self._in_head = True  # also between two requests
         self._head_begun = False
         self._refusal: tuple[HTTPStatus, str] | None = None  # what to say instead of uvicorn's own words
+        self._without_upgrade: bytes | None = None  # the head that has just ended, if it asks for an upgrade
+        self._framing_bytes = 0  # received of a body since its last byte: a chunk's line, or trailer fields
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -65,14 +74,51 @@ class _GuardedConnection(HttpToolsProtocol):
             return
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        else:
+            self._framing_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, "Invalid HTTP request received.")))
+            return
         if self._in_head and self._head_bytes > self.limits.max_header_bytes:
             self._refuse(*self._too_large())
+        elif not self._in_head and self._framing_bytes > self.limits.max_header_bytes:
+            limit = self.limits.max_header_bytes
+            self._refuse(
+                HTTPStatus.BAD_REQUEST,
+                f"A chunk's line or the trailer fields are larger than the limit of {limit} bytes.",
+            )
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser.
+
+        It takes the end of a head that asks for an upgrade for the end of HTTP, and would read the body as the next
+        request.  So a new parser reads that head again without ``Upgrade``, and goes on with what follows.
+        Raises HttpParserError.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                head, self._without_upgrade = self._without_upgrade, None
+                assert head is not None, "on_headers_complete notes it"
+                rest = rest[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.parser.feed_data(head)
 
     def on_message_begin(self) -> None:
         self._in_head = self._head_begun = True
         self._start_head_timer()
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # what the application reads as the head may not change afterwards
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + _SEPARATORS for name, value in self.headers)
@@ -80,8 +126,13 @@ class _GuardedConnection(HttpToolsProtocol):
             self._refusal = self._too_large()
         elif len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = HTTPStatus.BAD_REQUEST, f"More than {MAX_PIPELINED} requests are pipelined."
+        else:
+            self._refusal = self._bad_framing()
         if self._refusal is not None:
             raise _BadHeadError
+        if self.parser.should_upgrade():
+            self._without_upgrade = self._head_without_upgrade()
+            return
         self._in_head = self._head_begun = False
         self._head_bytes = 0
         self._stop_head_timer()
@@ -91,9 +142,51 @@ class _GuardedConnection(HttpToolsProtocol):
             # uvicorn reads no further behind a running request, and so would not hear that the client has gone.
             self.flow.resume_reading()
 
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._framing_bytes = 0
+
     def on_message_complete(self) -> None:
+        if self._without_upgrade is not None:
+            return  # it has only been read for the first time
         super().on_message_complete()
         self._in_head = True
+        self._framing_bytes = 0
+
+    def _bad_framing(self) -> tuple[HTTPStatus, str] | None:
+        """Why a proxy and we could disagree on where this request ends, or for whom it is; None where we cannot.
+
+        The parser itself refuses two lengths, and a length beside a transfer coding.
+        """
+        old = self.parser.get_http_version() == "1.0"
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or not (hosts or old):
+            return HTTPStatus.BAD_REQUEST, f"A request needs one Host header; this one has {len(hosts)}."
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            return HTTPStatus.BAD_REQUEST, "The Host header names no host."
+        if self.parser.get_method() == b"CONNECT":
+            return HTTPStatus.BAD_REQUEST, "CONNECT is for proxies, which this is not."
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and old:
+            return HTTPStatus.BAD_REQUEST, "HTTP/1.0 has no Transfer-Encoding."
+        if codings and codings != [b"chunked"]:
+            return HTTPStatus.NOT_IMPLEMENTED, "The only Transfer-Encoding that is read here is chunked."
+        return None
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head as it came, without ``Upgrade`` and without its name in ``Connection``."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                lines.append(b"connection: " + b", ".join(each for each in options if each.lower() != b"upgrade"))
+            elif name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     @property
     def _answering(self) -> bool:
@@ -157,20 +250,23 @@ class _GuardedConnection(HttpToolsProtocol):
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
-
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer in OpenAI's envelope and close.  Amid an answer there is nothing to say: only close."""
         self._stop_timers()
         if self.transport.is_closing():
             return
-        if not self._answering:
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-            body = msgspec.json.encode({"error": error})
-            head = (
-                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode("ascii") + body)
+        if self._answering:
+            own_body = not (self._in_head or self.pipeline)
+            if not own_body or self.cycle.response_started:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # so that the application says nothing beside the refusal
+            self.cycle.message_event.set()
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        body = msgspec.json.encode({"error": error})
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode("ascii") + body)
         self.transport.close()
