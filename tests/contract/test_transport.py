@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from transport_place import PATIENCE_S, Place, fresh_name, note
 
-from penstock.errors import ConfigError, ProtocolError
+from penstock.errors import ConfigError
 from penstock.types import PageId, RequestId
 from penstock.wire import codec
 from penstock.wire.keys import Keys
@@ -116,16 +116,23 @@ def test_a_peer_that_left_is_noticed_when_sent_to(place: Place, ends: tuple[List
     assert listener.counters.unsent >= 1
 
 
-def test_what_is_too_large_is_refused_at_the_sender(
+def test_what_cannot_be_encoded_is_answered_not_raised(
     place: Place, ends: tuple[Listener, Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, link = ends
+    """Or one message would end the process that sends it."""
+    listener, link = ends
+    assert link.send(note(1))
+    peer = place.wait_for(listener, link).peer
     monkeypatch.setattr(codec, "MAX_PAYLOAD_BYTES", 1000)
-    with pytest.raises(ProtocolError, match="at most 1000"):
-        link.send(note(1), memoryview(bytes(1001)))
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1000)
-    with pytest.raises(ProtocolError, match="at most 1000"):
-        link.send(Cancel(request=RequestId("r" * 1001), epoch=1))
+    large = Cancel(request=RequestId("r" * 1001), epoch=1)
+    for message, payload in ((note(1), memoryview(bytes(1001))), (large, None), (note(1 << 70), None)):
+        assert not link.send(message, payload)
+        assert not listener.send(peer, message, payload)
+    assert (link.counters.unsent, listener.counters.unsent) == (3, 3)
+    assert not codec.fits(large)
+    assert link.send(note(2))
+    assert place.wait_for(listener, link).message == note(2)
 
 
 def test_closing_twice_is_fine_and_names_can_be_used_again(place: Place) -> None:

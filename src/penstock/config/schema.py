@@ -147,6 +147,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_stop_token_ids: int = 128
     max_logit_bias: int = 1024
     max_top_logprobs: int = 20
+    max_prompt_logprobs: int = 262_144  # with echo: prompt tokens x (1 + alternatives), of all choices of a request
     max_messages: int = 4096
     max_tools: int = 512  # of a chat, and calls in one of its messages
     max_tokenize_chars: int = 4 << 20  # text for /tokenize, which need not fit into a context

@@ -24,7 +24,7 @@ from penstock.edge.kept import Answers
 from penstock.edge.openai_shapes import Charge, Choice, Head, Shape, Usage
 from penstock.errors import RequestError, WorkerLost
 from penstock.types import FinishReason, TokenBatch
-from penstock.wire.ports import AnswerPiece, CallPiece, Prepared
+from penstock.wire.ports import AnswerPiece, AnswerText, CallPiece, Prepared
 
 _AHEAD = 4
 """Pieces of all choices that may wait for a client that reads slowly; the rest waits in the token streams."""
@@ -82,7 +82,7 @@ class Answering:
                 self._visit.started(index, computed=self.course.computed and not came.stored)
                 self._cached[index] += came.cached_tokens
                 for batch in _parted(came, known.tokens - self._tokens[index] if known else 0):
-                    piece = text.push(batch)
+                    piece = text.push(batch) if batch.prompt_logprobs is None else await _pushed(text, batch)
                     self._tokens[index] = piece.tokens
                     if batch.stored:
                         self._stored[index] = piece.tokens
@@ -132,6 +132,23 @@ class Answering:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MANY_LOGPROBS = 128
+"""Tokens in one piece whose log-probabilities are written on the event loop; those of more are written in a thread."""
+
+
+async def _pushed(text: AnswerText, batch: TokenBatch) -> AnswerPiece:
+    if len(batch.prompt_logprobs or ()) <= MANY_LOGPROBS:
+        return text.push(batch)
+    return await asyncio.to_thread(text.push, batch)
+
+
+async def whole(shape: Shape, head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+    """The body of an answer that is not streamed."""
+    if sum(len(choice.logprobs) for choice in choices) <= MANY_LOGPROBS:
+        return shape.whole(head, choices, usage)
+    return await asyncio.to_thread(shape.whole, head, choices, usage)
 
 
 def _parted(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
@@ -193,7 +210,8 @@ async def stream(
     async def told() -> AsyncGenerator[bytes, None]:
         async with aclosing(answering.pieces()) as pieces:
             async for index, piece in pieces:
-                yield events.of(index, piece)
+                many = len(piece.logprobs) > MANY_LOGPROBS
+                yield await asyncio.to_thread(events.of, index, piece) if many else events.of(index, piece)
 
     def last() -> bytes:
         usage = sse.event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""

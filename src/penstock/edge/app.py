@@ -25,7 +25,7 @@ from penstock.clock import Clock
 from penstock.config.scheduling import SchedulingConfig
 from penstock.config.schema import Limits
 from penstock.edge import admin, sse, status
-from penstock.edge.answering import Answering, Course, gather, stream
+from penstock.edge.answering import Answering, Course, gather, stream, whole
 from penstock.edge.auth import Authenticated, KeyRing, Ring
 from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header
@@ -264,7 +264,8 @@ class _Service:
                     await stream(exchange, answering, shape, head, headers)
                 else:
                     choices = await gather(answering, len(prepared.requests))
-                    await exchange.reply(200, shape.whole(head, choices, answering.used()), *headers())
+                    body = await whole(shape, head, choices, answering.used())
+                    await exchange.reply(200, body, *headers())
             finally:
                 told(asked.span, head.id, answering.settle(), "" if stored is None else stored.word)
 

@@ -163,6 +163,8 @@ class ModelIntake:
                     wanted, echo=Echo(text=text, tokens=tokens), prompt_only=max_tokens == 0
                 )
             prompts.append((Seen(tokens), wanted))
+        if checked.echo:
+            self._check_echo(checked.call, [len(prompt.tokens) for prompt, _ in prompts])
         prepared = await self._prepare(checked.call, prompts, _Length(max(1, max_tokens)), envelope, adapter)
         return _named(prepared, facts.name)
 
@@ -256,6 +258,20 @@ class ModelIntake:
         if prompt_tokens + max_tokens > self._facts.max_model_len:
             raise PromptTooLong(
                 prompt_tokens=prompt_tokens, max_tokens=max_tokens, limit=self._facts.max_model_len, param=param
+            )
+
+    def _check_echo(self, call: Call, lengths: Sequence[int]) -> None:
+        """Log-probabilities of a prompt are many: some 15 bytes each between processes, and 20 in the response."""
+        if call.logprobs is None:
+            return
+        tokens, each, most = sum(lengths) * call.sampling.n, 1 + call.logprobs, self._limits.max_prompt_logprobs
+        if tokens * each > most:
+            raise RequestError(
+                f"'echo' with 'logprobs': {call.logprobs} asks for {tokens * each} log-probabilities of the prompt "
+                f"({tokens} tokens x {each}, all choices together), and at most {most} may be asked for. Send a "
+                "shorter prompt or ask for fewer.",
+                param="logprobs",
+                code="too_many_logprobs",
             )
 
     def _wanted(self, call: Call) -> Wanted:

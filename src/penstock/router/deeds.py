@@ -23,7 +23,8 @@ from penstock.router.tally import Tally
 from penstock.router.watch import TICK_S
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId
-from penstock.wire.messages import Cancel, PagesReceived
+from penstock.wire.codec import fits
+from penstock.wire.messages import TOO_LARGE, Cancel, PagesReceived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,11 @@ class Deeds:
                     link.send(PagesReceived(request=effect.request, epoch=effect.epoch))
             elif isinstance(effect, Send):
                 if not self._send(effect):
-                    # The legs after it were not sent; the flight cancels them all and asks again.
+                    # The legs after it were not sent; the flight cancels them all and asks again, if that can help.
                     worker, incarnation = effect.worker, effect.incarnation
-                    again = stream.flight.returned(effect.submit.epoch, "queue_full", worker, incarnation, now)
-                    stream.failed((worker, incarnation), "queue_full", again, now)
+                    reason = "queue_full" if fits(effect.submit) else TOO_LARGE
+                    again = stream.flight.returned(effect.submit.epoch, reason, worker, incarnation, now)
+                    stream.failed((worker, incarnation), reason, again, now)
                     self.apply(stream, again, now)
                     return
             elif isinstance(effect, WaitForWorker):

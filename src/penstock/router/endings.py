@@ -10,6 +10,7 @@ import msgspec
 from penstock.config.schema import FailoverConfig, Limits
 from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
 from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
+from penstock.wire.codec import MAX_FRAME_BYTES
 
 NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", "too_long"})
 """Reasons of workers that are well and give a request back."""
@@ -52,6 +53,15 @@ def too_long(request: ValidRequest, *, started: bool) -> PenstockError:
     known, left = len(request.prompt), request.sampling.max_tokens
     text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
     return WorkerLost(text) if started else RequestError(text, code="context_length_exceeded")
+
+
+def too_large() -> PenstockError:
+    """A message about it is larger than any may be, whoever sends it."""
+    return RequestError(
+        f"This request, or a step of its answer, does not fit into a message of {MAX_FRAME_BYTES} bytes between "
+        "processes. Ask for fewer log-probabilities, or send a shorter prompt.",
+        code="message_too_large",
+    )
 
 
 def stalled(limit_s: float, *, started: bool, waiting: bool, bounded: bool = False) -> PenstockError:

@@ -23,13 +23,14 @@ from enum import Enum
 from penstock.errors import NoWorkers, PenstockError, QueueFull, WorkerLost
 from penstock.router.decide import Ask, Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
-from penstock.router.endings import NO_FAILURES, Patience, aged, satisfied, stalled, too_long
+from penstock.router.endings import NO_FAILURES, Patience, aged, satisfied, stalled, too_large, too_long
 from penstock.router.leg_run import UNHEARD_S, LegRun
 from penstock.router.poison import Guilt
+from penstock.router.prompt_told import PromptTold
 from penstock.router.submission import is_apart, joining, news_of, submissions
 from penstock.types import BlockHash, Leg, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.duties import HANDED_OVER, NO_FAULT
-from penstock.wire.messages import UNKNOWN, PageSource, TokenItem
+from penstock.wire.messages import TOO_LARGE, UNKNOWN, PageSource, TokenItem
 
 HOLD_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
@@ -70,6 +71,7 @@ class Flight:
         "_last_reason",
         "_legs",
         "_patience",
+        "_prompt_told",
         "_started",
         "emitted",
         "epoch",
@@ -97,6 +99,7 @@ class Flight:
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason = ""
+        self._prompt_told = PromptTold(request)
         self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
         self.guilt = Guilt(patience.poison_tokens)
 
@@ -169,8 +172,11 @@ class Flight:
         leg = self._leg(worker, incarnation, item.epoch)
         if leg is None:
             return ()
-        leg.heard, leg.spoken = now, True
-        self._idle_since = now
+        leg.heard = self._idle_since = now
+        whole = self._prompt_told.whole(item, now)
+        if whole is None:
+            return ()
+        item, leg.spoken = whole, True
         if not self._started and leg.leg is Leg.DECODE and not self._may_begin(item):
             self._keep(item, leg)
             if self._first_held is None:
@@ -263,6 +269,8 @@ class Flight:
         elif reason.startswith("pages_lost"):  # whoever says so is well; the other end may not be
             others = [other for other in self._legs if other is not leg]
             self._doubt |= {(other.worker, other.incarnation): now + DOUBT_S for other in others}
+        elif reason == TOO_LARGE:
+            return (self._end(leg), *self._fail(too_large()))
         elif reason == "deadline" and not self._started:
             return (self._end(leg), *self._fail(self._late(self._patience.first_s(self.request.claim))))
         if reason in NO_FAULT:
@@ -335,6 +343,8 @@ class Flight:
         limit = self._patience.stall_s if self._started else self._patience.first_s(self.request.claim)
         if now - self.moved > limit:
             return self._fail(self._late(limit))
+        if self._prompt_told.lost(now):
+            return self._again("log-probabilities of the prompt were lost on their way", "lost", now)
         held = self._first_held
         if held is not None and now - held >= HOLD_S and self.request.sampling.prompt_logprobs is None:
             return self._release_held(now)
@@ -364,6 +374,7 @@ class Flight:
         """Cancel what is left of this epoch and ask for new workers, if that can help."""
         cancels = self._cancel_legs()
         self.epoch += 1
+        self._prompt_told = PromptTold(self.request)
         self._early.clear()
         self._first_held = None
         self._last_reason = reason

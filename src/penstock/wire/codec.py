@@ -14,7 +14,7 @@ from penstock.errors import ProtocolError
 from penstock.wire.messages import PROTOCOL_VERSION, AnyMessage, SupervisorMessage
 
 MAX_FRAME_BYTES = 32 << 20
-"""Largest encoded message: a prompt of a million tokens, or the prompt log-probabilities of a long one, fits."""
+"""Largest encoded message: a prompt of a million tokens fits.  What may be larger is sent in parts."""
 
 MAX_PAYLOAD_BYTES = 64 << 20
 """Largest payload beside a message: one KV page."""
@@ -40,6 +40,15 @@ def encode(message: AnyMessage | SupervisorMessage) -> bytes:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return frame
+
+
+def fits(message: AnyMessage | SupervisorMessage) -> bool:
+    """Can this be encoded?  To be asked when it could not be sent, to tell why."""
+    try:
+        encode(message)
+    except ProtocolError:
+        return False
+    return True
 
 
 def decode(frame: bytes | bytearray | memoryview) -> AnyMessage | SupervisorMessage:

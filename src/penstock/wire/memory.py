@@ -122,7 +122,8 @@ class _MemoryListener:
 
     def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
         parcel = _pack(b"", message, payload)
-        return _count(not self._closed and self._hub.to_link(peer, parcel), self.counters)
+        sent = parcel is not None and not self._closed and self._hub.to_link(peer, parcel)
+        return _count(sent, self.counters)
 
     def close(self) -> None:
         if not self._closed:
@@ -143,7 +144,8 @@ class _MemoryLink:
         return _receive(self.box, self.counters)
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
-        return _count(self._hub.to_listener(self.endpoint, _pack(self._peer, message, payload)), self.counters)
+        parcel = _pack(self._peer, message, payload)
+        return _count(parcel is not None and self._hub.to_listener(self.endpoint, parcel), self.counters)
 
     def send_raw(self, header: bytes, payload: bytes | None = None) -> bool:
         """For tests: put any bytes on the wire."""
@@ -193,10 +195,13 @@ def _check(endpoint: str) -> None:
         raise ConfigError(f"{endpoint!r} is not an endpoint; memory://name is")
 
 
-def _pack(peer: bytes, message: PeerMessage, payload: memoryview | None) -> _Parcel:
-    if payload is not None:
-        check_payload(payload)
-    return _Parcel(peer, encode(message), None if payload is None else payload.tobytes())
+def _pack(peer: bytes, message: PeerMessage, payload: memoryview | None) -> _Parcel | None:
+    try:
+        if payload is not None:
+            check_payload(payload)
+        return _Parcel(peer, encode(message), None if payload is None else payload.tobytes())
+    except ProtocolError:
+        return None
 
 
 def _receive(box: _Box, counters: WireCounters) -> Received | None:

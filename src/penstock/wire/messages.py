@@ -49,7 +49,7 @@ from penstock.wire.duties import Assign, Relieve, StillWanted
 from penstock.wire.page_doors import OfFetching
 from penstock.wire.phases import Phase
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """First byte of every frame.  A peer of another version is refused, not guessed at."""
 
 
@@ -132,7 +132,9 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # those that follow on ``prompt_start``
+    prompt_start: int = 0  # so many earlier items of this leg have brought
+    prompt_more: bool = False  # more of them follow; such an item has no tokens
     finish: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed for this leg
     queued_s: float = 0.0  # with a leg's first tokens: from its arrival to its first computed token
@@ -148,6 +150,9 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
 
 UNKNOWN = "unknown"
 """The reason of a leg that its worker does not have (any more): its Submit or its last words were lost."""
+
+TOO_LARGE = "too_large"
+"""The reason of a leg of which a message cannot be sent at all, to whomever: it is larger than any may be."""
 
 
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):

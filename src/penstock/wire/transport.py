@@ -3,8 +3,8 @@
 A *listener* is one worker's mailbox: many peers, each named by opaque bytes that live as long as its connection.
 A *link* is one connection to a mailbox.  Nothing here ever blocks but ``Transport.wait``, and nothing raises because
 of what a peer did: a frame that is not one of ours is counted and dropped, a message that cannot leave at once is
-answered with False, and so is sending on a closed end.  Order between one link and its listener is kept; delivery is
-not promised, so whoever sends keeps what must not be lost.
+answered with False, and so are a message that cannot be encoded and sending on a closed end.  Order between one link
+and its listener is kept; delivery is not promised, so whoever sends keeps what must not be lost.
 
 ``wire.zeromq`` is the real one, ``wire.memory`` its double within one process.  Knows nothing about what a message
 means.
@@ -20,6 +20,9 @@ from penstock.wire.codec import PeerMessage
 
 YIELD_EVERY = 64
 """Messages that an AsyncLink gives in a row before other tasks get their turn."""
+
+YIELD_BYTES = 256 << 10
+"""The same of their bytes: some 10 ms of decoding log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class WireCounters:
     received: int = 0
     sent: int = 0
     malformed: int = 0  # frames that were not ours: dropped
-    unsent: int = 0  # messages that could not leave: the peer was gone or its queue full
+    unsent: int = 0  # messages that could not leave: the peer was gone, its queue full, or they were too large
 
 
 class Listener(Protocol):
@@ -56,8 +59,8 @@ class Listener(Protocol):
     def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
         """Hand one message over for sending; the payload may be reused at once.
 
-        False: the peer is gone or takes nothing more now, and the message will not be sent.
-        Raises ProtocolError for a message or payload over the size caps.
+        False: the message will not be sent: the peer is gone or takes nothing more now, or message or payload are over
+        the size caps (``codec.fits`` tells).  Never raises because of what is sent.
         """
         ...
 

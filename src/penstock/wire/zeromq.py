@@ -10,6 +10,7 @@ A transport belongs to the process and the thread that made it; make it after th
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -22,7 +23,7 @@ from zmq.utils import z85
 from penstock.errors import ConfigError, ProtocolError
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, PeerMessage, check_payload, decode_peer, encode
 from penstock.wire.keys import Keys
-from penstock.wire.transport import YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
+from penstock.wire.transport import YIELD_BYTES, YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 QUEUE_MESSAGES = 16_384
 """Messages that may wait to be sent to one peer."""
@@ -53,6 +54,9 @@ _NOBLOCK, _RCVMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.RCVMORE), int(z
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _DOMAIN = b"penstock"
+
+
+log = logging.getLogger("penstock.wire")
 
 
 class ZmqTransport:
@@ -249,6 +253,7 @@ class _ZmqLink:
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
+        self.given_bytes = 0  # of messages, without payloads
 
     @property
     def closed(self) -> bool:
@@ -262,6 +267,7 @@ class _ZmqLink:
                 return None
             received = _received(self.socket, b"", header, self.counters)
             if received is not None:
+                self.given_bytes += len(header)
                 return received
         return None
 
@@ -296,7 +302,8 @@ class _ZmqAsyncLink:
 
     async def __anext__(self) -> Received:
         self._given += 1
-        if self._given % YIELD_EVERY == 0:
+        if self._given % YIELD_EVERY == 0 or self._link.given_bytes >= YIELD_BYTES:
+            self._link.given_bytes = 0
             await asyncio.sleep(0)
         while not self.closed:
             received = self._link.recv()
@@ -358,18 +365,23 @@ def _send(
     payload: memoryview | None,
     counters: WireCounters,
 ) -> bool:
-    frames: list[bytes | memoryview] = [*address, encode(message)]
-    if payload is not None:
-        check_payload(payload)
-        frames.append(payload)
     if socket.closed:
+        counters.unsent += 1
+        return False
+    try:
+        frames: list[bytes | memoryview] = [*address, encode(message)]
+        if payload is not None:
+            check_payload(payload)
+            frames.append(payload)
+    except ProtocolError as error:
+        log.error("%s is not sent: %s", type(message).__name__, error)
         counters.unsent += 1
         return False
     try:
         socket.send_multipart(frames, _NOBLOCK)
     except zmq.ZMQError as error:
         if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-            raise
+            log.error("%s is not sent: %s", type(message).__name__, error.strerror)
         counters.unsent += 1
         return False
     counters.sent += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from penstock.router.decide import Decision
 from penstock.router.effects import CancelLeg, Deliver, Fail, Send, WaitForWorker
 from penstock.router.failover import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, Phase
 from penstock.types import Claim, FinishReason, ServiceClass, TokenBatch, TokenLogprob
-from penstock.wire.messages import PageSource
+from penstock.wire.messages import PageSource, TokenItem
 
 # --- submitting ---------------------------------------------------------------------------------------------------
 
@@ -395,3 +396,44 @@ def test_yielding_is_no_failure():
         again = said(flight.returned(epoch, "yielded", B0, 1, 1.0))
         assert again == [f"end both-0 e{epoch}", "wait 1"], "at once, and as often as it takes"
         assert said(flight.placed(WHOLE, ROOT, 1.0)) == [f"send both-0 whole e{epoch + 1}"]
+
+
+# --- log-probabilities of a prompt that come in parts -----------------------------------------------------------------
+
+
+def parts(epoch: int = 1) -> list[TokenItem]:
+    """Of a prompt of 5 tokens, in three messages; the last has the first token."""
+    told = [TokenLogprob(token, -1.0) for token in range(1, 5)]
+    return [
+        item(0, epoch=epoch, prompt_logprobs=(told[0],), prompt_more=True),
+        item(0, epoch=epoch, prompt_logprobs=(told[1], told[2]), prompt_start=1, prompt_more=True),
+        item(0, 9, epoch=epoch, prompt_logprobs=(told[3],), prompt_start=3),
+    ]
+
+
+def test_parts_are_put_together_in_whatever_order_and_however_often_they_come():
+    for order in permutations([*parts(), parts()[1]]):
+        flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
+        effects = [effect for part in order for effect in flight.tokens(part, B0, 1, 1.0)]
+        delivered = [effect.batch for effect in effects if isinstance(effect, Deliver)]
+        assert [batch.tokens for batch in delivered] == [(9,)]
+        assert [one.token for one in delivered[0].prompt_logprobs or ()] == [1, 2, 3, 4]
+
+
+def test_parts_that_were_lost_are_computed_again():
+    flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
+    first, _, last = parts()
+    assert said(flight.tokens(first, B0, 1, 1.0)) == said(flight.tokens(last, B0, 1, 1.0)) == []
+    assert said(flight.tick(1.5)) == []
+    assert said(flight.tick(2.5)) == ["cancel both-0 e1", "wait 2.5"]
+    flight.placed(WHOLE, ROOT, 2.5)
+    effects = [effect for part in parts(epoch=2) for effect in flight.tokens(part, B0, 1, 3.0)]
+    assert said(tuple(effects)) == ["deliver 9"]
+
+
+def test_parts_that_nobody_asked_for_are_not_kept():
+    flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
+    many = tuple(TokenLogprob(1, -1.0) for _ in range(10))
+    for start in range(100):
+        flight.tokens(item(0, prompt_logprobs=many[: 1 + start % 4], prompt_start=start, prompt_more=True), B0, 1, 1.0)
+    assert flight._prompt_told._kept <= 4

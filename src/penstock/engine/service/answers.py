@@ -5,9 +5,16 @@ Sends nothing, and knows no time but what it is told.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgspec
+
 from penstock.engine.core.plan import Progress
 from penstock.engine.service.asks import Ask, Gateway
 from penstock.wire.messages import TokenItem
+
+LOGPROBS_AT_ONCE = 8192
+"""Log-probabilities of prompt tokens and their alternatives in one message: some 120 KiB, decoded within 4 ms."""
 
 
 class Batches:
@@ -50,3 +57,23 @@ def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
         queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
         phases=ask.take_phases(),
     )
+
+
+def parts_of(item: TokenItem) -> Iterator[TokenItem]:
+    """The item, with what comes before it of the prompt's log-probabilities where they are many.  The last has the
+    tokens."""
+    told = item.prompt_logprobs or ()
+    at_once = max(1, LOGPROBS_AT_ONCE // (1 + max((len(one.top) for one in told), default=0)))
+    start = 0
+    while len(told) - start > at_once:
+        yield TokenItem(
+            request=item.request,
+            epoch=item.epoch,
+            index=item.index,
+            tokens=(),
+            prompt_logprobs=told[start : start + at_once],
+            prompt_start=start,
+            prompt_more=True,
+        )
+        start += at_once
+    yield item if not start else msgspec.structs.replace(item, prompt_logprobs=told[start:], prompt_start=start)

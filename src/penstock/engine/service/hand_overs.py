@@ -143,8 +143,9 @@ class HandOvers:
 
     def done(self, first: TokenItem, tokens: int, now: float) -> None:
         """The pages of all ``tokens`` were offered, and this is the first token."""
-        if first.phases:
-            first = msgspec.structs.replace(first, phases=())  # they are of this worker's leg
+        if first.phases or first.prompt_logprobs is not None:
+            # Phases are of this worker's leg; what is known of the prompt's tokens this worker tells the gateway.
+            first = msgspec.structs.replace(first, phases=(), prompt_logprobs=None)
         self._sending(self._sender.done(first, self._layout.pieces(tokens).total, now))
 
     def cancel(self, request: RequestId, epoch: int, now: float) -> None:

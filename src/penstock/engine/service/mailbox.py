@@ -20,7 +20,7 @@ from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.plan import Arrive, Cancelled, Event, Lane, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.answers import Batches, item_of
+from penstock.engine.service.answers import Batches, item_of, parts_of
 from penstock.engine.service.asks import Asks, Gateway, arrival_of
 from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.departures import LOOK_S, Departures
@@ -34,8 +34,10 @@ from penstock.engine.service.peers import Peers
 from penstock.engine.service.reports import Reporter
 from penstock.engine.service.tidings import Outbox, Tidings
 from penstock.types import Duty, Leg, RequestId, WorkerState
+from penstock.wire.codec import fits
 from penstock.wire.duties import HANDED_OVER, Assign
 from penstock.wire.messages import (
+    TOO_LARGE,
     UNKNOWN,
     Awaited,
     Cancel,
@@ -167,7 +169,10 @@ class WorkerMailbox:
             item = item_of(progress, ask, now)
             if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first:
                 self.reporter.count_progress(len(progress.tokens))
-            batches.add(ask.gateway, item)
+            *before, last = parts_of(item)
+            if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
+                continue
+            batches.add(ask.gateway, last)
             if ask.leg is Leg.PREFILL:
                 self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
         self._departures.turn(now)
@@ -364,12 +369,20 @@ class WorkerMailbox:
         """To the scheduler, with the next turn."""
         self._events.append(event)
 
-    def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> None:
+    def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> bool:
+        """False: some of them were not sent, and their requests have gone back."""
         if self._listener.send(gateway.peer, Tokens(items=items)):
-            return
-        # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
-        for item in items:
-            self._return(item.request, item.epoch, "unsent")
+            return True
+        if fits(Tokens(items=items)):
+            # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
+            for item in items:
+                self._return(item.request, item.epoch, "unsent")
+        elif len(items) > 1:
+            for item in items:
+                self._send_tokens(gateway, (item,))
+        else:
+            self._return(items[0].request, items[0].epoch, TOO_LARGE)
+        return False
 
     def _return(self, request: RequestId, epoch: int, reason: str) -> None:
         """Give a request back to its gateway and forget it here, with both ends of its hand-over.

@@ -31,7 +31,7 @@ class Outbox:
 
     event: Callable[[Event], None]  # to the scheduler
     give_back: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
-    tokens: Callable[[Gateway, tuple[TokenItem, ...]], None]
+    tokens: Callable[[Gateway, tuple[TokenItem, ...]], object]
 
 
 class Tidings:
