@@ -6,9 +6,10 @@ import pytest
 
 from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.errors import PoisonRequest
+from penstock.router.failover import Phase
 from penstock.types import WorkerState
 
-from .router_town import WIDE, Client, Town
+from .router_town import WHOLE, WIDE, Client, Town
 
 POISON_AT = 3
 """The answer's token at which a worker dies of it."""
@@ -91,11 +92,13 @@ async def test_workers_that_were_given_up_and_then_found_to_have_hung_count_too(
         assert client.tokens == client.truth()[: len(client.tokens)]
 
 
-async def test_an_empty_budget_delays_and_never_refuses() -> None:
-    config = GatewayConfig(
-        name="g", model_name="null", failover=FailoverConfig(retry_burst=1, retry_share=0.0, retry_per_s=2.0)
-    )
-    async with Town(*WIDE, config=config) as town:
+SMALL_BUDGET = GatewayConfig(
+    name="g", model_name="null", failover=FailoverConfig(retry_burst=1, retry_share=0.0, retry_per_s=2.0)
+)
+
+
+async def test_a_first_failover_costs_the_budget_nothing() -> None:
+    async with Town(*WIDE, config=SMALL_BUDGET) as town:
         clients = [town.ask(f"r{i}", seed=i, max_tokens=20) for i in range(6)]
         await town.until(lambda: all(len(client.tokens) > 2 for client in clients))
         began = town.clock.now()
@@ -106,6 +109,30 @@ async def test_an_empty_budget_delays_and_never_refuses() -> None:
         await town.until(lambda: all(client.over for client in clients), turns=1000, seconds=0.01)
         for client in clients:
             client.assert_true_answer()
+        assert town.clock.now() - began < 0.5
+        assert _retries(town, "at_once") >= 6.0
+        assert _retries(town, "delayed") == 0.0
+
+
+async def test_an_empty_budget_delays_and_never_refuses() -> None:
+    """The worker dies again and again before it has written a token: the third time the budget is empty."""
+    async with Town(*WHOLE, config=SMALL_BUDGET) as town:
+        clients = [town.ask(f"r{i}", seed=i, max_tokens=20) for i in range(6)]
+        await town.settle()
+        flights = [town.router._streams[client.request.id].flight for client in clients]
+        began = town.clock.now()
+        for epoch in range(1, 4):
+            await town.until(lambda: all(f.epoch == epoch and f.phase is Phase.FLYING for f in flights))  # noqa: B023
+            town.kill(*WHOLE)
+            town.fork(*WHOLE)
+        await town.until(lambda: all(client.over for client in clients), turns=1000, seconds=0.01)
+        for client in clients:
+            client.assert_true_answer()
         assert town.clock.now() - began > 1.0
-        text = town.router.metrics.exposition().decode()
-        assert 'retries_total{model_name="null",outcome="delayed"} 5.0' in text
+        assert _retries(town, "delayed") == 6.0
+
+
+def _retries(town: Town, outcome: str) -> float:
+    lines = town.router.metrics.exposition().decode().splitlines()
+    told = [line for line in lines if line.startswith("penstock:retries_total{") and outcome in line]
+    return sum(float(line.split()[-1]) for line in told)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
 
 import pytest
 
 from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.errors import WorkerLost
+from penstock.router.failover import Phase
 from penstock.types import RequestId, WorkerState
 
 from .router_town import SPLIT, WHOLE, WIDE, Town, rows
@@ -210,3 +213,26 @@ async def test_chaos_changes_no_answer_and_leaves_nothing(names, seed):
             else:
                 client.assert_true_answer()
         await town.assert_idle()
+
+
+async def test_all_streams_of_a_lost_host_go_on_and_a_turn_of_the_loop_moves_only_some_of_them():
+    """2,000 streams, more than the retry budget holds; the other worker is idle."""
+    failover = FailoverConfig(retry_burst=8, streams_per_turn=20)
+    config = GatewayConfig(name="g", model_name="null", failover=failover)
+    async with Town("both-0", config=config, max_queued=4096, max_model_len=128) as town:
+        clients = [town.ask(f"r{i}", seed=i, prompt=4) for i in range(2000)]
+        await town.settle()
+        flights = [stream.flight for stream in town.router._streams.values()]
+        assert all(flight.phase is Phase.FLYING for flight in flights)
+        town.fork("both-1")
+        await town.turn()
+        town.kill("both-0")
+        moved, turns = [0], 0
+        while moved[-1] < len(flights):
+            assert turns < 1000
+            moved.append(sum(flight.epoch > 1 and flight.phase is Phase.FLYING for flight in flights))
+            turns += 1
+            await asyncio.sleep(0)
+        lost = [later - earlier for earlier, later in itertools.pairwise(moved)]
+        assert max(lost) <= failover.streams_per_turn
+        assert not any(client.error for client in clients)

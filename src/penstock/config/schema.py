@@ -207,9 +207,11 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     quarantine_max_s: float = 30.0  # and no more than this
     probe_s: float = 2.0  # to answer a probe
     no_path_s: float = 2.0  # with every worker that could serve gone for so long, requests fail at once
-    retry_share: float = 1.0  # resubmissions after failures that each new request adds to the budget
-    retry_burst: int = 1024  # the most that the budget holds
+    retry_share: float = 1.0  # repeated resubmissions after failures that each new request adds to the budget
+    retry_burst: int = 1024  # the most that the budget holds; with more open streams, as many as there are of those
     retry_per_s: float = 10.0  # added to it each second
+    retry_wait_s: float = 15.0  # the longest that a resubmission waits for the budget
+    streams_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 32  # of a lost worker, moved in a turn of the event loop
     poison_deaths: int = 2  # workers that died by themselves under one request: it is failed
     poison_tokens: int = 8  # new tokens after which a death before them is not held against a request
 

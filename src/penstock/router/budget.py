@@ -1,8 +1,10 @@
-"""How many resubmissions failures may cause: a bucket that new requests and time fill, and each resubmission empties.
+"""How many repeated resubmissions there may be: a bucket that new requests and time fill, and each of them empties.
 
-A worker's death costs one resubmission for each of its requests, and there is enough for that.  Where everything that
-is resubmitted fails again, the bucket is empty soon and the rest is spread out in time: the fleet does not drown in
-repetitions of what does not work.  Nothing is refused here; a request's own patience ends it.  Pure: time is handed in.
+A stream's first resubmission costs nothing: a host that dies with thousands of streams must not keep any of them from
+going on.  Who fails again without a new token in between pays.  There is enough for every open stream to do so once;
+where everything that is resubmitted fails again and again, the rest is spread out in time, and the fleet does not drown
+in repetitions of what does not work.  Nothing is refused here, and nobody waits for longer than ``retry_wait_s``.
+Pure: time is handed in.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ class RetryBudget:
 
     def __init__(self, config: FailoverConfig, now: float) -> None:
         self._config = config
-        self._left = float(config.retry_burst)
+        self._spent = 0.0  # what has not been filled up again
         self._at = now
 
     def request(self) -> None:
         """A new request has come."""
-        self._left = min(self._left + self._config.retry_share, float(self._config.retry_burst))
+        self._spent = max(0.0, self._spent - self._config.retry_share)
 
-    def spend(self, now: float) -> float:
-        """One resubmission: when it may go, ``now`` or later."""
+    def spend(self, now: float, open_streams: int) -> float:
+        """One resubmission: when it may go, ``now`` or later.  There is room for each of the ``open_streams``."""
         config = self._config
-        self._left = min(self._left + max(0.0, now - self._at) * config.retry_per_s, float(config.retry_burst)) - 1
+        self._spent = max(0.0, self._spent - max(0.0, now - self._at) * config.retry_per_s) + 1
         self._at = max(self._at, now)
-        return now if self._left >= 0 else now - self._left / config.retry_per_s
+        lacking = self._spent - max(config.retry_burst, open_streams)
+        return now + min(max(0.0, lacking / config.retry_per_s), config.retry_wait_s)

@@ -6,7 +6,7 @@ of who asks for answers, and of workers no more than their links.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +18,7 @@ from penstock.router.failover import Phase
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.router.placement import Placement
+from penstock.router.slices import Slices
 from penstock.router.stream import Stream
 from penstock.router.tally import Tally
 from penstock.router.watch import TICK_S
@@ -36,6 +37,7 @@ class Means:
     placement: Placement
     tally: Tally
     budget: RetryBudget
+    slices: Slices
     metrics: Metrics
     clock: Clock
 
@@ -48,6 +50,8 @@ class Deeds:
         self._fleet, self._links, self._placement = means.fleet, means.links, means.placement
         self._tally, self._budget = means.tally, means.budget
         self._metrics, self._clock = means.metrics, means.clock
+        self._slices = means.slices
+        self._to_place: dict[RequestId, None] = {}  # whose time has come, in order; a slice of them is placed in a turn
         self._serial = 0  # of the last Submit
 
     def apply(self, stream: Stream, effects: Effects, now: float) -> None:
@@ -107,23 +111,40 @@ class Deeds:
 
     def place_waiting(self, now: float, *, ready: bool = False) -> None:
         """Those whose time has come; ``ready``: a worker has just become so, which ends most waits."""
-        for request in self._placement.due(now, ready=ready):
+        self._place_soon(self._placement.due(now, ready=ready))
+
+    def _place_soon(self, requests: Iterable[RequestId]) -> None:
+        idle = not self._to_place
+        self._to_place.update(dict.fromkeys(requests))
+        if idle and self._to_place:
+            self._slices.add(self._place_all())
+
+    def _place_all(self) -> Iterator[None]:
+        while self._to_place:
+            request = next(iter(self._to_place))
+            del self._to_place[request]
             stream = self._streams.get(request)
             if stream is not None:
-                self._place(stream, now)
+                self._place(stream, self._clock.now())
+                yield
 
     def _wait(self, stream: Stream, not_before: float, now: float) -> None:
         """Until then, and until the retry budget has room for it."""
         flight = stream.flight
         self._placement.apart.clear(flight.request.id)
         paid = now
-        if stream.pays():
-            paid = self._budget.spend(now)
+        if stream.retries():
+            if flight.fails_repeatedly:
+                paid = self._budget.spend(now, self._tally.open)
             self._metrics.retried(delayed=paid > now)
         not_before = max(not_before, paid)
         self._placement.wait(flight.request.id, not_before, firm=paid > now)
-        if not_before <= now:
+        if not_before > now:
+            self._to_place.pop(flight.request.id, None)
+        elif flight.epoch == 1:
             self._place(stream, now)
+        else:
+            self._place_soon([flight.request.id])
 
     def _place(self, stream: Stream, now: float) -> None:
         if stream.flight.phase is Phase.WAITING:

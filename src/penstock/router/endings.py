@@ -11,8 +11,9 @@ from penstock.config.schema import FailoverConfig, Limits
 from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
 from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
 from penstock.wire.codec import MAX_FRAME_BYTES
+from penstock.wire.messages import NO_HELLO
 
-NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", "too_long"})
+NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", "too_long", NO_HELLO})
 """Reasons of workers that are well and give a request back."""
 
 

@@ -66,6 +66,7 @@ class Flight:
         "_base",
         "_doubt",
         "_early",
+        "_failures",
         "_first_held",
         "_idle_since",
         "_last_reason",
@@ -92,6 +93,7 @@ class Flight:
         self.moved = now  # when the last token was delivered, or it began
         self._started = False  # has anything been delivered?
         self._attempts = 0  # submissions since the last new token
+        self._failures = 0  # submissions that have failed since then
         self._legs: list[LegRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
         self._early: dict[int, tuple[TokenItem, LegRun]] = {}  # index -> what came before its turn, and from whom
@@ -142,6 +144,11 @@ class Flight:
     def after_failure(self) -> bool:
         """Is the coming submission one that a failure has made necessary?"""
         return self.epoch > 1 and self._last_reason not in NO_FAILURES
+
+    @property
+    def fails_repeatedly(self) -> bool:
+        """Has it failed before without a new token in between?  A first failover costs the retry budget nothing."""
+        return self._failures > 1
 
     def _unplaced(self, now: float) -> Effects:
         """Nobody can serve now.  Wait, unless those who could have said that waiting will not help."""
@@ -225,7 +232,7 @@ class Flight:
             return self._own_token(item, leg) if self._started else ()
         batch = news_of(item, skip, first=not self._started)
         self.emitted.extend(batch.tokens)
-        self._attempts = 0
+        self._attempts = self._failures = 0
         self.moved = now
         self._started = True
         self._first_held = None
@@ -378,6 +385,7 @@ class Flight:
         self._early.clear()
         self._first_held = None
         self._last_reason = reason
+        self._failures += reason not in NO_FAILURES
         if not self._started:
             self.identity = self.request.begun.identity
         end = satisfied(self.request.sampling, self.emitted)

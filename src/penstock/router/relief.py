@@ -6,12 +6,14 @@ Decides nothing itself (``decide.relieve`` and the flight do).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from penstock.clock import Clock
 from penstock.router.effects import Effects
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.router.placement import Placement
+from penstock.router.slices import Slices
 from penstock.router.stream import Stream
 from penstock.types import RequestId, WorkerId, WorkerState
 from penstock.wire.duties import Relieve, StillWanted
@@ -24,7 +26,15 @@ class Relief:
     """Of one gateway."""
 
     def __init__(
-        self, fleet: Fleet, links: Links, placement: Placement, streams: Mapping[RequestId, Stream], apply: Apply
+        self,
+        fleet: Fleet,
+        links: Links,
+        placement: Placement,
+        streams: Mapping[RequestId, Stream],
+        apply: Apply,
+        *,
+        slices: Slices,
+        clock: Clock,
     ) -> None:
         """``is_probe`` is set by whoever sends probes."""
         self._fleet = fleet
@@ -32,12 +42,14 @@ class Relief:
         self._placement = placement
         self._streams = streams
         self._apply = apply
+        self._slices = slices
+        self._clock = clock
         self.is_probe: Callable[[RequestId], bool] = lambda request: False
 
-    def on(self, message: Relieve | StillWanted, worker: WorkerId, incarnation: int, now: float) -> None:
+    def on(self, message: Relieve | StillWanted, worker: WorkerId, incarnation: int) -> None:
         """A worker asks."""
         if isinstance(message, Relieve):
-            self._relieve(message, worker, incarnation, now)
+            self._slices.add(self._relieve(message, worker, incarnation))
         else:
             self._cancel_unwanted(message, worker, incarnation)
 
@@ -52,15 +64,19 @@ class Relief:
             if stream is None or stream.flight.epoch != epoch or not stream.flight.runs_at(worker, incarnation):
                 link.cancel(Cancel(request=request, epoch=epoch))
 
-    def _relieve(self, message: Relieve, worker: WorkerId, incarnation: int, now: float) -> None:
+    def _relieve(self, message: Relieve, worker: WorkerId, incarnation: int) -> Iterator[None]:
         """Find others who go on with what this worker writes.  Where there is nobody and it is about to stop, its
         answers are computed anew."""
         fleet, slot = self._fleet, self._fleet.slot(worker)
         if slot is None:
             return
         source = PageSource(worker=worker, incarnation=incarnation, endpoint=fleet.endpoints[slot])
-        for request, epoch in message.requests:
-            stream = self._streams.get(request)
+        for number, (request, epoch) in enumerate(message.requests):
+            if number:
+                yield
+            now, stream = self._clock.now(), self._streams.get(request)
+            if not fleet.is_current(worker, incarnation):
+                return
             if stream is None or not stream.flight.may_move(worker, incarnation, epoch):
                 continue
             flight = stream.flight

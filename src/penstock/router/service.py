@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from penstock.router.orders import Orders
 from penstock.router.placement import Placement
 from penstock.router.poison import KeptApart
 from penstock.router.relief import Relief
+from penstock.router.slices import Slices
 from penstock.router.spans import recorded
 from penstock.router.stream import Stream
 from penstock.router.tally import Tally
@@ -90,25 +91,42 @@ class RouterService:
         )
         self._tally = Tally(self.metrics, self._placement)
         self._budget = RetryBudget(config.failover, outside.clock.now())
+        self._slices = Slices(config.failover.streams_per_turn, _in_the_next_turn)
         means = Means(
             fleet=self.fleet,
             links=self._links,
             placement=self._placement,
             tally=self._tally,
             budget=self._budget,
+            slices=self._slices,
             metrics=self.metrics,
             clock=outside.clock,
         )
         self._deeds = Deeds(self._streams, means)
         self._apply = self._deeds.apply
-        losses = Losses(self._streams, self._apply, self.metrics, config.failover.poison_deaths)
+        losses = Losses(
+            self._streams,
+            self._apply,
+            self.metrics,
+            poison_deaths=config.failover.poison_deaths,
+            slices=self._slices,
+            clock=outside.clock,
+        )
         self._prefixes = self._placement.prefixes
-        self._relief = Relief(self.fleet, self._links, self._placement, self._streams, self._apply)
+        self._relief = Relief(
+            self.fleet,
+            self._links,
+            self._placement,
+            self._streams,
+            self._apply,
+            slices=self._slices,
+            clock=outside.clock,
+        )
         self._watch = Watch(
             config,
             WatchedState(self.fleet, self._links, self._prefixes),
             self.metrics,
-            lose=lambda loss: losses.take(loss, outside.clock.now()),
+            lose=losses.take,
             suspect=outside.suspect,
         )
         self._relief.is_probe = self._watch.asks
@@ -256,7 +274,7 @@ class RouterService:
         elif isinstance(message, KvEvents):
             self._watch.cached(message, worker, incarnation)
         elif isinstance(message, Relieve | StillWanted):
-            self._relief.on(message, worker, incarnation, now)
+            self._relief.on(message, worker, incarnation)
         elif isinstance(message, Returned):
             stream = self._streams.get(message.request)
             if stream is not None:
@@ -308,12 +326,27 @@ class RouterService:
         streams = list(self._streams.values())
         self._watch.beat([stream.flight for stream in streams], now)
         deserted = self._watch.deserted(now)
+        still: list[tuple[Stream, float]] = []
         for stream in streams:
             self._apply(stream, stream.flight.tick(now, deserted), now)
             since = self._watch.still(stream.flight, now)
             if since is not None:
-                waited_for, _ = stream.flight.waits_for
-                again = stream.flight.still(now, since)
+                still.append((stream, since))
+        if still:
+            self._slices.add(self._move_still(still))
+
+    def _move_still(self, still: Sequence[tuple[Stream, float]]) -> Iterator[None]:
+        """Give them to others, unless a worker has said something meanwhile."""
+        for stream, since in still:
+            now, flight = self._outside.clock.now(), stream.flight
+            waited_for, said = flight.waits_for
+            if waited_for and said <= since:
+                again = flight.still(now, since)
                 for leg in waited_for:
                     stream.failed((leg.worker, leg.incarnation), "still", again, now)
                 self._apply(stream, again, now)
+            yield
+
+
+def _in_the_next_turn(call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(call)

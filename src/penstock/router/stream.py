@@ -25,8 +25,8 @@ class Stream:
         "first_at",
         "flight",
         "last_at",
-        "paid",
         "queued_s",
+        "retried",
         "settled",
         "spans",
         "stopped",
@@ -40,7 +40,7 @@ class Stream:
         self.first_at: float | None = None  # when the first token came
         self.last_at = 0.0
         self.queued_s = 0.0
-        self.paid = 1  # the latest epoch that the retry budget has paid for
+        self.retried = 1  # the latest epoch that was counted as a resubmission after a failure
         self._batches: deque[TokenBatch] = deque()
         self._error: PenstockError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -50,11 +50,11 @@ class Stream:
         if self.spans is not None:
             self.spans.failed(place, reason, effects, now)
 
-    def pays(self) -> bool:
-        """Has the retry budget to pay for what comes next?  Once an epoch."""
+    def retries(self) -> bool:
+        """Is what comes next a resubmission after a failure?  Once an epoch."""
         flight = self.flight
-        paid, self.paid = self.paid, max(self.paid, flight.epoch if flight.after_failure else 0)
-        return self.paid > paid
+        counted, self.retried = self.retried, max(self.retried, flight.epoch if flight.after_failure else 0)
+        return self.retried > counted
 
     def put(self, batch: TokenBatch) -> None:
         """Deliver to the consumer."""

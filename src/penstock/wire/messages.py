@@ -154,6 +154,9 @@ UNKNOWN = "unknown"
 TOO_LARGE = "too_large"
 """The reason of a leg of which a message cannot be sent at all, to whomever: it is larger than any may be."""
 
+NO_HELLO = "no Hello"
+"""The reason of a leg that came over a connection whose gateway has not said Hello yet: nothing was computed."""
+
 
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
     """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""

@@ -65,12 +65,18 @@ def test_one_that_never_answers_is_hopeless_in_the_end():
 
 def test_the_budget_pays_at_once_until_it_is_empty():
     budget = RetryBudget(FailoverConfig(retry_burst=2, retry_share=0.5, retry_per_s=4.0), 0.0)
-    assert [budget.spend(0.0) for _ in range(4)] == [0.0, 0.0, 0.25, 0.5]
+    assert [budget.spend(0.0, 1) for _ in range(4)] == [0.0, 0.0, 0.25, 0.5]
     budget.request()
     budget.request()
-    assert budget.spend(0.0) == 0.5
-    assert budget.spend(100.0) == 100.0
-    assert [budget.spend(100.0) for _ in range(2)] == [100.0, 100.25], "one was left"
+    assert budget.spend(0.0, 1) == 0.5
+    assert budget.spend(100.0, 1) == 100.0
+    assert [budget.spend(100.0, 1) for _ in range(2)] == [100.0, 100.25], "one was left"
+
+
+def test_the_budget_has_room_for_every_open_stream_and_lets_nobody_wait_for_longer_than_its_limit():
+    budget = RetryBudget(FailoverConfig(retry_burst=2, retry_per_s=4.0, retry_wait_s=3.0), 0.0)
+    assert [budget.spend(0.0, 100) for _ in range(100)] == [0.0] * 100
+    assert max(budget.spend(0.0, 100) for _ in range(100)) == 3.0
 
 
 @pytest.mark.parametrize(

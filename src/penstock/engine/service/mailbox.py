@@ -37,6 +37,7 @@ from penstock.types import Duty, Leg, RequestId, WorkerState
 from penstock.wire.codec import fits
 from penstock.wire.duties import HANDED_OVER, Assign
 from penstock.wire.messages import (
+    NO_HELLO,
     TOO_LARGE,
     UNKNOWN,
     Awaited,
@@ -298,7 +299,7 @@ class WorkerMailbox:
     def _submit(self, peer: bytes, message: Submit, now: float) -> None:
         if not self._asks.knows(peer):
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
-            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="no Hello"))
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
             return
         if self.duties.draining:
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
