@@ -113,7 +113,7 @@ def test_without_the_right_keys_nobody_comes_in(keys: str, tmp_path: Path) -> No
     ("words", "because"),
     [
         (["worker"], "needs --keys DIR"),
-        (["worker", "--keys", "/no/such/folder"], "penstock keys DIR"),
+        (["worker", "--keys", "/no/such/folder"], "penstock host-keys DIR"),
         (["worker", "--keys", "KEYS", "--listen", "ipc://@x"], "expected tcp://HOST:PORT"),
         (["worker", "--keys", "KEYS", "--listen", "tcp://nowhere"], "is not an endpoint"),
         (["worker", "--keys", "KEYS", "--role", "reader"], "invalid enum value 'reader'"),

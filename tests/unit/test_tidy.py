@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.cli.main import COMMANDS
+from penstock.cli.parsing import COMMANDS
 from penstock.config import schema
 from penstock.config.tracing import TraceLimits
 from penstock.telemetry import metrics, spans
@@ -189,7 +189,7 @@ def test_links_lead_somewhere(page: Path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_helps_with_an_example(command: str, capsys: pytest.CaptureFixture[str]):
     parser = argparse.ArgumentParser(prog="penstock")
-    importlib.import_module(f"penstock.cli.{command}").add_parser(parser.add_subparsers())
+    importlib.import_module(f"penstock.cli.{command.replace('-', '_')}").add_parser(parser.add_subparsers())
     with pytest.raises(SystemExit) as done:
         parser.parse_args([command, "--help"])
     assert done.value.code == 0

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.cli.asking import add_service_flags, ask
+from penstock.cli.parsing import COMMANDS
 from penstock.cli.status import fetch
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, WorkerError
@@ -35,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "admin",
-        help="change a worker's role, drain or restart it",
+        help=COMMANDS["admin"],
         description="Tell workers of a running service to take another role, to drain, or to restart.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -25,6 +25,7 @@ from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
 from penstock.cli.benchmark.stutter import Stutter, run_stutter
 from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.paint import Paint
+from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
 from penstock.errors import ConfigError
 from penstock.launch import event_loop
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure any server of the OpenAI API",
+        help=COMMANDS["bench"],
         description="Load an OpenAI endpoint and measure TTFT, TPOT, ITL, E2E and goodput.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

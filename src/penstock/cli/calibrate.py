@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.paint import Paint, count_bar, table
+from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.locate import locate
 from penstock.sim.fitting import Fit, Reading, Writing, fit
@@ -34,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "calibrate",
-        help="measure this machine for the simulator",
+        help=COMMANDS["calibrate"],
         description="Times steps that read and that write, and copies of KV pages; writes a fleet file.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -19,6 +19,7 @@ import msgspec
 from penstock.cli.asking import add_service_flags
 from penstock.cli.chunks import Usage, decode_chunk, error_of
 from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.cli.parsing import COMMANDS
 from penstock.cli.sse import DONE
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, PenstockError, WorkerError
@@ -39,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "chat",
-        help="talk to a model in the terminal",
+        help=COMMANDS["chat"],
         description="Talk to a model in the terminal, or ask it once.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.paint import byte_bar, table
+from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.weights.compressing import Done, check_folders, compress_folder, verify_folder
 from penstock.weights.reader import Checkpoint
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "compress",
-        help="make a model's bf16 weights 30 %% smaller without loss",
+        help=COMMANDS["compress"],
         description="Compress the bf16 weights of a model folder without loss.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

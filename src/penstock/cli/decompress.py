@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.cli.compress import model_folder, total_bytes
 from penstock.cli.paint import byte_bar
+from penstock.cli.parsing import COMMANDS
 from penstock.weights.compressing import check_folders, decompress_folder
 
 EPILOG = """\
@@ -22,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "decompress",
-        help="make a compressed model plain again",
+        help=COMMANDS["decompress"],
         description="Write the original tensors of a compressed model folder.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

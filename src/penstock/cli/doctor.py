@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from penstock.bundled import storyteller
+from penstock.cli.parsing import COMMANDS
 from penstock.config.gpu import GpuReport
 from penstock.config.load import load_serve
 from penstock.config.room import show_bytes
@@ -69,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say what this machine has and what is missing",
+        help=COMMANDS["doctor"],
         description="Say what this machine has, what would be used, what is missing and how to mend it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,7 +1,6 @@
-"""``penstock keys``: makes keys, of two kinds.
+"""``penstock keys``: API keys of tenants, in a file.  A key is shown once, when it is added.
 
-Between the processes of one deployment: CURVE keys, one folder of them.  For clients: API keys in a file, each of a
-tenant; a key is shown once, when it is made.
+The keys that processes of several hosts share are another command's: ``penstock host-keys``.
 """
 
 from __future__ import annotations
@@ -16,84 +15,61 @@ from typing import Any
 import msgspec
 
 from penstock.cli.paint import table
+from penstock.cli.parsing import COMMANDS
 from penstock.config.api_keys import NAME, KeyFile, Service, TenantEntry, changing, load_keys, new_key
 from penstock.config.scheduling import SchedulingConfig
 from penstock.errors import ConfigError
-from penstock.wire.keys import Keys
 
 EPILOG = """\
 examples:
-  penstock keys add keys.json --tenant search --weight 2     makes a key of this tenant and shows it, once
+  penstock keys add keys.json --tenant search --weight 2     add a key of this tenant and show it, once
   penstock keys add keys.json --tenant nightly --classes batch --tokens-per-minute 100000
   penstock keys list keys.json                               whose keys there are
   penstock keys revoke keys.json k-1a2b3c4d                  this key opens nothing any more
   penstock serve --api-keys keys.json                        reads the file, and again whenever it changes
 
-  penstock keys ~/.config/penstock/keys                      CURVE keys: four files that only you can read
-  scp -rp ~/.config/penstock/keys other-host:.config/penstock/
-
-CURVE keys are needed only between hosts: on one host `penstock serve` makes keys of its own at every start.  Whoever
-has the files can join the deployment; existing files are never overwritten.  docs/scheduling.md tells of tenants.
+docs/scheduling.md explains tenants, classes and weights.  Keys between hosts: penstock host-keys --help
 """
 
-VERBS = ("add", "list", "revoke")
 _MAX_KEYS = SchedulingConfig().max_tenants
 _LIMITS = ("weight", "tokens_per_minute", "requests_per_minute")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command and its flags."""
+    """Declare the command, its subcommands and their flags."""
     parser = subparsers.add_parser(
         "keys",
-        help="make and revoke API keys of tenants, or make the keys that workers on several hosts share",
-        description="Make and revoke API keys of tenants (add, list, revoke), or make the CURVE keys that the "
-        "processes of one deployment share between hosts (DIR).",
+        help=COMMANDS["keys"],
+        description="Add, list and revoke API keys of tenants.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("what", metavar="add|list|revoke|DIR", help="DIR: a folder for CURVE keys, made if need be")
-    parser.add_argument(
-        "names", nargs="*", metavar="FILE [ID]", help="the file of API keys; to revoke, also a key's id"
-    )
-    group = parser.add_argument_group("of a key that is added")
-    group.add_argument("--tenant", metavar="NAME", help="whose key it is; needed")
-    group.add_argument(
+    verbs = parser.add_subparsers(title="subcommands", dest="verb", metavar="add|list|revoke", required=True)
+    add = verbs.add_parser("add", help="add a key and show it", description="Add a key of a tenant and show it, once.")
+    add.set_defaults(run=_add)
+    add.add_argument("file", type=Path, metavar="FILE", help="the file of keys, made if need be")
+    add.add_argument("--tenant", required=True, metavar="NAME", help="whose key it is")
+    add.add_argument(
         "--classes",
         metavar="LIST",
-        help="interactive, batch or both, what requests are unless they say otherwise first",
+        help="interactive, batch or both; the first is the class of requests that name none (default: both)",
     )
-    group.add_argument("--operator", action="store_true", help="it may also change workers, and see all requests")
-    tenant = parser.add_argument_group("of its tenant, with all of its keys")
+    add.add_argument("--operator", action="store_true", help="it may also change workers, and see all requests")
+    tenant = add.add_argument_group("limits of the tenant, for all of its keys together")
     tenant.add_argument("--weight", type=float, metavar="W", help="its share against those of others (default: 1)")
-    tenant.add_argument("--tokens-per-minute", type=int, metavar="N", help="of prompts and answers (default: no limit)")
+    tenant.add_argument("--tokens-per-minute", type=int, metavar="N", help="of prompt and output (default: none)")
     tenant.add_argument("--requests-per-minute", type=int, metavar="N", help="default: no limit")
+    listing = verbs.add_parser("list", help="list all keys", description="List all keys, without their secrets.")
+    listing.set_defaults(run=_list)
+    listing.add_argument("file", type=Path, metavar="FILE", help="the file of keys")
+    revoke = verbs.add_parser("revoke", help="revoke a key", description="Revoke a key.")
+    revoke.set_defaults(run=_revoke)
+    revoke.add_argument("file", type=Path, metavar="FILE", help="the file of keys")
+    revoke.add_argument("key", metavar="ID", help="the key's id, as `penstock keys list` shows it")
 
 
-def run(args: argparse.Namespace) -> int:
-    """0 when it is done; raises ConfigError."""
-    if args.what not in VERBS:
-        if args.names:
-            raise ConfigError(f"penstock keys {args.what}: expected one of {', '.join(VERBS)}, or one folder")
-        return _make_folder(Path(args.what))
-    wanted = 2 if args.what == "revoke" else 1
-    if len(args.names) != wanted:
-        raise ConfigError(f"penstock keys {args.what}: expected {'FILE and ID' if wanted == 2 else 'FILE'}")
-    path = Path(args.names[0]).expanduser()
-    if args.what == "add":
-        return _add(path, args)
-    return _list(path) if args.what == "list" else _revoke(path, args.names[1])
-
-
-def _make_folder(folder: Path) -> int:
-    for path in Keys.ephemeral().save(folder):
-        print(path)
-    return 0
-
-
-def _add(path: Path, args: argparse.Namespace) -> int:
-    if not args.tenant:
-        raise ConfigError("penstock keys add: whose key is it? Add --tenant NAME")
+def _add(args: argparse.Namespace) -> int:
+    path = args.file.expanduser()
     if not re.fullmatch(NAME, args.tenant):
         raise ConfigError(
             f"--tenant {args.tenant!r:.80}: a name has letters, digits and . _ @ -, 64 characters at most, and begins "
@@ -129,8 +105,8 @@ def _changed(entry: TenantEntry | None, given: Mapping[str, Any]) -> TenantEntry
     return msgspec.convert({**known, **given}, TenantEntry)
 
 
-def _list(path: Path) -> int:
-    file = load_keys(path, _MAX_KEYS)
+def _list(args: argparse.Namespace) -> int:
+    file = load_keys(args.file.expanduser(), _MAX_KEYS)
     rows: list[tuple[str, ...]] = [
         ("KEY", "TENANT", "LABEL", "CLASSES", "WEIGHT", "TOKENS/MIN", "REQUESTS/MIN", "MADE")
     ]
@@ -148,7 +124,8 @@ def _list(path: Path) -> int:
     return 0
 
 
-def _revoke(path: Path, name: str) -> int:
+def _revoke(args: argparse.Namespace) -> int:
+    path, name = args.file.expanduser(), args.key
     with changing(path, _MAX_KEYS) as held:
         file = held[0]
         gone = next((key for key in file.keys if key.id == name), None)

@@ -1,7 +1,8 @@
 """``penstock``: finds the subcommand, runs it, and words its errors in one line.
 
 Each subcommand is a module with ``add_parser(subparsers)`` and ``run(args) -> int``; only the one that is asked for
-is imported.  Exit codes: 0 done, 1 failed, 2 asked for wrongly (usage, settings, model), 130 interrupted.
+is imported, and none for ``penstock --help``.  Exit codes: 0 done, 1 failed, 2 asked for wrongly (usage, settings,
+model), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,22 +11,17 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from penstock import __version__
+from penstock.cli.parsing import COMMANDS, EXIT_USAGE, CommandParser
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
-
-COMMANDS = (
-    *("serve", "worker", "status", "admin", "chat", "bench", "doctor", "keys", "compress", "decompress", "plan"),
-    *("simulate", "calibrate"),
-)
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Set before numpy and tokenizers are imported: a process with threads must not fork workers."""
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 EPILOG = """\
@@ -40,7 +36,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     os.environ.update(ONE_THREAD)
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _as_of_today(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(words).parse_args(words)
         return int(args.run(args))
@@ -54,8 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _as_of_today(words: Sequence[str]) -> list[str]:
+    """The command line, where an older name of a command goes on: ``penstock host-keys DIR`` makes a host's keys."""
+    match list(words):
+        case ["keys", word] if word not in ("add", "list", "revoke") and not word.startswith("-"):
+            return ["host-keys", word]
+        case whole:
+            return whole
+
+
+def _parser(words: Sequence[str]) -> CommandParser:
+    asked = words[0] if words else ""
+    return command_parser((asked,) if asked in COMMANDS else ())
+
+
+def command_parser(complete: Iterable[str]) -> CommandParser:
+    """The parser of ``penstock``; of these commands with all their flags, of the others with their names."""
+    parser = CommandParser(
         prog="penstock",
         description="Serves large language models with prefill and decode on separate workers.",
         epilog=EPILOG,
@@ -63,14 +74,17 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    asked = words[0] if words else ""
-    for name in (asked,) if asked in COMMANDS else COMMANDS:
-        _module(name).add_parser(subparsers)
+    wanted = frozenset(complete)
+    for name, summary in COMMANDS.items():
+        if name in wanted:
+            _module(name).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
     return parser
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"penstock.cli.{name}")
+    return importlib.import_module(f"penstock.cli.{name.replace('-', '_')}")
 
 
 if __name__ == "__main__":

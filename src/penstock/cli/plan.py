@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.paint import Paint, table
+from penstock.cli.parsing import COMMANDS
 from penstock.config.beside import Beside
 from penstock.config.gpu import TRITON
 from penstock.config.kv_dtype import kv_dtype
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "plan",
-        help="how a model would lie on given devices, before anything is loaded",
+        help=COMMANDS["plan"],
         description="Says from a model's config.json whether it fits on given devices, and what is left for KV pages.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from penstock.cli.parsing import COMMANDS
 from penstock.cli.worker import add_engine_flags
 from penstock.config.load import load_serve
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "serve",
-        help="serve a model behind the OpenAI API",
+        help=COMMANDS["serve"],
         description="Serve a model behind the OpenAI API, with prefill and decode on separate workers.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.paint import Paint, count_bar, table
+from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.router.policy.named import NAMES as POLICIES
 from penstock.sim.cluster import Run, Setup, as_json, simulate
@@ -32,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "simulate",
-        help="what a fleet would make of a trace",
+        help=COMMANDS["simulate"],
         description="Runs the real scheduler and router over a trace, on workers whose steps are arithmetic.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.cli.asking import add_service_flags, ask
+from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
 from penstock.errors import WorkerError
 
@@ -44,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "status",
-        help="list the workers of a running service",
+        help=COMMANDS["status"],
         description="List the workers of a running service.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_worker
 
 EPILOG = """\
@@ -12,9 +13,9 @@ example:
   penstock worker MODEL --role decode --listen tcp://10.0.0.2:9000 --keys ~/penstock-keys       on another
   penstock serve MODEL --join tcp://10.0.0.1:9000 --join tcp://10.0.0.2:9000 --keys ~/penstock-keys
 
-Every host needs the same keys (`penstock keys DIR`, copied) and the same model.  Everything between hosts is encrypted
-and authenticated with them; a worker without keys does not start.  KV pages travel from prefill to decode directly, so
-the decode worker must reach the prefill worker at the address that was joined.
+Every host needs the same keys (`penstock host-keys DIR`, copied) and the same model.  Everything between hosts is
+encrypted and authenticated with them; a worker without keys does not start.  KV pages travel from prefill to decode
+directly, so the decode worker must reach the prefill worker at the address that was joined.
 """
 
 
@@ -22,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
         "worker",
-        help="run one worker for a gateway on another host",
+        help=COMMANDS["worker"],
         description="Run one worker for gateways on other hosts (penstock serve --join).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -34,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--role", metavar="prefill|decode|both|encode", help="what gateways send to it (default: both)")
     parser.add_argument("--listen", metavar="tcp://HOST:PORT", help="default: tcp://127.0.0.1:9000")
-    parser.add_argument("--keys", metavar="DIR", help="the deployment's keys (`penstock keys DIR`); needed")
+    parser.add_argument("--keys", metavar="DIR", help="the deployment's keys (`penstock host-keys DIR`); needed")
     parser.add_argument(
         "--transfer",
         metavar="auto|tcp|tcp-clear|curve|nixl",

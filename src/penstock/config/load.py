@@ -101,7 +101,7 @@ def load_worker(
     """The settings of ``penstock worker``; as ``load_serve``."""
     config = _load(WorkerServeConfig, flags, environ, config_file)
     if config.keys is None:
-        raise ConfigError("a worker that other hosts join needs --keys DIR (made by `penstock keys DIR`)")
+        raise ConfigError("a worker that other hosts join needs --keys DIR (made by `penstock host-keys DIR`)")
     return config
 
 

@@ -2,8 +2,8 @@
 
 Every process of a deployment holds one ``Keys``: listeners prove themselves with the server pair, links with the
 client pair, and each side accepts nothing but the other pair's public key.  ``penstock serve`` makes them in memory
-(``Keys.ephemeral``) and children inherit them over fork; between hosts they are files made by ``penstock keys DIR``
-and copied by the operator.  Knows nothing about endpoints or roles.
+(``Keys.ephemeral``) and children inherit them over fork; between hosts they are files made by
+``penstock host-keys DIR`` and copied by the operator.  Knows nothing about endpoints or roles.
 
 Format: Z85, 40 characters a key (https://rfc.zeromq.org/spec/32); key agreement: https://rfc.zeromq.org/spec/26.
 """
@@ -98,7 +98,9 @@ def _read(path: Path) -> bytes:
         # O_NONBLOCK: a pipe in the key's place must not make us wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"cannot read the key {path}: {error.strerror}; 'penstock keys DIR' makes one") from error
+        raise ConfigError(
+            f"cannot read the key {path}: {error.strerror}; 'penstock host-keys DIR' makes one"
+        ) from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & _LOOSE:

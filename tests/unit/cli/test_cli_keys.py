@@ -10,14 +10,18 @@ from penstock.config.api_keys import load_keys
 from penstock.wire.keys import Keys
 
 
-def test_keys_are_written_once_and_for_their_owner_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("command", ["host-keys", "keys"])
+def test_host_keys_are_written_once_and_for_their_owner_only(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """``penstock host-keys DIR`` is the older name."""
     folder = tmp_path / "keys"
-    assert main(["keys", str(folder)]) == 0
+    assert main([command, str(folder)]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     assert {path.parent for path in paths} == {folder}
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
     first = Keys.load(folder)
-    assert main(["keys", str(folder)]) == 2
+    assert main([command, str(folder)]) == 2
     assert "File exists" in capsys.readouterr().err
     assert Keys.load(folder) == first
 
@@ -47,18 +51,22 @@ def test_a_tenants_keys_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["add", "FILE"], "Add --tenant NAME"),
+        (["add", "FILE"], "the following arguments are required: --tenant"),
         (["add", "FILE", "--tenant", "a b"], "--tenant 'a b': a name has letters"),
         (["add", "FILE", "--tenant", "a", "--classes", "urgent"], "expected interactive, batch, or both"),
         (["add", "FILE", "--tenant", "a", "--weight", "-1"], "weight"),
-        (["add"], "expected FILE"),
+        (["add"], "required: FILE"),
         (["list", "FILE"], "No such file"),
-        (["revoke", "FILE"], "expected FILE and ID"),
-        (["remove", "FILE"], "expected one of add, list, revoke, or one folder"),
+        (["revoke", "FILE"], "required: ID"),
+        (["remove", "FILE"], "invalid choice: 'remove' (choose from 'add', 'list', 'revoke')"),
     ],
 )
 def test_what_cannot_be(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "keys.json"
-    assert main(["keys", *(str(path) if word == "FILE" else word for word in words)]) == 2
+    try:
+        code = main(["keys", *(str(path) if word == "FILE" else word for word in words)])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
     assert says in capsys.readouterr().err
     assert not path.exists()

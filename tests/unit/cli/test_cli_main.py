@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from penstock import __version__
-from penstock.cli.main import COMMANDS, main
+from penstock.cli.main import main
+from penstock.cli.parsing import COMMANDS, FOREIGN_FLAGS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -32,12 +35,62 @@ def test_the_whole_has_help_and_a_version(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == f"penstock {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["no-such-command"], ["serve", "--no-such-flag"], ["serve", "a", "b"]])
-def test_wrong_usage_is_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "penstock: error: the following arguments are required: COMMAND"),
+        (["no-such-command"], "penstock: error: there is no command 'no-such-command'"),
+        (["serv"], "there is no command 'serv'; did you mean serve?"),
+        (["ps"], "there is no command 'ps' here; try: penstock status"),
+        (["serve", "--no-such-flag"], "penstock serve: error: unrecognized arguments: --no-such-flag"),
+        (["serve", "a", "b"], "penstock serve: error: unrecognized arguments: b"),
+        (["serve", "--maxmodel-len", "8"], "--maxmodel-len: did you mean --max-model-len?"),
+        (["serve", "--max_model_len=8"], "--max_model_len: did you mean --max-model-len?"),
+        (["serve", "--max-num-seqs", "8"], "--max-num-seqs: use --max-running"),
+        (["serve", "--tensor-parallel-size=2"], "--tensor-parallel-size: one model on several GPUs cannot be served"),
+        (["serve", "-m", "x.gguf", "-c", "8192"], "-m: MODEL is the first argument: penstock serve FILE.gguf; -c: use"),
+        (["serve", "--pre", "2"], "ambiguous option: --pre could match --prefill"),
+    ],
+)
+def test_wrong_usage_is_one_line_a_hint_and_exit_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
-    assert "usage: penstock" in capsys.readouterr().err
+    error, usage = capsys.readouterr().err.splitlines()
+    assert says in error
+    assert usage.startswith("usage: penstock ")
+    assert usage.endswith(" --help")
+
+
+def test_hints_name_flags_that_serve_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    hinted = {flag for hint in FOREIGN_FLAGS.values() for flag in re.findall(r"--[a-z][a-z-]+", hint)}
+    assert hinted <= flags
+    assert not flags & set(FOREIGN_FLAGS)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "host-keys" in script
+    assert "max-model-len" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_help_imports_no_command() -> None:
+    script = "import sys; from penstock.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    script += "print([m for m in sys.modules if m.startswith('penstock.') and 'cli' not in m and 'errors' not in m])"
+    environ = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_an_error_of_ours_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,162 @@
+"""The parser of all commands: an error is one line, with a hint for typos and for flags of other servers.
+
+Knows words of vLLM, llama-server and ollama, and nothing about what a command does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+EXIT_USAGE = 2
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "serve": "serve a model behind the OpenAI API",
+        "worker": "run one worker for a gateway on another host",
+        "status": "show a running service: its model, rates and workers",
+        "admin": "change a worker's role, drain or restart it",
+        "chat": "talk to a model in the terminal",
+        "bench": "measure any server of the OpenAI API",
+        "doctor": "show what this machine has and what is missing",
+        "keys": "add, list and revoke API keys of tenants",
+        "host-keys": "make the keys that the processes of several hosts share",
+        "compress": "make a model's bf16 weights 30 %% smaller without loss",
+        "decompress": "undo that",
+        "plan": "compute whether a model fits on given devices, before anything is loaded",
+        "simulate": "replay a trace of requests on a simulated fleet",
+        "calibrate": "measure this machine for the simulator",
+        "completion": "print shell completion for bash, zsh or fish",
+    }
+)
+"""Subcommands and what each does, for ``penstock --help``, which imports none of them."""
+
+FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        # vLLM and SGLang
+        "--model": "MODEL is the first argument: penstock serve MODEL",
+        "--model-path": "MODEL is the first argument: penstock serve MODEL",
+        "--max-num-seqs": "use --max-running",
+        "--max-running-requests": "use --max-running",
+        "--max-num-batched-tokens": "use --max-chunk-tokens",
+        "--chunked-prefill-size": "use --max-chunk-tokens",
+        "--context-length": "use --max-model-len",
+        "--gpu-memory-utilization": "use --kv-memory SIZE; by default KV pages take what is free on a GPU",
+        "--mem-fraction-static": "use --kv-memory SIZE; by default KV pages take what is free on a GPU",
+        "--kv-cache-dtype": "use --kv-dtype",
+        "--enable-prefix-caching": "leave it out: prefixes are always cached",
+        "--enable-chunked-prefill": "leave it out: prompts are always prefilled in chunks (--max-chunk-tokens)",
+        "--tensor-parallel-size": "one model on several GPUs cannot be served yet; see `penstock plan`",
+        "--pipeline-parallel-size": "one model on several GPUs cannot be served yet; see `penstock plan`",
+        "--data-parallel-size": "use --prefill N and --decode M: workers of one model",
+        "--quantization": "leave it out: the model's files say how its weights are quantized",
+        "--lora-modules": "use --lora NAME=DIR",
+        "--enable-lora": "use --lora NAME=DIR",
+        "--speculative-config": "use --speculate and --draft-model",
+        "--speculative-model": "use --draft-model",
+        "--trust-remote-code": "leave it out: code of models is never run",
+        "--root-path": "let the proxy in front strip the prefix",
+        # llama-server
+        "-m": "MODEL is the first argument: penstock serve FILE.gguf",
+        "-hf": "MODEL is the first argument: penstock serve ORG/NAME",
+        "--hf-repo": "MODEL is the first argument: penstock serve ORG/NAME",
+        "-c": "use --max-model-len",
+        "--ctx-size": "use --max-model-len",
+        "-ngl": "use --device cuda; a model is wholly on the GPU or wholly on processors",
+        "--gpu-layers": "use --device cuda; a model is wholly on the GPU or wholly on processors",
+        "--n-gpu-layers": "use --device cuda; a model is wholly on the GPU or wholly on processors",
+        "-np": "use --max-running",
+        "--parallel": "use --max-running",
+        "-b": "use --max-chunk-tokens",
+        "--batch-size": "use --max-chunk-tokens",
+        "-t": "use --threads",
+        "-a": "use --served-model-name",
+        "--alias": "use --served-model-name",
+        "-md": "use --draft-model",
+        "--model-draft": "use --draft-model",
+        "-ctk": "use --kv-dtype",
+        "--cache-type-k": "use --kv-dtype",
+    }
+)
+"""What other servers call a flag, and what to type here."""
+
+FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "penstock serve MODEL, then penstock chat",
+        "ps": "penstock status",
+        "list": "penstock status",
+        "ls": "penstock status",
+        "pull": "penstock serve ORG/NAME, which downloads the model first",
+        "show": "penstock plan MODEL",
+        "stop": "Ctrl-C or SIGTERM, where `penstock serve` runs",
+        "start": "penstock serve",
+        "server": "penstock serve",
+        "launch": "penstock serve",
+        "benchmark": "penstock bench",
+        "quantize": "penstock compress",
+        "help": "penstock --help",
+        "version": "penstock --version",
+    }
+)
+"""What other servers call a command, and what to type here."""
+
+_UNKNOWN = re.compile(r"argument COMMAND: invalid choice: '(?P<name>[^']*)'")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser, whose errors are one line and say what was meant."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse's.  Arguments that are not known end the process with 2 and a hint."""
+        found, unknown = self.parse_known_args(args, argparse.Namespace())
+        if unknown:
+            command = getattr(found, "command", None)
+            self._command_parser(command).error(unknown_arguments(unknown, self._flags_of(command)))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and where help is, and exit with 2."""
+        if match := _UNKNOWN.match(message):
+            message = self._unknown_command(match["name"])
+        sys.stderr.write(f"{self.prog}: error: {message}\nusage: {self.prog} --help\n")
+        sys.exit(EXIT_USAGE)
+
+    def _subparsers_by_name(self) -> dict[str, argparse.ArgumentParser]:
+        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return dict(actions[0].choices) if actions else {}
+
+    def _command_parser(self, command: str | None) -> argparse.ArgumentParser:
+        return self._subparsers_by_name().get(command or "", self)
+
+    def _flags_of(self, command: str | None) -> list[str]:
+        parser = self._command_parser(command)
+        return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def _unknown_command(self, name: str) -> str:
+        names = list(self._subparsers_by_name())
+        if hint := FOREIGN_COMMANDS.get(name):
+            return f"there is no command {name!r} here; try: {hint}"
+        near = difflib.get_close_matches(name, names, n=1)
+        return f"there is no command {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def unknown_arguments(unknown: Sequence[str], flags: Sequence[str]) -> str:
+    """The complaint about arguments that a command does not have, with a hint for each flag that has one."""
+    told = []
+    for word in unknown:
+        name = word.partition("=")[0].replace("_", "-")
+        if not name.startswith("-"):
+            continue
+        if name in flags:  # written with underscores
+            told.append(f"{word.partition('=')[0]}: did you mean {name}?")
+        elif hint := FOREIGN_FLAGS.get(name):
+            told.append(f"{word.partition('=')[0]}: {hint}")
+        elif near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+            told.append(f"{name}: did you mean {near[0]}?")
+    head = f"unrecognized arguments: {' '.join(unknown)}"
+    return "; ".join((head, *told))
