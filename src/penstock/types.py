@@ -16,6 +16,24 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 """A worker's place in the fleet (``prefill-0``).  It survives restarts; the incarnation beside it does not."""
 
+RUN_BITS = 42
+RESTART_BITS = 20
+"""An incarnation is the number of a run of its supervisor, drawn at random, and behind it a count of restarts.  The
+number of a run is 0 where only processes of that run can hear of it."""
+
+MAX_INCARNATION = (1 << (RUN_BITS + RESTART_BITS)) - 1
+
+
+def is_older(one: int, other: int) -> bool:
+    """Did the incarnation ``one`` begin before ``other``, of one run?  Of two runs neither is older: no clock says."""
+    return one >> RESTART_BITS == other >> RESTART_BITS and one < other
+
+
+def same_run(one: int, other: int) -> bool:
+    """Are these incarnations of one run of a supervisor?"""
+    return one >> RESTART_BITS == other >> RESTART_BITS
+
+
 PageId = NewType("PageId", int)
 """Index of a page in one worker's own KV memory."""
 

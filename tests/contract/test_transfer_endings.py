@@ -292,7 +292,7 @@ def test_a_receiver_that_vanished_is_given_up_even_while_the_prompt_is_computed(
 
 def test_a_dead_sender_is_given_up_as_soon_as_it_is_known(rig: Rig) -> None:
     reach(rig, "one copied")
-    rig.took(rig.receiver.sender_gone(rig.source.worker, rig.source.incarnation))
+    rig.took(rig.receiver.sender_gone(rig.source.worker, rig.source.incarnation + 1))
     before = bytes(rig.receiver_memory.buffer)
     assert rig.failed == [PullFailed(R, 1, "sender gone")]
     rig.settle()

@@ -58,7 +58,7 @@ from penstock.launch.beside import beside_of
 from penstock.launch.board import Board, Slot
 from penstock.launch.facts import machine_facts, process_began, usable_cores
 from penstock.launch.gpu import gpu_report
-from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_before, layout_of
+from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_of_a_run, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.sparsely import read_sparsely
@@ -158,7 +158,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
     _check_free(config.listen)
     with ExitStack() as stack:
         slots = slots_of((worker,))
-        mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_before(time.time_ns()))
+        mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
         model = located.path, spec, manifests_of(config, located), found
         workers = Workers(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)

@@ -7,6 +7,7 @@ child begins, not when (``supervise`` does).
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ from penstock.launch.sparsely import numerics_of
 from penstock.launch.supervise import Job
 from penstock.launch.zygote import prefer_for_oom_kill
 from penstock.telemetry.log import configure
-from penstock.types import AdapterRef, ModelIdentity, Role, WorkerId
+from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
 from penstock.weights.checkpoint import for_length
 from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.manifest import Manifests
@@ -71,16 +72,16 @@ class Mailboxes:
 
     keys: Keys
     endpoint: Callable[[WorkerId, int], str]  # worker, incarnation on the wire
-    incarnations_before: int = 0  # added to the supervisor's count, so that a later run's are higher
+    incarnations_before: int = 0  # added to the supervisor's count: the number of this run
 
 
-def incarnations_before(now_ns: int) -> int:
-    """What the incarnations of a run that begins at ``now_ns`` (Unix time) are counted from.
+def incarnations_of_a_run() -> int:
+    """What the incarnations of a new run of this supervisor are counted from.
 
-    A later run must look later to gateways that know an earlier one, be it a tenth of a second old: a gateway takes a
-    worker of equal incarnation for the one it knows.  65,536 restarts within the run count on from there.
+    Gateways of other hosts may know an earlier run, and take a worker of equal incarnation for the one that they know.
+    Two runs have no order: the clock may have been set back in between.
     """
-    return now_ns // 1_000_000 << 16
+    return (1 + secrets.randbelow((1 << RUN_BITS) - 1)) << RESTART_BITS
 
 
 class Workers:

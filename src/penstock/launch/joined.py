@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.clock import Clock
-from penstock.types import WorkerId, WorkerState
+from penstock.types import WorkerId, WorkerState, is_older, same_run
 from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import AsyncLink
 
 log = logging.getLogger(__name__)
+
+REMEMBERED_RUNS = 8
+"""Earlier runs of a worker at one address that are not taken back when a word of theirs comes late."""
 
 LOST_S = 5.0
 """A worker that says nothing for so long is taken for dead, until it speaks again.  (One with work is suspected much
@@ -31,6 +35,7 @@ class _Mailbox:
     incarnation: int = 0
     heard: float = 0.0
     lost: bool = True
+    replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the last of ended runs
     strange: bool = False  # complained about already
 
 
@@ -106,9 +111,13 @@ class JoinedWorkers:
                 log.warning("%s calls itself %s, as another does: give it another --name", endpoint, report.worker)
             mailbox.strange = True
             return
+        if self._is_late(mailbox, report):
+            return
         mailbox.heard = self._clock.now()
         if mailbox.lost or (report.worker, report.incarnation) != (mailbox.worker, mailbox.incarnation):
             self._leave(mailbox, "replaced")
+            if mailbox.worker is not None and not same_run(report.incarnation, mailbox.incarnation):
+                mailbox.replaced.append(mailbox.incarnation)
             self._tell(
                 WorkerUp(
                     worker=report.worker,
@@ -121,6 +130,13 @@ class JoinedWorkers:
             # Only now: where telling failed, the next report tries it again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
             mailbox.lost = mailbox.strange = False
+
+    def _is_late(self, mailbox: _Mailbox, report: Report) -> bool:
+        """Is this of a process whose place has been taken by now?  A message can have waited on an old connection."""
+        if report.worker != mailbox.worker:
+            return False
+        ended = any(same_run(report.incarnation, run) for run in mailbox.replaced)
+        return ended or is_older(report.incarnation, mailbox.incarnation)
 
     def tick(self) -> None:
         """Greet all, and give up those that have been silent for too long."""

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.router.book import Book
 from penstock.router.columns import Columns, Due, Slots
 from penstock.router.tiers import tier_rows
-from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState
+from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older
 from penstock.wire.messages import Report, WorkerDown, WorkerUp
 
 _MOST_SILENCES = 8
@@ -81,8 +81,10 @@ class Fleet:
         if slot is None:
             slot = self._add(message.worker)
         else:
-            newer = message.incarnation - self.incarnations[slot]
-            if newer < 0 or (newer == 0 and not self._ended[slot]):
+            known = self.incarnations[slot]
+            if is_older(message.incarnation, known):
+                return False
+            if not is_older(known, message.incarnation) and not self._ended[slot]:  # the same, or of another run
                 return False
         self._clear(slot)
         self.incarnations[slot] = message.incarnation

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from penstock.telemetry import metrics as names
 from penstock.telemetry.metrics import Family, Kind
 from penstock.telemetry.service_levels import ServiceLevels
+from penstock.types import is_older
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of what ``Metrics.exposition`` gives."""
@@ -37,7 +38,7 @@ class WorkerTotals:
     def report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """Take a report's counters.  Those of an earlier incarnation, and names that are not ours, are ignored."""
         known = self._incarnations.get(worker)
-        if known is not None and incarnation < known:
+        if known is not None and is_older(incarnation, known):
             return
         if incarnation != known:
             self._carry(worker)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from penstock.launch.board import Board
-from penstock.launch.jobs import GettingOn, incarnations_before
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams, WorkerId
+from penstock.launch.jobs import GettingOn, incarnations_of_a_run
+from penstock.types import MAX_INCARNATION, RESTART_BITS, BlockHash, Leg, RequestId, SamplingParams, WorkerId, is_older
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.messages import PageSource, Submit
 
-START_NS = 1_795_320_303_449_000_000
+
+def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:
+    one, other = incarnations_of_a_run(), incarnations_of_a_run()
+    assert is_older(one + 1, one + 2)
+    assert not is_older(one + 2, one + 1)
+    assert not is_older(one + 1, other + 2)
+    assert not is_older(other + 2, one + 1)
+    assert 0 < one < MAX_INCARNATION - (1 << RESTART_BITS)
 
 
-def test_a_run_a_millisecond_later_is_later_than_every_restart_of_the_one_before() -> None:
-    assert incarnations_before(START_NS + 1_000_000) > incarnations_before(START_NS) + 65_535
-
-
-def test_what_comes_of_it_travels_for_centuries() -> None:
-    source = PageSource(worker=WorkerId("p"), incarnation=incarnations_before(START_NS * 4), endpoint="tcp://a:1")
+def test_the_last_restart_of_the_last_run_travels() -> None:
+    source = PageSource(worker=WorkerId("p"), incarnation=MAX_INCARNATION, endpoint="tcp://a:1")
     submit = Submit(
         request=RequestId("r"),
         epoch=1,

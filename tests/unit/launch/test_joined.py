@@ -10,7 +10,7 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.launch.joined import LOST_S, JoinedWorkers
 from penstock.router.fleet import Fleet
-from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
+from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.codec import PeerMessage
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
@@ -144,6 +144,30 @@ def test_silence_is_an_end_until_the_same_one_speaks_again(town: Town) -> None:
     assert town.news() == []
     town.report(A, "d", 5)
     assert town.news() == [("up", "d", 5)]
+    assert town.fleet.status_rows()[0]["state"] == "ready"
+
+
+def test_a_run_that_begins_after_the_clock_was_set_back_is_taken_as_any_other(town: Town) -> None:
+    """Its number is drawn; here it is the lower one."""
+    later, earlier = 9 << RESTART_BITS, 2 << RESTART_BITS
+    town.report(A, "d", later + 1)
+    town.report(A, "d", earlier + 1)
+    assert town.news() == [("up", "d", later + 1), ("down", "d", later + 1), ("up", "d", earlier + 1)]
+    assert town.fleet.status_rows()[0]["state"] == "ready"
+    town.report(A, "d", later + 1)  # a word of the old run that waited on an old connection
+    town.report(A, "d", later + 2)
+    town.report(A, "d", earlier + 1)
+    assert town.news() == []
+    town.report(A, "d", earlier + 2)
+    town.report(A, "d", earlier + 1)
+    assert town.news() == [("down", "d", earlier + 1), ("up", "d", earlier + 2)]
+
+
+def test_a_run_that_was_lost_makes_room_for_one_of_a_lower_number_elsewhere(town: Town) -> None:
+    town.report(A, "d", (9 << RESTART_BITS) + 1)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    town.report(B, "d", (2 << RESTART_BITS) + 1)
+    assert [kind for kind, *_ in town.news()] == ["up", "down", "up"]
     assert town.fleet.status_rows()[0]["state"] == "ready"
 
 

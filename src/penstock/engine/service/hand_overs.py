@@ -102,7 +102,7 @@ class HandOvers:
 
     def reach(self, source: PageSource, now: float) -> bool:
         """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
-        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation - 1))
+        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation))
         return self._peers.reach(source, now)
 
     def open(self, request: RequestId, epoch: int, now: float) -> None:

@@ -170,10 +170,11 @@ class WorkerMailbox:
             item = item_of(progress, ask, now)
             if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first:
                 self.reporter.count_progress(len(progress.tokens))
-            *before, last = parts_of(item)
-            if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
-                continue
-            batches.add(ask.gateway, last)
+            if item.prompt_logprobs is not None:
+                *before, item = parts_of(item)
+                if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
+                    continue
+            batches.add(ask.gateway, item)
             if ask.leg is Leg.PREFILL:
                 self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
         self._departures.turn(now)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 
 from penstock.errors import ConfigError
-from penstock.types import WorkerId
+from penstock.types import is_older
 from penstock.wire.messages import EncodeImage, PageSource, PagesReceived, PullPages
 from penstock.wire.transport import Link, Received, Transport
 
@@ -29,7 +29,6 @@ class Peers:
         self._idle_s = idle_s
         self._links: dict[PageSource, Link] = {}
         self._used: dict[PageSource, float] = {}  # of each link: when it was last named or spoken over
-        self._latest: dict[WorkerId, int] = {}  # the latest incarnation that was named
 
     def reach(self, source: PageSource, now: float) -> bool:
         """Have a link to this source.  Done early: whoever listens lets new connections in between two steps only.
@@ -39,16 +38,17 @@ class Peers:
         if source in self._links:
             self._used[source] = now
             return True
-        if self._latest.get(source.worker, source.incarnation) > source.incarnation:
+        others = [known for known in self._links if known.worker == source.worker]
+        if any(is_older(source.incarnation, known.incarnation) for known in others):
             return False
         try:
             link = self._transport.connect(source.endpoint)
         except ConfigError:
             return False
-        self._close_older(source)
+        for known in others:  # whoever was there before never comes back
+            self._close(known)
         self._links[source] = link
         self._used[source] = now
-        self._latest[source.worker] = source.incarnation
         return True
 
     def send(self, source: PageSource, message: PullPages | PagesReceived | EncodeImage, now: float) -> None:
@@ -79,11 +79,6 @@ class Peers:
     def links(self) -> list[Link]:
         """What to wait for."""
         return list(self._links.values())
-
-    def _close_older(self, source: PageSource) -> None:
-        """Earlier incarnations of a worker never come back."""
-        for known in [s for s in self._links if s.worker == source.worker and s.incarnation < source.incarnation]:
-            self._close(known)
 
     def _close(self, source: PageSource) -> None:
         self._links.pop(source).close()

@@ -42,7 +42,7 @@ from penstock.kv.transfer.haste import Haste, Waiting
 from penstock.kv.transfer.port import CORRUPT, REFUSED, Landed, PageCarrier, Wanted
 from penstock.kv.transfer.pulling import Pulling, Queued, frames_of
 from penstock.kv.transfer.sender import SIGNS_PER_LEASE
-from penstock.types import RequestId, WorkerId
+from penstock.types import RequestId, WorkerId, is_older, same_run
 from penstock.wire.messages import (
     HandOverAlive,
     HandOverFailed,
@@ -209,11 +209,12 @@ class HandOverReceiver:
         return turn
 
     def sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverTurn:
-        """That incarnation of a worker is known to be dead: give up on its pages at once."""
+        """Earlier incarnations of a worker, and those of other runs, are dead: their pages are given up."""
         turn = ReceiverTurn()
         for pulling in list(self._pulls.values()):
             source = pulling.pull.source
-            if source.worker == worker and source.incarnation <= incarnation:
+            replaced = is_older(source.incarnation, incarnation) or not same_run(source.incarnation, incarnation)
+            if source.worker == worker and replaced:
                 self._fail(pulling, "sender gone", turn, tell=False)
         return turn
 
