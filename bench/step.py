@@ -167,7 +167,6 @@ class Worker:
                     leg=Leg.WHOLE,
                     prompt=prompt,
                     emitted=(),
-                    arrival=0.0,
                     sampling=SamplingParams(seed=index, max_tokens=self.length, temperature=temperature),
                     root=chain_root(self.identity),
                 )

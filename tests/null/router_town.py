@@ -198,13 +198,17 @@ class Town:
 
     def serve(self, request: ValidRequest) -> Client:
         """A client asks for this very thing."""
+        return self.serve_by(self.router, request)
+
+    def serve_by(self, router: RouterService, request: ValidRequest) -> Client:
+        """A client asks this gateway for it."""
         client = Client(request)
-        client.task = asyncio.get_running_loop().create_task(self._read(client))
+        client.task = asyncio.get_running_loop().create_task(self._read(router, client))
         self.clients.append(client)
         return client
 
-    async def _read(self, client: Client) -> None:
-        stream = self.router.stream(client.request)
+    async def _read(self, router: RouterService, client: Client) -> None:
+        stream = router.stream(client.request)
         try:
             async for batch in stream:
                 client.batches.append(batch)

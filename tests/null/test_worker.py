@@ -172,7 +172,7 @@ def test_preempted_answers_are_returned_and_resubmitted_to_the_same_tokens():
     stage, prefill, decode = split(pages=18, max_model_len=160)
     prompts = {f"r{i}": [i] * 60 for i in range(4)}
     for name, prompt in prompts.items():
-        stage.ask_split(prompt, prefill, decode, request=name, max_tokens=60, arrival=float(len(name)))
+        stage.ask_split(prompt, prefill, decode, request=name, max_tokens=60)
     seen = 0
     epochs = dict.fromkeys(prompts, 1)
     for _ in range(60):

@@ -226,8 +226,8 @@ class Stage:
     def ask(self, prompt: Sequence[int], *, to: StageWorker, leg: Leg = Leg.WHOLE, **more: object) -> Submit:
         """Submit one leg."""
         source = more.pop("pages_from", None)
-        fields = {"request": RequestId("r"), "epoch": 1, "emitted": (), "arrival": self.clock.now()} | {
-            key: more.pop(key) for key in ("request", "epoch", "emitted", "arrival", "joins") if key in more
+        fields = {"request": RequestId("r"), "epoch": 1, "emitted": ()} | {
+            key: more.pop(key) for key in ("request", "epoch", "emitted", "age_s", "joins") if key in more
         }
         submit = Submit(
             leg=leg,

@@ -134,7 +134,7 @@ class Flight:
         self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
         self._idle_since = now
         claim = aged(self.request.claim, now - self.moved, started=self._started)
-        sent = submissions(self.request, self.epoch, self.emitted, decision, root, claim=claim)
+        sent = submissions(self.request, self.epoch, self.emitted, decision, root, now=now, claim=claim)
         return tuple(
             Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due)
             for chosen, submit in zip(decision.legs, sent, strict=True)
@@ -169,7 +169,7 @@ class Flight:
         """This worker is to go on with the answer, which ``source`` writes meanwhile."""
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
         self._legs.append(LegRun(Leg.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
-        submit = joining(self.request, self.epoch, self.emitted, source, root, identity=self.identity)
+        submit = joining(self.request, self.epoch, self.emitted, source, root, identity=self.identity, now=now)
         return (Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
 
     # --- what workers say -------------------------------------------------------------------------------------------

@@ -112,7 +112,6 @@ class RouterService:
             slices=self._slices,
             clock=outside.clock,
         )
-        self._prefixes = self._placement.prefixes
         self._relief = Relief(
             self.fleet,
             self._links,
@@ -124,7 +123,7 @@ class RouterService:
         )
         self._watch = Watch(
             config,
-            WatchedState(self.fleet, self._links, self._prefixes),
+            WatchedState(self.fleet, self._links, self._placement.prefixes),
             self.metrics,
             lose=losses.take,
             suspect=outside.suspect,
@@ -134,11 +133,16 @@ class RouterService:
         self._ticker: asyncio.Task[None] | None = None
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last that was served
+        self._offer_figures()
+
+    def _offer_figures(self) -> None:
+        """To whoever asks for metrics."""
+        prefixes = self._placement.prefixes
         self.metrics.rows = self.fleet.status_rows
         self.metrics.open_requests = lambda: self._tally.open
         self.metrics.dropped_frames = lambda: self._links.dropped
         self.metrics.prefix_index = lambda: PrefixFigures(
-            len(self._prefixes), self._prefixes.memory_bytes, self._prefixes.gaps, self._prefixes.refused
+            len(prefixes), prefixes.memory_bytes, prefixes.gaps, prefixes.refused
         )
 
     # --- life -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from penstock.hashing import block_hash, image_marks
 from penstock.router.decide import Chosen, Decision
 from penstock.router.endings import aged
 from penstock.types import PAGE_TOKENS, BlockHash, Claim, Leg, ModelIdentity, TokenBatch, ValidRequest
-from penstock.wire.messages import PageSource, Submit, TokenItem
+from penstock.wire.messages import MAX_AGE_S, PageSource, Submit, TokenItem
 
 
 def submissions(
@@ -20,16 +20,17 @@ def submissions(
     decision: Decision,
     root: BlockHash,
     *,
+    now: float,
     claim: Claim | None = None,
 ) -> list[Submit]:
     """One ``Submit`` a leg of the decision, in order.  ``emitted``: what the client has already of the answer.
 
     ``root`` is the hash chain's root for the workers' identity; ``claim`` the request's as it is by now, if not as it
-    came.
+    came.  Whenever it is submitted, its age counts from when it came: it keeps its place in line.
     """
     legs = decision.legs
     source = next((chosen for chosen in legs if chosen.leg is Leg.PREFILL), None)
-    of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim)
+    of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim, now=now)
     apart = is_apart(decision.identity)
     of_readers = _reading_again(of_all) if apart and emitted else of_all
     return [
@@ -53,10 +54,11 @@ def joining(
     root: BlockHash,
     *,
     identity: ModelIdentity | None,
+    now: float,
 ) -> Submit:
     """For a worker that goes on with an answer which ``source`` is writing; ``identity``: of both."""
     claim = aged(request.claim, 0.0, started=True)
-    of_all = _of_all_legs(request, epoch, emitted, root, claim)
+    of_all = _of_all_legs(request, epoch, emitted, root, claim, now=now)
     return msgspec.structs.replace(of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=is_apart(identity))
 
 
@@ -77,7 +79,9 @@ def _reading_again(of_all: Submit) -> Submit:
     return msgspec.structs.replace(of_all, emitted=(), sampling=sampling)
 
 
-def _of_all_legs(request: ValidRequest, epoch: int, emitted: Sequence[int], root: BlockHash, claim: Claim) -> Submit:
+def _of_all_legs(
+    request: ValidRequest, epoch: int, emitted: Sequence[int], root: BlockHash, claim: Claim, *, now: float
+) -> Submit:
     """What every worker of an answer is told, whatever its part."""
     sampling = request.sampling
     if emitted and sampling.prompt_logprobs is not None:
@@ -88,7 +92,7 @@ def _of_all_legs(request: ValidRequest, epoch: int, emitted: Sequence[int], root
         leg=Leg.WHOLE,
         prompt=request.prompt,
         sampling=sampling,
-        arrival=request.arrival,
+        age_s=min(max(0.0, now - request.arrival), MAX_AGE_S),
         emitted=tuple(emitted),
         root=root,
         block_hashes=request.block_hashes if _hashed_for(request, root) else (),

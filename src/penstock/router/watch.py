@@ -268,7 +268,7 @@ class Watch:
                 self._quarantine.clear(worker)  # no prompts, or none without a sound: its word must do
                 continue
             self._metrics.worker_probed(worker, "sent")
-            link.send(_question(self._quarantine.probe(worker, now), report.identity, self._task, now))
+            link.send(_question(self._quarantine.probe(worker, now), report.identity, self._task))
 
     def _suspect(self, slot: int, now: float) -> None:
         fleet = self._fleet
@@ -286,7 +286,7 @@ class Watch:
         self._suspected(suspect)
 
 
-def _question(name: RequestId, identity: ModelIdentity, task: Task, now: float) -> Submit:
+def _question(name: RequestId, identity: ModelIdentity, task: Task) -> Submit:
     """The smallest request there is."""
     return Submit(
         request=name,
@@ -294,7 +294,6 @@ def _question(name: RequestId, identity: ModelIdentity, task: Task, now: float) 
         leg=Leg.WHOLE,
         prompt=(0,),
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
-        arrival=now,
         root=chain_root(identity),
         pooling=None if task.writes else PoolingParams(),
     )

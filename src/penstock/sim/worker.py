@@ -127,7 +127,7 @@ class SimWorker:
             leg=submit.leg,
             prompt=submit.prompt,
             sampling=submit.sampling,
-            arrival=submit.arrival,
+            arrival=self._agenda.now - submit.age_s,
             root=submit.root,
             hashes=submit.block_hashes,
             emitted=submit.emitted,

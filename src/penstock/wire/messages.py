@@ -53,6 +53,10 @@ PROTOCOL_VERSION = 3
 """First byte of every frame.  A peer of another version is refused, not guessed at."""
 
 
+MAX_AGE_S = 86_400.0
+"""The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
+
+
 class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a decode leg gets its pages, or whoever reads a prompt its images' rows."""
 
@@ -97,7 +101,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     leg: Leg
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    arrival: float
+    age_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AGE_S)] = 0.0  # since it came to its gateway: its place in line
     emitted: tuple[int, ...] = ()
     root: BlockHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages

@@ -26,7 +26,6 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         leg=Leg.DECODE,
         prompt=(1,),
         sampling=SamplingParams(seed=1, max_tokens=1),
-        arrival=0.0,
         root=BlockHash(b""),
         pages_from=source,
     )

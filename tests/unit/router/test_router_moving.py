@@ -110,7 +110,9 @@ def test_whoever_is_lost_on_its_way_to_an_answer_is_no_retry():
     for effect in effects:
         recorded.effect(effect, 3.0)
     assert (notes.facts(RETRY, "reason"), notes.facts(LEG, "outcome")) == ([], ["killed"])
-    recorded.effect(Send(D1, 1, joining(request(), 1, (1,), SOURCE, ROOT, identity=IDENTITY), 5, Due(tokens=5)), 4.0)
+    recorded.effect(
+        Send(D1, 1, joining(request(), 1, (1,), SOURCE, ROOT, identity=IDENTITY, now=0.0), 5, Due(tokens=5)), 4.0
+    )
     recorded.failed((D1, 1), "unknown", (), 4.0)
     recorded.effect(LegEnded(D1, 1, request().id, 1), 5.0)
     assert notes.facts(LEG, "outcome") == ["killed", "ended"]

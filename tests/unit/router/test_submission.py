@@ -50,7 +50,7 @@ def chosen(leg: Leg) -> Decision:
 
 @pytest.mark.parametrize(("leg", "reads"), [(Leg.WHOLE, True), (Leg.PREFILL, True), (Leg.DECODE, False)])
 def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
-    (sent,) = submissions(request(), 1, (), chosen(leg), ROOT)
+    (sent,) = submissions(request(), 1, (), chosen(leg), ROOT, now=0.0)
     assert sent.images == (IMAGE,)
     assert sent.pictures == ((PICTURE,) if reads else ())
     assert sent.encoders == ((ENCODER,) if reads else ())
@@ -71,17 +71,17 @@ def test_who_reads_the_prompt_of_an_answer_again_cannot_end_it():
         seed=1, max_tokens=4, stop_token_ids=(2, 5), min_tokens=1, grammar=Grammar(kind=GrammarKind.REGEX, text="a|b")
     )
     asked = msgspec.structs.replace(request(), sampling=sampling)
-    reads, writes = submissions(asked, 2, (9,), both(MIXED), ROOT)
+    reads, writes = submissions(asked, 2, (9,), both(MIXED), ROOT, now=0.0)
     assert (reads.emitted, writes.emitted) == ((), (9,))
     assert (reads.sampling.stop_token_ids, reads.sampling.grammar) == ((), None)
     assert reads.sampling.max_tokens >= 2
     assert writes.sampling == sampling
     for emitted, identity in (((), MIXED), ((9,), ModelIdentity(fingerprint="f", numerics="n"))):
-        sent = submissions(asked, 2, emitted, both(identity), ROOT)
+        sent = submissions(asked, 2, emitted, both(identity), ROOT, now=0.0)
         assert all((leg.sampling, leg.emitted) == (sampling, emitted) for leg in sent)
 
 
 def test_hashes_of_another_identity_stay_away():
     other = chain_root(ModelIdentity(fingerprint="other", numerics="n"))
-    (sent,) = submissions(request(), 1, (), chosen(Leg.WHOLE), other)
+    (sent,) = submissions(request(), 1, (), chosen(Leg.WHOLE), other, now=0.0)
     assert sent.block_hashes == ()

@@ -81,7 +81,7 @@ MESSAGES: list[Message] = [
         leg=Leg.DECODE,
         prompt=(1, 2, 3),
         sampling=SamplingParams(seed=(1 << 64) - 1, max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(2,)),
-        arrival=1.25,
+        age_s=1.25,
         emitted=(4,),
         root=bytes(range(32)),
         block_hashes=(b"\xff" * 32,),

@@ -52,15 +52,19 @@ class Ask:
         return phases
 
 
-def arrival_of(message: Submit, *, ahead: int) -> Arrive:
-    """What the scheduler hears of a Submit.  ``ahead``: room for what is written of a moving answer meanwhile."""
+def arrival_of(message: Submit, now: float, *, ahead: int) -> Arrive:
+    """What the scheduler hears of a Submit.  ``ahead``: room for what is written of a moving answer meanwhile.
+
+    When it came is told by this host's clock and the request's age: gateways on hosts that run for longer or shorter
+    stand in one line.
+    """
     return Arrive(
         id=message.request,
         epoch=message.epoch,
         leg=message.leg,
         prompt=message.prompt,
         sampling=message.sampling,
-        arrival=message.arrival,
+        arrival=now - message.age_s,
         root=message.root,
         hashes=message.block_hashes,
         emitted=message.emitted,

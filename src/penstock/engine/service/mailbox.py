@@ -317,7 +317,7 @@ class WorkerMailbox:
         if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
-        self._events.append(arrival_of(message, ahead=self._config.hand_over.ahead_tokens))
+        self._events.append(arrival_of(message, now, ahead=self._config.hand_over.ahead_tokens))
         if message.leg is Leg.PREFILL:
             self._hand_overs.open(message.request, message.epoch, now)
 
