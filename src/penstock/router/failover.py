@@ -196,11 +196,46 @@ class Flight:
         effects += self._take(item, leg, now)
         return effects + self._take_early(now)
 
+    def goes_on(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> bool:
+        """Takes tokens that merely follow those that the client has, all of which it is to get.
+
+        False: nothing was taken, and they are for ``tokens``.  Most tokens are of this kind, so this is all that they
+        cost here.
+        """
+        if (
+            item.epoch != self.epoch
+            or not self._started
+            or item.index != len(self.emitted)
+            or not item.tokens
+            or item.finish is not None
+            or item.phases
+            or self._early
+            or self.guilt.deaths
+            or self.phase is not Phase.FLYING
+        ):
+            return False
+        writer = None
+        for leg in self._legs:
+            if leg.worker == worker and leg.incarnation == incarnation:
+                writer = leg
+            elif leg.leg is Leg.PREFILL and not leg.ended:
+                return False
+        if writer is None or writer.leg is Leg.PREFILL or not writer.spoken or writer.joins or writer.ended:
+            return False
+        writer.heard = self._idle_since = self.moved = now
+        self._attempts = 0
+        self.emitted.extend(item.tokens)
+        return True
+
+    def left_after_own(self, item: TokenItem) -> int:
+        """How many tokens whoever writes the answer has still to compute once it has sent ``item``."""
+        return max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
+
     def left_after(self, item: TokenItem, worker: WorkerId) -> int:
         """How many tokens ``worker`` has still to compute once it has sent ``item``."""
         if any(leg.leg is Leg.PREFILL and leg.worker == worker for leg in self._legs):
             return 0
-        return max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
+        return self.left_after_own(item)
 
     def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> LegRun | None:
         """The running leg that may speak, or None."""

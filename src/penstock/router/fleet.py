@@ -222,6 +222,15 @@ class Fleet:
             self._add_own(slot, left - before)
             self._book.begun(slot, request)
 
+    def left(self, slot: int, request: RequestId, left: int) -> None:
+        """As ``progress``, of a request whose prompt is known to be read."""
+        work = self._work[slot]
+        before = work.get(request)
+        if before is not None:
+            work[request] = left
+            self._own[slot] += left - before
+            self.load[slot] += left - before
+
     def discharge(self, worker: WorkerId, incarnation: int, request: RequestId) -> None:
         """Nothing of ``request`` is left at ``worker``."""
         slot = self._slots.get(worker)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,14 @@ from penstock.router.placement import Placement
 from penstock.router.poison import KeptApart
 from penstock.router.relief import Relief
 from penstock.router.slices import Slices
-from penstock.router.spans import recorded
+from penstock.router.spans import Place, recorded
 from penstock.router.stream import Stream
 from penstock.router.tally import Tally
+from penstock.router.token_stream import RoutedTokens
 from penstock.router.watch import TICK_S, Watch, WatchedState
 from penstock.telemetry.registry import Metrics, PrefixFigures
 from penstock.telemetry.spans import NoTracer, Tracer
-from penstock.types import ModelIdentity, RequestId, ServiceClass, TokenBatch, ValidRequest, WorkerId
+from penstock.types import ModelIdentity, RequestId, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
 from penstock.wire.duties import HANDED_OVER, Relieve, StillWanted
 from penstock.wire.messages import (
@@ -47,6 +48,7 @@ from penstock.wire.messages import (
     Returned,
     SupervisorMessage,
     Suspect,
+    TokenItem,
     Tokens,
     WorkerDown,
     WorkerUp,
@@ -176,8 +178,11 @@ class RouterService:
 
     # --- wire.ports.TokenStreams ------------------------------------------------------------------------------------
 
-    async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
+    def stream(self, request: ValidRequest) -> RoutedTokens:
         """As ``TokenStreams.stream``.  Raises NoWorkers at once while draining, RequestError for what can never fit."""
+        return RoutedTokens(request, self._begin, self._end)
+
+    def _begin(self, request: ValidRequest) -> Stream:
         if self._draining:
             raise NoWorkers("The service is about to stop and takes no new requests.")
         if request.id in self._streams:
@@ -191,16 +196,17 @@ class RouterService:
         stream = self._streams[request.id] = Stream(flight, recorded(self._outside.tracer, request, now))
         try:
             self._apply(stream, flight.begin(now), now)
-            while True:
-                batch = await stream.take()
-                yield batch
-                if batch.finish is not None:
-                    return
-        finally:
-            now = self._outside.clock.now()
-            self._apply(stream, flight.client_gone(), now)
-            self._tally.settled(stream, "stop" if stream.stopped else "abort", now)
-            del self._streams[request.id]
+        except BaseException:
+            self._end(stream)
+            raise
+        return stream
+
+    def _end(self, stream: Stream) -> None:
+        """Nobody takes of it any more."""
+        now = self._outside.clock.now()
+        self._apply(stream, stream.flight.client_gone(), now)
+        self._tally.settled(stream, "stop" if stream.stopped else "abort", now)
+        del self._streams[stream.flight.request.id]
 
     def stopped(self, request: RequestId) -> None:
         """The consumer has all it wants, such as a stop string: closing the stream is then a success."""
@@ -289,25 +295,38 @@ class RouterService:
 
     def _on_tokens(self, message: Tokens, worker: WorkerId, incarnation: int, now: float) -> None:
         self._moved = now
+        streams, fleet, tally = self._streams, self.fleet, self._tally
+        slot = fleet.slot(worker)
         for item in message.items:
-            stream = self._streams.get(item.request)
-            if stream is None:
-                self._watch.answered(item.request, worker, incarnation)
-                continue
-            flight = stream.flight
-            if item.epoch == flight.epoch:
-                self.fleet.progress(worker, item.request, flight.left_after(item, worker))
+            stream = streams.get(item.request)
+            if stream is not None and slot is not None and stream.flight.goes_on(item, worker, incarnation, now):
+                fleet.left(slot, item.request, stream.flight.left_after_own(item))
+                tally.more(stream, len(item.tokens), now)
+                stream.put(item)
             else:
-                self.metrics.fenced("epoch")
-                if stream.spans is not None:
-                    stream.spans.fenced((worker, incarnation), "epoch", now)
-            if stream.spans is not None and item.phases:
-                stream.spans.came(item, (worker, incarnation))
-            if item.queued_s and stream.first_at is None:
-                stream.queued_s = item.queued_s
-            self._apply(stream, flight.tokens(item, worker, incarnation, now), now)
-            if len(self._placement.apart) and not flight.guilt.deaths:
-                self._placement.apart.clear(item.request)
+                self._on_item(item, (worker, incarnation), now)
+
+    def _on_item(self, item: TokenItem, place: Place, now: float) -> None:
+        """Tokens that do not merely go on with an answer."""
+        worker, incarnation = place
+        stream = self._streams.get(item.request)
+        if stream is None:
+            self._watch.answered(item.request, worker, incarnation)
+            return
+        flight = stream.flight
+        if item.epoch == flight.epoch:
+            self.fleet.progress(worker, item.request, flight.left_after(item, worker))
+        else:
+            self.metrics.fenced("epoch")
+            if stream.spans is not None:
+                stream.spans.fenced(place, "epoch", now)
+        if stream.spans is not None and item.phases:
+            stream.spans.came(item, place)
+        if item.queued_s and stream.first_at is None:
+            stream.queued_s = item.queued_s
+        self._apply(stream, flight.tokens(item, worker, incarnation, now), now)
+        if len(self._placement.apart) and not flight.guilt.deaths:
+            self._placement.apart.clear(item.request)
 
     def _on_report(self, report: Report, now: float) -> None:
         steps = self.fleet.steps()

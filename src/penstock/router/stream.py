@@ -1,27 +1,34 @@
 """The consumer's end of one flight: what was delivered and not yet taken, and a way to wait for more.
 
-Knows nothing about workers.  Bounded by the answer's own length, since a flight delivers each token once.
+What waits is taken as one batch: a consumer that is late, be it that its client reads slowly or that the event loop is
+short of time, has less to do for each token.  Nothing is ever kept back for that.  Bounded by the answer's own length,
+since a flight delivers each token once.  Knows nothing about workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from penstock.errors import PenstockError
 from penstock.router.effects import Effects
 from penstock.router.failover import Flight
 from penstock.router.spans import FlightSpans, Place
 from penstock.types import TokenBatch
+from penstock.wire.messages import TokenItem
+
+MAX_BATCH_TOKENS = 64
+"""Tokens of one answer that are joined to a batch: others have a turn before the rest is made text of."""
 
 
 class Stream:
-    """A flight and its buffer.  One consumer; waking it costs one task switch for all that has come meanwhile."""
+    """A flight and its buffer.  One consumer."""
 
     __slots__ = (
         "_batches",
         "_error",
-        "_waiter",
+        "_ready",
         "first_at",
         "flight",
         "last_at",
@@ -41,9 +48,9 @@ class Stream:
         self.last_at = 0.0
         self.queued_s = 0.0
         self.retried = 1  # the latest epoch that was counted as a resubmission after a failure
-        self._batches: deque[TokenBatch] = deque()
+        self._batches: deque[TokenBatch | TokenItem] = deque()
         self._error: PenstockError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._ready: Callable[[], None] | None = None  # waits for what comes next
 
     def failed(self, place: Place, reason: str, effects: Effects, now: float) -> None:
         """For whoever records it; see ``FlightSpans.failed``."""
@@ -56,28 +63,73 @@ class Stream:
         counted, self.retried = self.retried, max(self.retried, flight.epoch if flight.after_failure else 0)
         return self.retried > counted
 
-    def put(self, batch: TokenBatch) -> None:
-        """Deliver to the consumer."""
+    def put(self, batch: TokenBatch | TokenItem) -> None:
+        """Deliver to the consumer.  Of an item, its tokens and their logprobs."""
         self._batches.append(batch)
-        self._wake()
+        if self._ready is not None:
+            self._wake()
 
     def fail(self, error: PenstockError) -> None:
         """The consumer gets what is buffered, and then this."""
         self._error = error
-        self._wake()
+        if self._ready is not None:
+            self._wake()
 
-    async def take(self) -> TokenBatch:
-        """The next batch.  Raises what ``fail`` was given, once nothing is buffered."""
-        while not self._batches:
+    def poll(self) -> TokenBatch | None:
+        """What waits, as one batch, or None.  Once nothing is buffered it raises what ``fail`` was given."""
+        batches = self._batches
+        if not batches:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._batches.popleft()
+            return None
+        if len(batches) > 1:
+            return _joined(batches)
+        batch = batches.popleft()
+        return batch if isinstance(batch, TokenBatch) else TokenBatch(tokens=batch.tokens, logprobs=batch.logprobs)
+
+    def notify(self, ready: Callable[[], None] | None) -> None:
+        """Call this, once, as soon as ``poll`` has something, be it now.  None: nobody waits any more."""
+        self._ready = ready
+        if ready is not None and (self._batches or self._error is not None):
+            self._wake()
+
+    async def wait(self) -> None:
+        """Until ``poll`` has something."""
+        came = asyncio.get_running_loop().create_future()
+        self.notify(lambda: None if came.done() else came.set_result(None))
+        try:
+            await came
+        finally:
+            self._ready = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            ready()
+
+
+def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:
+    """Takes the first batches that fit into one.  What goes with the first tokens of an answer comes from the first."""
+    first = batches.popleft()
+    tokens, logprobs, finish = list(first.tokens), first.logprobs, first.finish
+    while batches and finish is None:
+        after = batches[0]
+        if len(tokens) + len(after.tokens) > MAX_BATCH_TOKENS:
+            break
+        if after.tokens:  # one without only ends the answer
+            if (after.logprobs is None) != (logprobs is None):
+                break
+            if logprobs is not None and after.logprobs is not None:
+                logprobs += after.logprobs
+        batches.popleft()
+        tokens += after.tokens
+        finish = after.finish
+    known = isinstance(first, TokenBatch)
+    return TokenBatch(
+        tokens=tuple(tokens),
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs if known else None,
+        finish=finish,
+        cached_tokens=first.cached_tokens if known else 0,
+        pooled=first.pooled,
+    )

@@ -36,6 +36,13 @@ class Tally:
         if batch.finish is not None:
             self.settled(stream, batch.finish.value, now)
 
+    def more(self, stream: Stream, tokens: int, now: float) -> None:
+        """So many more tokens of an answer that has begun went on to the client."""
+        self._metrics.more_tokens(tokens, now - stream.last_at)
+        stream.last_at = now
+        if stream.spans is not None:
+            stream.spans.delivered(tokens, now)
+
     def settled(self, stream: Stream, reason: str, now: float) -> None:
         """A flight is over: count it, once."""
         if stream.settled:

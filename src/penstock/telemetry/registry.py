@@ -6,6 +6,7 @@ a worker is forked anew.  Knows nothing about requests but figures, and nothing 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.telemetry import metrics as names
+from penstock.telemetry.histogram import WeightedHistogram
 from penstock.telemetry.metrics import Family, Kind
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.types import is_older
@@ -104,7 +106,8 @@ class Metrics:
         self.totals = WorkerTotals()
         self._registry.register(_AtScrape(self))
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
-        self._generation_tokens = self._counter(names.GENERATION_TOKENS).labels(model_name)
+        self._generation_tokens = 0
+        self._began = time.time()
         self._resubmissions = self._counter(names.RESUBMISSIONS).labels(model_name)
         self._success = self._counter(names.REQUEST_SUCCESS)
         self._deaths = self._counter(names.WORKER_DEATHS)
@@ -120,7 +123,7 @@ class Metrics:
         for reason in names.FINISHED_REASONS:
             self._success.labels(model_name, reason)
         self._ttft = self._histogram(names.TTFT)
-        self._itl = self._histogram(names.ITL)
+        self._itl = WeightedHistogram(names.ITL.buckets)
         self._e2e = self._histogram(names.E2E)
         self._queue = self._histogram(names.QUEUE_TIME)
         self._prefill = self._histogram(names.PREFILL_TIME)
@@ -137,10 +140,9 @@ class Metrics:
 
     def more_tokens(self, count: int, gap_s: float | None) -> None:
         """``count`` tokens were delivered, ``gap_s`` after those before them (None: they are the first)."""
-        self._generation_tokens.inc(count)
-        if gap_s is not None:
-            for _ in range(count):
-                self._itl.observe(gap_s / count)
+        self._generation_tokens += count
+        if gap_s is not None and count:
+            self._itl.observe(gap_s / count, count)
 
     def finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
         """A request ended for one of ``FINISHED_REASONS``; ``decode_s`` after its first token, if there was one."""
@@ -212,6 +214,8 @@ class Metrics:
                 metric.add_metric([self._model, worker], self.totals.value(worker, name))
             yield metric
         yield from self._tiers(rows)
+        yield self._single_counter(names.GENERATION_TOKENS, self._generation_tokens, created=self._began)
+        yield self._itl.family(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model})
         opened = self._gauge(names.REQUESTS_OPEN)
         opened.add_metric([self._model], self.open_requests())
         yield opened
@@ -263,9 +267,9 @@ class Metrics:
         )
         return made.labels(self._model)
 
-    def _single_counter(self, family: Family, value: float) -> CounterMetricFamily:
+    def _single_counter(self, family: Family, value: float, created: float | None = None) -> CounterMetricFamily:
         counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name",))
-        counter.add_metric([self._model], value)
+        counter.add_metric([self._model], value, created)
         return counter
 
     def _by_outcome(self, family: Family, values: Mapping[str, int]) -> CounterMetricFamily:

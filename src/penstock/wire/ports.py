@@ -6,8 +6,8 @@ faces both.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -36,6 +36,30 @@ class TokenStream(Protocol):
 
     def aclose(self) -> Awaitable[None]:
         """Frees everything the request holds, in every worker.  Harmless after the end, and twice."""
+        ...
+
+
+@runtime_checkable
+class PolledTokens(TokenStream, Protocol):
+    """A ``TokenStream`` that can be asked without waiting, for consumers that serve many of them in one go.
+
+    Whoever polls does not iterate.
+    """
+
+    def poll(self) -> TokenBatch | None:
+        """All that waits, up to some tokens, as one batch; None when nothing does.
+
+        The first call begins the stream.  Raises what ``__anext__`` raises, and the stream is closed then.  Not to be
+        called again after a batch with ``finish``.
+        """
+        ...
+
+    def notify(self, ready: Callable[[], None] | None) -> None:
+        """Call ``ready`` once, as soon as ``poll`` has something, be it now; it must not poll itself."""
+        ...
+
+    def close(self) -> None:
+        """``aclose``, at once."""
         ...
 
 

@@ -6,16 +6,14 @@ import asyncio
 import logging
 
 import pytest
-from router_words import report, request
+from router_words import report
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
-from penstock.errors import ConfigError, NoWorkers
-from penstock.router.failover import Flight, Patience
+from penstock.errors import ConfigError
 from penstock.router.links import Links
 from penstock.router.service import Outside, RouterService
-from penstock.router.stream import Stream
-from penstock.types import RequestId, Role, TokenBatch, WorkerId
+from penstock.types import RequestId, Role, WorkerId
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Cancel, Hello, Report, WorkerUp
 from penstock.wire.transport import AsyncLink
@@ -113,49 +111,6 @@ async def test_closing_links_ends_their_readers():
     assert {task.get_name() for task in before} >= {"link decode-0"}
     await links.close()
     assert {task.get_name() for task in asyncio.all_tasks()}.isdisjoint({"link decode-0"})
-
-
-def a_stream() -> Stream:
-    return Stream(Flight(request(), Patience(max_attempts=1, first_byte_s=1.0, stall_s=1.0), 0.0))
-
-
-async def test_a_stream_gives_what_is_buffered_before_its_error():
-    stream = a_stream()
-    stream.put(TokenBatch(tokens=(1,)))
-    stream.fail(NoWorkers("none"))
-    assert (await stream.take()).tokens == (1,)
-    with pytest.raises(NoWorkers):
-        await stream.take()
-
-
-async def test_a_waiting_consumer_wakes_once_for_all_that_came():
-    stream = a_stream()
-    switches = 0
-
-    async def consume() -> list[int]:
-        tokens: list[int] = []
-        while len(tokens) < 3:
-            tokens += (await stream.take()).tokens
-        return tokens
-
-    task = asyncio.get_running_loop().create_task(consume())
-    await asyncio.sleep(0)
-    for token in (1, 2, 3):
-        stream.put(TokenBatch(tokens=(token,)))
-    while not task.done():
-        await asyncio.sleep(0)
-        switches += 1
-    assert task.result() == [1, 2, 3]
-    assert switches <= 2
-
-
-async def test_a_consumer_that_gives_up_waiting_leaves_no_trace():
-    stream = a_stream()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await stream.take()
-    stream.put(TokenBatch(tokens=(1,)))
-    assert (await stream.take()).tokens == (1,)
 
 
 async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat():

@@ -1,0 +1,126 @@
+"""The gateway as ``penstock serve`` runs it (``launch.gateway.run_gateway``), before workers that need no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import urllib.request
+from functools import partial
+from pathlib import Path
+
+import penstock
+from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig, Limits
+from penstock.launch.board import Board
+from penstock.launch.channel import Channel
+from penstock.launch.front import make_http_app
+from penstock.launch.gateway import GatewayInheritance, run_gateway
+from penstock.launch.http_process import Rim
+from penstock.types import Role, WorkerId
+from penstock.wire.keys import Keys
+from penstock.wire.messages import WorkerUp
+
+from .figures import Child, say
+from .turns import TurnWatch
+from .workers import serve as serve_workers
+
+MODEL = "storyteller"
+FOLDER = Path(penstock.__file__).parent / "bundled" / "storyteller"
+MAX_TOKENS = 1_000_000
+
+
+def listening() -> tuple[socket.socket, int]:
+    """A port of the system's choice."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    return listener, listener.getsockname()[1]
+
+
+def _watched(watch: TurnWatch) -> None:
+    """Every loop that asyncio makes from now on is watched."""
+    make = asyncio.new_event_loop
+
+    def made() -> asyncio.AbstractEventLoop:
+        loop = make()
+        watch.install(loop)
+        return loop
+
+    asyncio.new_event_loop = made
+
+
+def _answer(line: socket.socket, watch: TurnWatch) -> None:
+    """On a thread of the child: what the bench asks.  Asleep but then."""
+    while raw := line.recv(1 << 16):
+        if json.loads(raw).get("reset"):
+            watch.reset()
+        say(line, watch.figures())
+
+
+def until_ready(port: int, seconds: float = 60.0) -> None:
+    """Wait until a gateway has a worker."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer,
+        ):
+            if answer.status == 200:
+                return
+        time.sleep(0.05)
+    raise TimeoutError("the gateway is not ready")
+
+
+class Service:
+    """A gateway process and its workers' process."""
+
+    def __init__(self, *, workers: int, loop: EventLoop, watched: bool = False) -> None:
+        keys = Keys.ephemeral()
+        endpoints = [f"ipc://@bench-{os.getpid()}-{id(self):x}-{i}" for i in range(workers)]
+        self.workers = Child(lambda line: serve_workers(line, keys, endpoints))
+        self.workers.hear()
+        listener, self.port = listening()
+        self._channel, theirs = Channel.pair()
+        board = Board(1)
+        board.slots[0].reset(1, 0)
+        unlimited = Limits(max_queued_requests=10**6, max_queued_tokens=10**9)
+        config = GatewayConfig(
+            model_path=str(FOLDER), model_name=MODEL, max_model_len=2 * MAX_TOKENS, limits=unlimited, event_loop=loop
+        )
+
+        def gateway(line: socket.socket) -> None:
+            watch = TurnWatch()
+            if watched:
+                _watched(watch)
+            logging.disable(logging.WARNING)
+            threading.Thread(target=_answer, args=(line, watch), daemon=True).start()
+            rim = Rim(listener=listener, channel=theirs, slot=board.slots[0])
+            run_gateway(config, GatewayInheritance(rim=rim, keys=keys, make_app=partial(make_http_app, created=1)))
+
+        self.gateway = Child(gateway)
+        listener.close()
+        for i, endpoint in enumerate(endpoints):
+            up = WorkerUp(
+                worker=WorkerId(f"both-{i}"), incarnation=1, role=Role.BOTH, pid=os.getpid(), endpoint=endpoint
+            )
+            self._channel.send(up)
+        until_ready(self.port)
+
+    @property
+    def pid(self) -> int:
+        """Of the gateway."""
+        return self.gateway.pid
+
+    def end(self) -> None:
+        """Of both."""
+        self.gateway.end()
+        self.workers.end()
+
+
+def chat(tokens: int = MAX_TOKENS) -> dict[str, object]:
+    """A streamed chat that goes on for so long."""
+    words = [{"role": "user", "content": "Hi"}]
+    return {"model": MODEL, "messages": words, "max_tokens": tokens, "stream": True, "ignore_eos": True}
