@@ -70,6 +70,33 @@ def test_what_ends_is_valid_and_nothing_hangs(server: PenstockServer, count: int
     server.wait_idle()
 
 
+PET = {"type": "object", "properties": {"kind": {"enum": ["fox", "owl"]}, "mood": {"enum": ["glad", "sad"]}},
+       "required": ["kind", "mood"]}  # fmt: skip
+
+
+def test_a_schema_without_additional_properties_comes_to_its_end(server: PenstockServer) -> None:
+    """What instructor and LangChain send has none; were its objects open, every answer would be cut off."""
+    chat = {"model": "storyteller", "messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 100}
+    tool = {"type": "function", "function": {"name": "pet", "parameters": PET}}
+    named = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET}}
+    for seed in range(4):
+        calls = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={**chat, "seed": seed, "temperature": 1, "tools": [tool], "tool_choice": "required"},
+            timeout=60,
+        )
+        (choice,) = calls.json()["choices"]
+        assert set(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])) == {"kind", "mood"}
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={**chat, "seed": seed, "temperature": 1, "response_format": named},
+            timeout=60,
+        )
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert set(json.loads(choice["message"]["content"])) == {"kind", "mood"}
+
+
 ITEMS = {"enum": ["fox", "owl", "bear", "a little mouse", 1, 22, None]}
 LIST = {"type": "array", "minItems": 20, "maxItems": 22, "items": ITEMS}
 LONG = {**BODY, "seed": 9, "max_tokens": 700, "structured_outputs": {"json": LIST}}

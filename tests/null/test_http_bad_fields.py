@@ -59,7 +59,7 @@ BOTH = [  # of chats and completions: field, value, code, words
     ("seed", 1.5, TYPE, "expected an integer"),
     ("seed", "7", TYPE, "expected an integer"),
     ("seed", False, TYPE, "expected an integer"),
-    ("max_tokens", -1, INT_LOW, "expected an integer >= 0"),
+    ("max_tokens", -1, INT_LOW, "expected an integer >= 1"),
     ("max_tokens", 0, INT_LOW, "expected an integer >= 1"),
     ("max_tokens", 1.0, TYPE, "expected an integer"),
     ("max_tokens", True, TYPE, "expected an integer"),

@@ -19,6 +19,7 @@ async def test_models_tell_the_context():
             "owned_by": "penstock",
             "max_model_len": 2048,
             "context_length": 2048,
+            "default_sampling_params": {"temperature": 0.7, "top_p": 0.9},
         }
         assert (await on.client.get(f"/v1/models/{MODEL}")).json() == model
 

@@ -57,6 +57,21 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api-keys", metavar="FILE", help="keys of several tenants, from `penstock keys add`")
     group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
     group.add_argument(
+        "--generation-config",
+        metavar="auto|none",
+        help="sampling defaults of the model's generation_config.json (auto), or OpenAI's (default: auto)",
+    )
+    group.add_argument(
+        "--unknown-fields",
+        metavar="refuse|ignore",
+        help="request fields that this server does not know: answer 400, or pass over them (default: refuse)",
+    )
+    group.add_argument(
+        "--disable-additional-properties",
+        action=argparse.BooleanOptionalAction,
+        help="objects of a JSON schema have only the properties that it names, unless it says otherwise (default: yes)",
+    )
+    group.add_argument(
         "--remote-images",
         action="store_true",
         help="fetch images of chats from public addresses (default: they come within the request only)",

@@ -36,7 +36,7 @@ OWN = (
     *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
     *("kv_memory", "max_model_len", "dtype", "kv_dtype", "kernels", "max_chunk_tokens", "max_running"),
     *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
-    *("response_cache", "device", "gpu_lanes"),
+    *("response_cache", "device", "gpu_lanes", "generation_config"),
 )
 """Settings that an entry may have."""
 

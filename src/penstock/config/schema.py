@@ -256,6 +256,14 @@ class Offers(Config, frozen=True, kw_only=True):
     lora: LoraConfig = LoraConfig()
 
 
+class RequestConfig(Config, frozen=True, kw_only=True):
+    """How requests are read, as far as the operator has a say."""
+
+    generation_config: Literal["auto", "none"] = "auto"  # sampling defaults are the model's own, or OpenAI's
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    disable_additional_properties: bool = True  # objects of JSON schemas have the properties that these name only
+
+
 EventLoop = Literal["auto", "uvloop", "asyncio"]
 """Of processes that speak HTTP; "auto": uvloop if it is installed."""
 
@@ -270,6 +278,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     model_path: str = ""  # folder with tokenizer and template
     model_name: str = ""  # as clients name it
     max_model_len: int = 2048
+    requests: RequestConfig = RequestConfig()
     split: bool = True
     task: Task = Task.GENERATE
     width: int = 0  # of a model that only reads: numbers of its vectors, or its labels
@@ -371,6 +380,9 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
     served_model_name: str | None = None
+    generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"  # fields of requests that are not known
+    disable_additional_properties: bool = True  # objects of JSON schemas are closed where the schema says nothing
     catalogue: str | None = None  # file that names several models, loaded on demand
     model_memory: Positive | None = None  # bytes of all loaded models of the catalogue; None: no limit
     lora: tuple[str, ...] = ()  # adapters, each NAME=FOLDER

@@ -104,6 +104,8 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.max_model_len,
         "context_length": card.max_model_len,
     }
+    if card.sampling:
+        shown["default_sampling_params"] = card.sampling
     if card.parent is not None:
         shown["parent"] = card.parent
     return shown

@@ -93,5 +93,5 @@ class GrammarChecks:
 
 
 def _key(grammar: Grammar) -> bytes:
-    head = f"{grammar.kind}/{grammar.compact}/"
+    head = f"{grammar.kind}/{grammar.compact}/{grammar.closed}/"
     return blake2b(head.encode() + grammar.text.encode("utf-8", "surrogatepass"), digest_size=32).digest()

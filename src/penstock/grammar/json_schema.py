@@ -25,10 +25,10 @@ STANDARD_FORMATS = frozenset(
 MAX_ALTERNATIVES = 64
 """Of a ``oneOf`` whose pairs are compared."""
 
-_DATA = frozenset({"const", "enum", "default", "examples"})
+DATA = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, not schemas."""
 
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name."""
 
 _CONTROLS = frozenset(map(chr, range(0x20))) - set("\b\f\n\r\t") | {"\x7f"}
@@ -65,9 +65,9 @@ def _rewritten(schema: object, resolve: Resolve) -> object:
     _refuse(schema)
     result: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in _DATA:
+        if keyword in DATA:
             result[keyword] = value
-        elif keyword in _NAMED and isinstance(value, dict):
+        elif keyword in NAMED and isinstance(value, dict):
             result[keyword] = {name: _rewritten(below, resolve) for name, below in value.items()}
         else:
             result[keyword] = _rewritten(value, resolve)
@@ -148,7 +148,7 @@ def _moved(schema: object, fractions: set[int]) -> object:
         return [_moved(item, fractions) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {keyword: value if keyword in _DATA else _moved(value, fractions) for keyword, value in schema.items()}
+    result = {keyword: value if keyword in DATA else _moved(value, fractions) for keyword, value in schema.items()}
     for exclusive, inclusive in _EXCLUSIVE.items():
         bound = schema.get(exclusive)
         if isinstance(bound, int | float) and abs(bound) < _LARGEST and bound == int(bound) and bound in fractions:
@@ -195,8 +195,15 @@ def _resolved(root: object, schema: object) -> object:
     for _ in range(_MAX_STEPS):
         if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#/")):
             return schema
-        place: object = root
-        for part in schema["$ref"][2:].split("/"):
-            place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
-        schema = place
+        schema = pointed(root, schema["$ref"])
     return schema
+
+
+def pointed(root: object, reference: object) -> object:
+    """The schema that a reference within ``root`` means; None if it is not there."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    place = root
+    for part in reference.split("/")[1:]:
+        place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
+    return place

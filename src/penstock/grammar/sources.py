@@ -11,6 +11,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+from penstock.grammar.closing import close_objects
 from penstock.grammar.json_schema import OPTIONS, followable
 from penstock.types import Grammar, GrammarKind
 
@@ -33,7 +34,7 @@ def source_of(grammar: Grammar) -> str:
     """As a Lark grammar.  Raises ValueError with the reason for what can be seen without compiling."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            rules = f"start: {json_rule(json.loads(grammar.text), compact=grammar.compact)}"
+            rules = f"start: {json_rule(json.loads(grammar.text), compact=grammar.compact, closed=grammar.closed)}"
         case GrammarKind.REGEX:
             rules = _regex_rules(grammar.text)
         case GrammarKind.LARK:
@@ -60,9 +61,12 @@ def from_ebnf(text: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def json_rule(schema: object, *, compact: bool = False) -> str:
-    """What stands for JSON of this schema in a Lark rule.  Raises ValueError for what it cannot hold."""
-    rewritten = followable(schema)
+def json_rule(schema: object, *, compact: bool = False, closed: bool = False) -> str:
+    """What stands for JSON of this schema in a Lark rule, its objects ``closed`` or not (``closing``).
+
+    Raises ValueError for what it cannot hold.
+    """
+    rewritten = followable(close_objects(schema) if closed else schema)
     options: Any = {
         "whitespace_flexible": not compact,
         "whitespace_pattern": None if compact else WHITE_SPACE,

@@ -40,8 +40,10 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True):
     compact: bool = False  # arguments without white space
 
 
-def tool_call_grammar(tools: Sequence[Tool], shape: CallShape, *, several: bool) -> Grammar:
+def tool_call_grammar(tools: Sequence[Tool], shape: CallShape, *, several: bool, closed: bool = False) -> Grammar:
     """Calls of these tools and nothing else; one, or with ``several`` one and more.
+
+    ``closed``: objects of their arguments are (``closing``).
 
     Raises ValueError, with the tool's name, for a schema that cannot be followed to the letter.
     """
@@ -53,7 +55,9 @@ def tool_call_grammar(tools: Sequence[Tool], shape: CallShape, *, several: bool)
     for index, tool in enumerate(tools):
         head, middle, tail = (_rule(parts) for parts in (shape.before_name, shape.after_name, shape.after_call))
         name = text_rule(tool.name)
-        rules.append(f"call_{index}: {head} {name} {middle} {_arguments(tool, compact=shape.compact)} {tail}")
+        rules.append(
+            f"call_{index}: {head} {name} {middle} {_arguments(tool, compact=shape.compact, closed=closed)} {tail}"
+        )
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
 
 
@@ -61,9 +65,9 @@ def _rule(parts: Parts) -> str:
     return " ".join(token_rule(part) if isinstance(part, int) else text_rule(part) for part in parts if part != "")
 
 
-def _arguments(tool: Tool, *, compact: bool) -> str:
+def _arguments(tool: Tool, *, compact: bool, closed: bool) -> str:
     """Arguments are an object whatever their schema says."""
     try:
-        return json_rule({"type": "object", **tool.parameters}, compact=compact)
+        return json_rule({"type": "object", **tool.parameters}, compact=compact, closed=closed)
     except ValueError as error:
         raise ValueError(f"tool '{tool.name}': {error}") from None

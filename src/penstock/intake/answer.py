@@ -38,6 +38,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0  # a stop string that completes within so many tokens does not count
     logprobs: bool = False
     token_ids: bool = False
+    special: bool = False  # the text of special tokens is shown
+    stop_shown: bool = False  # so is the stop string, or the last token, that ended the answer
     echo: Echo | None = None
     reply: ReplyPlan | None = None  # how reasoning and tool calls are found in the text
     prompt_only: bool = False  # echo with max_tokens 0: the one token that had to be drawn is dropped
@@ -69,7 +71,7 @@ class ChoiceText:
         self._table = table
         self._wanted = wanted
         self._utf8 = Utf8Stream()
-        self._scanner = StopScanner(wanted.stops) if wanted.stops else None
+        self._scanner = StopScanner(wanted.stops, shown=wanted.stop_shown) if wanted.stops else None
         self._visible = wanted.reply.visible if wanted.reply else frozenset[int]()
         self._parser = wanted.reply.parser(identity) if wanted.reply else None
         self._tokens = 0
@@ -90,7 +92,7 @@ class ChoiceText:
         used = 0
         last = len(batch.tokens) - 1 if batch.finish is FinishReason.STOP else -1
         for i, token in enumerate(batch.tokens):
-            ends = i == last and token in self._wanted.stop_token_ids
+            ends = i == last and token in self._wanted.stop_token_ids and not self._wanted.stop_shown
             logprob = batch.logprobs[i] if batch.logprobs is not None and self._wanted.logprobs and not ends else None
             cut = self._take(b"" if ends else self._bytes_of(token), logprob)
             used += 1
@@ -115,7 +117,8 @@ class ChoiceText:
         return self._with_echo(piece, echoed)
 
     def _bytes_of(self, token: int) -> bytes:
-        return self._table.raw(token) if token in self._visible else self._table.text_bytes(token)
+        visible = self._wanted.special or token in self._visible
+        return self._table.raw(token) if visible else self._table.text_bytes(token)
 
     def _with_calls(self, finish: FinishReason | None) -> FinishReason | None:
         """An answer that stopped with calls stopped because of them; one that was cut off was cut off."""
@@ -187,7 +190,7 @@ class ChoiceText:
         echo = self._echo
         if echo is None or not self._wanted.logprobs or not echo.tokens:
             return ()
-        offsets = prompt_offsets(self._table, echo.tokens, echo.text)
+        offsets = prompt_offsets(self._table, echo.tokens, echo.text, special=self._wanted.special)
         first = _shown_token(self._table, echo.tokens[0], None, offsets[0])
         given = batch.prompt_logprobs or ()
         rest = (token_text(self._table, logprob, offset) for logprob, offset in zip(given, offsets[1:], strict=False))
@@ -208,7 +211,7 @@ def _shown_token(
     return TokenText(raw=table.raw(token), shown=shown, partial=partial, offset=offset, logprob=value, top=top)
 
 
-def prompt_offsets(table: TokenTable, tokens: Sequence[int], text: str) -> list[int]:
+def prompt_offsets(table: TokenTable, tokens: Sequence[int], text: str, *, special: bool = False) -> list[int]:
     """Where each prompt token begins in ``text``, in characters.
 
     Tokens may say more than the text at its start (a blank that the tokenizer put there); they begin at 0 then.
@@ -218,11 +221,11 @@ def prompt_offsets(table: TokenTable, tokens: Sequence[int], text: str) -> list[
     seen = 0
     for token in tokens:
         starts.append(seen)
-        seen += len(utf8.push(table.text_bytes(token)))
+        seen += len(utf8.push(table.raw(token) if special else table.text_bytes(token)))
     extra = max(0, seen + len(utf8.finish()) - len(text))
     return [min(max(0, start - extra), len(text)) for start in starts]
 
 
-def text_of(table: TokenTable, tokens: Iterable[int]) -> str:
-    """The text of a whole prompt that came as token ids, without control tokens."""
-    return b"".join(map(table.text_bytes, tokens)).decode(errors="replace")
+def text_of(table: TokenTable, tokens: Iterable[int], *, special: bool = False) -> str:
+    """The text of a whole prompt that came as token ids, with or without that of special tokens."""
+    return b"".join(map(table.raw if special else table.text_bytes, tokens)).decode(errors="replace")

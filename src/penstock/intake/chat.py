@@ -51,6 +51,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     tooling: Tooling
     constrained: bool = False  # the answer is content that follows a grammar
+    closed: bool = False  # objects of the tools' arguments have no properties that are not named
     add_special_tokens: bool = False
 
     @property
@@ -148,7 +149,7 @@ def _written(
     grammars: tuple[Grammar, ...] = ()
     if tooling.required:
         demanded = demand(form, tokenizer.special_id)
-        form, grammars = demanded.format, _grammars(demanded, tooling)
+        form, grammars = demanded.format, _grammars(demanded, tooling, closed=wish.closed)
     ids = map(tokenizer.special_id, form.marks(calls=calls))
     plan = ReplyPlan(
         format=form,
@@ -161,7 +162,7 @@ def _written(
     return Written(tokens, plan, grammars)
 
 
-def _grammars(demanded: Demand, tooling: Tooling) -> tuple[Grammar, ...]:
+def _grammars(demanded: Demand, tooling: Tooling, *, closed: bool) -> tuple[Grammar, ...]:
     """Calls whose arguments follow their schemas; for schemas that cannot be followed, calls with any objects."""
     schemas = tooling.parameters()
     names = [tooling.named] if tooling.named is not None else list(schemas)
@@ -170,5 +171,5 @@ def _grammars(demanded: Demand, tooling: Tooling) -> tuple[Grammar, ...]:
     for strict in (True, False):
         tools = [Tool(name=name, parameters=schemas[name] if strict else {}) for name in names]
         with suppress(ValueError):
-            grammars.append(tool_call_grammar(tools, demanded.shape, several=several))
+            grammars.append(tool_call_grammar(tools, demanded.shape, several=several, closed=closed))
     return tuple(grammars)

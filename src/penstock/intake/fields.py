@@ -7,14 +7,17 @@ Knows nothing about what a field means.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any
 
 import msgspec
 
+from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError
 
 WRONG_TYPE = "invalid_type"
+_STRICT = RequestConfig()
 
 
 class Fields:
@@ -135,13 +138,47 @@ def _ids_below(vocabulary: int) -> Any:
     return tuple[Annotated[int, msgspec.Meta(ge=0, lt=vocabulary)], ...]
 
 
-def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
-    """As OpenAI words it."""
+FOREIGN_FIELDS = {
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_gen_toks": "max_tokens",
+    "num_ctx": "--max-model-len of penstock serve",
+    "n_ctx": "--max-model-len of penstock serve",
+    "random_seed": "seed",
+    "stop_sequences": "stop",
+    "format": "response_format",
+    "json_schema": "response_format",
+    "grammar": "structured_outputs.grammar",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "add_bos_token": "add_special_tokens",
+    "cache_prompt": "always so",
+    "keep_alive": "a catalogue's (docs/catalogue.md)",
+}
+"""Fields of other servers, and what they are called here."""
+
+
+def refuse_unknown(body: Mapping[str, Any], known: Collection[str], config: RequestConfig = _STRICT) -> None:
+    """As OpenAI words it, and what may have been meant; nothing where unknown fields are passed over."""
     unknown = [name for name in body if name not in known]
-    if unknown:
+    if unknown and config.unknown_fields == "refuse":
         plural = "s" if len(unknown) > 1 else ""
-        shown = ", ".join(name[:64] for name in unknown[:16])
-        raise RequestError(f"Unrecognized request argument{plural} supplied: {shown}")
+        names = [name[:64] for name in unknown[:16]]
+        hints = "; ".join(hint for name in names if (hint := _hint(name, known)))
+        also = f" ({hints})" if hints else ""
+        raise RequestError(f"Unrecognized request argument{plural} supplied: {', '.join(names)}{also}")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    meant = FOREIGN_FIELDS.get(name)
+    if meant is not None and (meant in known or not meant.isidentifier()):
+        return f"{name}: here {meant}"
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"{name}: did you mean {near[0]}?" if near else ""
 
 
 def unsupported(name: str, why: str) -> RequestError:

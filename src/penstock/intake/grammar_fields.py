@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.schema import Limits, RequestConfig
 from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields, array, boolean, mapping, string, unsupported
 from penstock.types import Grammar, GrammarKind
@@ -27,7 +27,8 @@ GUIDED = {
 
 NAMES = frozenset({"response_format", "structured_outputs", *GUIDED})
 
-_STRUCTURED = frozenset({"json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace"})
+_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
+_STRUCTURED = frozenset({"json", "json_object", "regex", "choice", "grammar", *_OPTIONS})
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -39,9 +40,34 @@ class Asked(msgspec.Struct, frozen=True):
     field: str
 
 
-def parse_grammar(fields: Fields, limits: Limits) -> Asked | None:
+class JsonForm(msgspec.Struct, frozen=True):
+    """How JSON is to be written, whatever field asks for it."""
+
+    compact: bool = False  # without white space between its parts
+    closed: bool = False  # objects have no other properties than their schemas name (``grammar.closing``)
+    lenient: bool = False  # fields that are not known are passed over
+
+
+def parse_json_form(fields: Fields, config: RequestConfig) -> JsonForm:
+    """Of ``structured_outputs``, and of the service for what it does not say.  Raises RequestError."""
+    value = fields.raw("structured_outputs")
+    given = Fields({} if value is None else mapping("structured_outputs", value))
+    compact, closed = (given.raw(name) for name in _OPTIONS)
+    return JsonForm(
+        compact=False if compact is None else boolean(f"structured_outputs.{_OPTIONS[0]}", compact),
+        closed=(
+            config.disable_additional_properties
+            if closed is None
+            else boolean(f"structured_outputs.{_OPTIONS[1]}", closed)
+        ),
+        lenient=config.unknown_fields == "ignore",
+    )
+
+
+def parse_grammar(fields: Fields, limits: Limits, form: JsonForm) -> Asked | None:
     """What the answer must look like; None for plain text.  Raises RequestError."""
-    found = [*_response_format(fields, limits), *_structured_outputs(fields, limits), *_guided(fields, limits)]
+    given = _Given(limits, form)
+    found = [*given.response_format(fields), *given.structured_outputs(fields), *given.guided(fields)]
     if len(found) > 1:
         names = " and ".join(f"'{asked.field}'" for asked in found[:3])
         raise RequestError(
@@ -50,84 +76,101 @@ def parse_grammar(fields: Fields, limits: Limits) -> Asked | None:
     return found[0] if found else None
 
 
-def _response_format(fields: Fields, limits: Limits) -> Iterator[Asked]:
-    value = fields.raw("response_format")
-    if value is None:
-        return
-    form = Fields(mapping("response_format", value))
-    kind = form.required("type") if isinstance(value.get("type"), str) else None
-    match kind:
-        case "text":
+class _Given:
+    """Reads the fields of one request."""
+
+    def __init__(self, limits: Limits, form: JsonForm) -> None:
+        self._limits = limits
+        self._form = form
+
+    def response_format(self, fields: Fields) -> Iterator[Asked]:
+        """OpenAI's; ``schema`` beside ``json_object`` is llama.cpp's and others'."""
+        value = fields.raw("response_format")
+        if value is None:
             return
-        case "json_object":
-            yield Asked(_json_grammar(_ANY_OBJECT, "response_format", limits), "response_format")
-        case "json_schema":
-            yield _json_schema(form, limits)
-        case _:
-            want = "'text', 'json_object' or 'json_schema'"
-            raise BadField("response_format.type", got=value.get("type"), want=want)
+        form = Fields(mapping("response_format", value))
+        kind = form.required("type") if isinstance(value.get("type"), str) else None
+        match kind:
+            case "text":
+                self._refuse_others("response_format", value, ("type",))
+            case "json_object":
+                self._refuse_others("response_format", value, ("type", "schema"))
+                schema = form.raw("schema")
+                where = "response_format" if schema is None else "response_format.schema"
+                yield Asked(self._json(_ANY_OBJECT if schema is None else schema, where), where)
+            case "json_schema":
+                self._refuse_others("response_format", value, ("type", "json_schema"))
+                yield self._json_schema(form)
+            case _:
+                want = "'text', 'json_object' or 'json_schema'"
+                raise BadField("response_format.type", got=value.get("type"), want=want)
 
+    def _json_schema(self, form: Fields) -> Asked:
+        """``strict`` or not makes no difference: a schema is followed to the letter or refused."""
+        where = "response_format.json_schema"
+        value = form.raw("json_schema")
+        if value is None:
+            raise RequestError(
+                f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter"
+            )
+        named = mapping(where, value)
+        name = named.get("name")
+        if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+            raise BadField(f"{where}.name", got=name, want="1 to 64 letters, digits, '_' or '-'")
+        self._refuse_others(where, named, ("name", "schema", "strict", "description"))
+        if named.get("strict") is not None:
+            boolean(f"{where}.strict", named["strict"])
+        schema = named.get("schema")
+        return Asked(self._json({} if schema is None else schema, f"{where}.schema"), f"{where}.schema")
 
-def _json_schema(form: Fields, limits: Limits) -> Asked:
-    """``strict`` or not makes no difference: a schema is followed to the letter or refused."""
-    where = "response_format.json_schema"
-    value = form.raw("json_schema")
-    if value is None:
-        raise RequestError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-    named = mapping(where, value)
-    name = named.get("name")
-    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
-        raise BadField(f"{where}.name", got=name, want="1 to 64 letters, digits, '_' or '-'")
-    for key in named:
-        if key not in ("name", "schema", "strict", "description"):
-            raise RequestError(f"Unknown parameter: '{where}.{key[:64]}'.", param=where, code="unknown_parameter")
-    if named.get("strict") is not None:
-        boolean(f"{where}.strict", named["strict"])
-    schema = named.get("schema")
-    return Asked(_json_grammar({} if schema is None else schema, f"{where}.schema", limits), f"{where}.schema")
+    def _refuse_others(self, where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+        for key in value:
+            if key not in known and value[key] is not None and not self._form.lenient:
+                raise RequestError(f"Unknown parameter: '{where}.{key[:64]}'.", param=where, code="unknown_parameter")
 
+    def structured_outputs(self, fields: Fields) -> Iterator[Asked]:
+        """vLLM's."""
+        value = fields.raw("structured_outputs")
+        if value is None:
+            return
+        given = {key: item for key, item in mapping("structured_outputs", value).items() if item not in (None, False)}
+        for key in given:
+            if key not in _STRUCTURED and not self._form.lenient:
+                known = ", ".join(sorted(_STRUCTURED))
+                raise unsupported(f"structured_outputs.{key[:64]}", f"this server knows {known}.")
+        for key, item in given.items():
+            if key in _STRUCTURED and key not in _OPTIONS:
+                yield self._constraint(key, item, f"structured_outputs.{key}")
 
-def _structured_outputs(fields: Fields, limits: Limits) -> Iterator[Asked]:
-    value = fields.raw("structured_outputs")
-    if value is None:
-        return
-    given = {key: item for key, item in mapping("structured_outputs", value).items() if item not in (None, False)}
-    for key in given:
-        if key not in _STRUCTURED:
-            raise unsupported(f"structured_outputs.{key[:64]}", f"this server knows {', '.join(sorted(_STRUCTURED))}.")
-    compact = boolean("structured_outputs.disable_any_whitespace", given.pop("disable_any_whitespace", False))
-    for key, item in given.items():
-        yield _constraint(key, item, f"structured_outputs.{key}", limits, compact=compact)
+    def guided(self, fields: Fields) -> Iterator[Asked]:
+        """vLLM's older ones."""
+        for name, key in GUIDED.items():
+            if fields.raw(name) is not None:
+                yield self._constraint(key, fields.raw(name), name)
 
+    def _constraint(self, key: str, value: Any, where: str) -> Asked:
+        limits = self._limits
+        match key:
+            case "json":
+                schema = _parsed(where, value, limits) if isinstance(value, str) else value
+                return Asked(self._json(schema, where), where)
+            case "json_object":
+                boolean(where, value)
+                return Asked(self._json(_ANY_OBJECT, where), where)
+            case "regex":
+                return Asked(_grammar(GrammarKind.REGEX, _text(where, value, limits), where, limits), where)
+            case "grammar":
+                text = _text(where, value, limits)
+                kind = GrammarKind.EBNF if "::=" in text else GrammarKind.LARK
+                return Asked(_grammar(kind, text, where, limits), where)
+            case _:
+                return Asked(_choice_grammar(value, where, limits), where)
 
-def _guided(fields: Fields, limits: Limits) -> Iterator[Asked]:
-    for name, key in GUIDED.items():
-        if fields.raw(name) is not None:
-            yield _constraint(key, fields.raw(name), name, limits, compact=False)
-
-
-def _constraint(key: str, value: Any, where: str, limits: Limits, *, compact: bool) -> Asked:
-    match key:
-        case "json":
-            schema = _parsed(where, value, limits) if isinstance(value, str) else value
-            return Asked(_json_grammar(schema, where, limits, compact=compact), where)
-        case "json_object":
-            boolean(where, value)
-            return Asked(_json_grammar(_ANY_OBJECT, where, limits, compact=compact), where)
-        case "regex":
-            return Asked(_grammar(GrammarKind.REGEX, _text(where, value, limits), where, limits), where)
-        case "grammar":
-            text = _text(where, value, limits)
-            kind = GrammarKind.EBNF if "::=" in text else GrammarKind.LARK
-            return Asked(_grammar(kind, text, where, limits), where)
-        case _:
-            return Asked(_choice_grammar(value, where, limits), where)
-
-
-def _json_grammar(schema: object, where: str, limits: Limits, *, compact: bool = False) -> Grammar:
-    if not isinstance(schema, dict | bool):
-        raise BadField(where, got=schema, want="a JSON schema: an object or a boolean", code=WRONG_TYPE)
-    return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), where, limits, compact=compact)
+    def _json(self, schema: object, where: str) -> Grammar:
+        if not isinstance(schema, dict | bool):
+            raise BadField(where, got=schema, want="a JSON schema: an object or a boolean", code=WRONG_TYPE)
+        grammar = _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), where, self._limits)
+        return msgspec.structs.replace(grammar, compact=self._form.compact, closed=self._form.closed)
 
 
 def _choice_grammar(value: object, where: str, limits: Limits) -> Grammar:
@@ -140,14 +183,14 @@ def _choice_grammar(value: object, where: str, limits: Limits) -> Grammar:
     return _grammar(GrammarKind.CHOICE, json.dumps(list(dict.fromkeys(items))), where, limits)
 
 
-def _grammar(kind: GrammarKind, text: str, where: str, limits: Limits, *, compact: bool = False) -> Grammar:
+def _grammar(kind: GrammarKind, text: str, where: str, limits: Limits) -> Grammar:
     """Sizes are those of the JSON that travels, in characters."""
     if len(text) > limits.max_grammar_chars:
         got = f"{len(text)} characters"
         raise BadField(
             where, got=got, want=f"at most {limits.max_grammar_chars} characters", code="string_above_max_length"
         )
-    return Grammar(kind=kind, text=text, compact=compact)
+    return Grammar(kind=kind, text=text)
 
 
 def _text(where: str, value: object, limits: Limits) -> str:

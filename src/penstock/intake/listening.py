@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.schema import Limits
+from penstock.config.schema import Limits, RequestConfig
 from penstock.errors import ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.answer import ChoiceText, Wanted
@@ -42,7 +42,7 @@ Heard = tuple[PlacedImage, Sound]
 class ListeningIntake(SingleTaskIntake):
     """``wire.ports.Intake`` and ``wire.ports.Hears`` for one model folder."""
 
-    def __init__(self, folder: Path, card: ModelCard, limits: Limits) -> None:
+    def __init__(self, folder: Path, card: ModelCard, limits: Limits, requests: RequestConfig | None = None) -> None:
         """Reads tokenizer, control tokens, and how sounds are prepared.  Raises ModelError."""
         files = small_files(folder)
         config = Fields(read_object(files, CONFIG) or {}, files.path_of(CONFIG))
@@ -63,6 +63,7 @@ class ListeningIntake(SingleTaskIntake):
             max_model_len=card.max_model_len,
             vocabulary=self.words.vocabulary,
             end_tokens=self.words.ends,
+            requests=requests or RequestConfig(),
         )
         super().__init__(card, HEARING, tokenizer, facts, limits)
 
@@ -78,7 +79,7 @@ class ListeningIntake(SingleTaskIntake):
     async def listen(self, form: Form, envelope: Envelope, *, translates: bool) -> Listening:
         """See ``wire.ports.Hears``."""
         languages = self.words.languages or {ENGLISH: 0}
-        asked = parse_form(form, self.limits, self.facts.name, languages)
+        asked = parse_form(form, self.limits, self.facts, languages)
         if translates and not self.words.tasks:
             self.refuse("knows English only, and does not translate")
         before = self._before(asked.prompt)

@@ -8,7 +8,7 @@ about templates.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -25,6 +25,8 @@ _KNOWN_BY_ROLE = {
     "tool": _KNOWN | {"tool_call_id"},
 }
 _LATER = frozenset({"audio"})
+_PART = ("type", "text", "image_url")
+_IMAGE_URL = ("url", "detail")
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _ID = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
@@ -42,11 +44,13 @@ class ImageUrl(msgspec.Struct, frozen=True):
     where: str
 
 
-def parse_messages(value: object, limits: Limits, images: list[ImageUrl] | None = None) -> list[Message]:
+def parse_messages(
+    value: object, limits: Limits, images: list[ImageUrl] | None = None, *, lenient: bool = False
+) -> list[Message]:
     """At least one message, each with a role, and text or tool calls.
 
     ``images`` gets the chat's images, in order; each leaves a part of the type "image" where it was.  None: the model
-    reads text only.
+    reads text only.  ``lenient``: fields that are not known are passed over.
     """
     items = array("messages", value, max_items=limits.max_messages, what="messages")
     if not items:
@@ -55,7 +59,8 @@ def parse_messages(value: object, limits: Limits, images: list[ImageUrl] | None 
     messages: list[Message] = []
     for i, item in enumerate(items):
         where = f"messages[{i}]"
-        message = _parse_message(where, mapping(where, item), limits, images)
+        given = mapping(where, item)
+        message = _parse_message(where, _known_only(given) if lenient else given, limits, images)
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
@@ -104,6 +109,25 @@ def _refuse_unknown(where: str, item: Mapping[str, Any], known: frozenset[str]) 
             raise RequestError(
                 f"Unrecognized field in '{where}': '{key[:64]}'.", param=f"{where}.{key[:64]}", code="unknown_parameter"
             )
+
+
+def _known_only(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without fields that are not known, in it or in parts of its content."""
+    role, content = item.get("role"), item.get("content")
+    known = (_KNOWN_BY_ROLE.get(role, _KNOWN) if isinstance(role, str) else _KNOWN) | _LATER
+    if isinstance(content, list):
+        content = [_only(part, _PART) for part in content]
+        content = [
+            {**part, "image_url": _only(part["image_url"], _IMAGE_URL)}
+            if isinstance(part, dict) and "image_url" in part
+            else part
+            for part in content
+        ]
+    return {**_only(item, known), "content": content}
+
+
+def _only(value: Any, known: Collection[str]) -> Any:
+    return {key: item for key, item in value.items() if key in known} if isinstance(value, dict) else value
 
 
 def _parse_role(where: str, role: object) -> str:
@@ -185,7 +209,7 @@ def _parse_image(where: str, part: Mapping[str, Any], of: tuple[str, Limits], be
         )
     refuse_others(where, part, ("type", "image_url"))
     image = mapping(f"{where}.image_url", part.get("image_url"))
-    refuse_others(f"{where}.image_url", image, ("url", "detail"))
+    refuse_others(f"{where}.image_url", image, _IMAGE_URL)
     if image.get("detail") not in (None, "auto", "low", "high"):
         raise BadField(f"{where}.image_url.detail", got=image["detail"], want="'auto', 'low' or 'high'")
     return ImageUrl(string(f"{where}.image_url.url", image.get("url"), max_chars=1 << 62), f"{where}.image_url.url")

@@ -60,7 +60,7 @@ class ClassifyCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_embeddings(body: Mapping[str, Any], limits: Limits, facts: ModelFacts, width: int) -> EmbeddingsCall:
     """``width``: numbers of a whole vector.  Raises RequestError."""
-    refuse_unknown(body, EMBEDDINGS)
+    refuse_unknown(body, EMBEDDINGS, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     form = fields.raw("encoding_format") or "float"
@@ -79,7 +79,7 @@ def parse_embeddings(body: Mapping[str, Any], limits: Limits, facts: ModelFacts,
 
 def parse_rerank(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> RerankCall:
     """Raises RequestError."""
-    refuse_unknown(body, RERANK)
+    refuse_unknown(body, RERANK, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     query = string("query", fields.required("query"), max_chars=limits.max_body_bytes)
@@ -100,7 +100,7 @@ def parse_rerank(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> 
 
 def parse_classify(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> ClassifyCall:
     """Raises RequestError."""
-    refuse_unknown(body, CLASSIFY)
+    refuse_unknown(body, CLASSIFY, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     value = fields.required("input")

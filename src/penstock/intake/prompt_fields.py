@@ -22,11 +22,11 @@ ParseIds = Callable[[str, Sequence[Any]], tuple[int, ...]]
 _WANT = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
 
-def parse_prompts(value: object, limits: Limits, facts: ModelFacts) -> list[Prompt]:
-    """At least one prompt, each short enough for the model."""
+def parse_prompts(value: object, limits: Limits, facts: ModelFacts, *, keep: int | None = None) -> list[Prompt]:
+    """At least one prompt, each short enough for the model.  Of token ids only the last ``keep`` are kept."""
 
     def parse_ids(where: str, ids: Sequence[Any]) -> tuple[int, ...]:
-        return parse_token_prompt(where, ids, facts)
+        return parse_token_prompt(where, ids if keep is None else ids[-keep:], facts)
 
     return texts_or_ids("prompt", value, limits.max_prompts, parse_ids)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.schema import Limits, RequestConfig
 from penstock.errors import BadField, InputTooLong, ModelError, RequestError
 from penstock.intake.framing import Framing
 from penstock.intake.pool_fields import Input, parse_classify, parse_embeddings, parse_rerank
@@ -36,6 +36,7 @@ class ReaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     card: ModelCard
     task: Task
     width: int  # numbers of a vector, or labels
+    requests: RequestConfig = RequestConfig()
 
 
 class ReadingIntake(SingleTaskIntake):
@@ -53,7 +54,11 @@ class ReadingIntake(SingleTaskIntake):
         self._framing = Framing.of(tokenizer.probe)
         card = served.card
         facts = ModelFacts(
-            name=card.name, max_model_len=card.max_model_len, vocabulary=config.size("vocab_size"), end_tokens=()
+            name=card.name,
+            max_model_len=card.max_model_len,
+            vocabulary=config.size("vocab_size"),
+            end_tokens=(),
+            requests=served.requests,
         )
         super().__init__(card, Purpose(text="writes no text", paths=_paths(served)), tokenizer, facts, limits)
         self._labels = _labels(config, served.width) if served.task is Task.CLASSIFY else ()

@@ -1,7 +1,7 @@
 """The fields that say how tokens are drawn and when an answer ends.
 
-Defaults are OpenAI's (temperature 1, top_p 1), whatever a model's generation_config.json suggests: that file is read
-for its end tokens only, so that an answer does not depend on a file that the client cannot see.
+Defaults are those that the model's generation_config.json suggests, and OpenAI's (temperature 1, top_p 1) for what it
+does not; ``/v1/models`` tells them.  What leaves here is complete: nothing below has defaults of its own.
 Knows nothing about prompts.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.schema import Limits, RequestConfig
 from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields, array, integer, mapping, number, string, token_ids
+from penstock.weights.generation_config import LEAST_TEMPERATURE, SamplingDefaults
 
 NAMES = frozenset(
     {
@@ -23,7 +24,6 @@ NAMES = frozenset(
     }
 )
 
-_LEAST_TEMPERATURE = 1e-4
 _LEAST_REPETITION_PENALTY = 0.01
 _INT64 = 1 << 63
 _UINT64_MASK = (1 << 64) - 1
@@ -39,6 +39,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int  # rows of the embedding: token ids below it exist
     end_tokens: tuple[int, ...]  # any of them ends an answer
     sees: bool = False  # images can be read into its chats
+    sampling: SamplingDefaults = SamplingDefaults()  # of requests that do not say
+    requests: RequestConfig = RequestConfig()
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,22 +67,31 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.seed & _UINT64_MASK
 
 
-def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts, *, ends: bool) -> Sampling:
-    """All fields in ``NAMES`` (and ``max_completion_tokens``).  ``ends``: end tokens end the answer in any case."""
-    max_tokens = parse_max_tokens(fields, facts.max_model_len)
+class Ends(msgspec.Struct, frozen=True, kw_only=True):
+    """What else an answer's end depends on."""
+
+    least: int = 1  # tokens that may be asked for; 0: its prompt alone may be wanted
+    unnamed: str  # what an answer gets whose request names no length
+    always: bool  # end tokens end it in any case
+
+
+def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts, ends: Ends) -> Sampling:
+    """All fields in ``NAMES`` (and ``max_completion_tokens``)."""
+    max_tokens = parse_max_tokens(fields, facts.max_model_len, ends)
+    suggested = facts.sampling
     return Sampling(
         seed=parse_seed(fields),
         n=fields.integer("n", low=1, high=limits.max_n) or 1,
-        temperature=parse_temperature(fields),
-        top_p=parse_top_p(fields),
-        top_k=parse_top_k(fields),
-        min_p=fields.number("min_p", low=0, high=1, default=0.0),
+        temperature=parse_temperature(fields, suggested),
+        top_p=parse_top_p(fields, suggested),
+        top_k=parse_top_k(fields, suggested),
+        min_p=fields.number("min_p", low=0, high=1, default=suggested.min_p or 0.0),
         presence_penalty=fields.number("presence_penalty", low=-2, high=2, default=0.0),
         frequency_penalty=fields.number("frequency_penalty", low=-2, high=2, default=0.0),
-        repetition_penalty=parse_repetition_penalty(fields),
+        repetition_penalty=parse_repetition_penalty(fields, suggested),
         logit_bias=parse_logit_bias(fields, limits, facts),
         stops=parse_stop(fields, limits),
-        stop_token_ids=parse_stop_token_ids(fields, limits, facts, ends=ends),
+        stop_token_ids=parse_stop_token_ids(fields, limits, facts, ends=ends.always),
         min_tokens=parse_min_tokens(fields, max_tokens, facts.max_model_len),
         max_tokens=max_tokens,
     )
@@ -92,31 +103,35 @@ def parse_seed(fields: Fields) -> int:
     return secrets.randbits(_DRAWN_SEED_BITS) if given is None else given
 
 
-def parse_temperature(fields: Fields) -> float:
+def parse_temperature(fields: Fields, suggested: SamplingDefaults) -> float:
     """0 (greedy), or a number that single precision can divide by."""
-    value = fields.number("temperature", low=0, high=2, default=1.0)
-    if 0 < value < _LEAST_TEMPERATURE:
-        raise BadField("temperature", got=value, want=f"0 or a number from {_LEAST_TEMPERATURE:g} to 2")
+    default = 1.0 if suggested.temperature is None else suggested.temperature
+    value = fields.number("temperature", low=0, high=2, default=default)
+    if 0 < value < LEAST_TEMPERATURE:
+        raise BadField("temperature", got=value, want=f"0 or a number from {LEAST_TEMPERATURE:g} to 2")
     return value
 
 
-def parse_top_p(fields: Fields) -> float:
+def parse_top_p(fields: Fields, suggested: SamplingDefaults) -> float:
     """Above 0, at most 1."""
-    value = fields.number("top_p", low=0, high=1, default=1.0)
+    value = fields.number("top_p", low=0, high=1, default=suggested.top_p or 1.0)
     if value == 0:
         raise BadField("top_p", got=0, want="a number > 0", code="decimal_below_min_value")
     return value
 
 
-def parse_top_k(fields: Fields) -> int | None:
+def parse_top_k(fields: Fields, suggested: SamplingDefaults) -> int | None:
     """At least 1; 0 and -1 are vLLM's ways to say "all"."""
     value = fields.integer("top_k", low=-1, high=(1 << 31) - 1)
-    return value if value is not None and value >= 1 else None
+    if value is None:
+        return suggested.top_k
+    return value if value >= 1 else None
 
 
-def parse_repetition_penalty(fields: Fields) -> float:
+def parse_repetition_penalty(fields: Fields, suggested: SamplingDefaults) -> float:
     """1 changes nothing; bounded so that single precision can divide by it."""
-    return fields.number("repetition_penalty", low=_LEAST_REPETITION_PENALTY, high=2, default=1.0)
+    default = suggested.repetition_penalty or 1.0
+    return fields.number("repetition_penalty", low=_LEAST_REPETITION_PENALTY, high=2, default=default)
 
 
 def parse_logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, float]:
@@ -164,7 +179,7 @@ def parse_stop_token_ids(fields: Fields, limits: Limits, facts: ModelFacts, *, e
     return tuple(dict.fromkeys((*own, *token_ids("stop_token_ids", items, vocabulary=facts.vocabulary))))
 
 
-def parse_max_tokens(fields: Fields, max_model_len: int) -> int | None:
+def parse_max_tokens(fields: Fields, max_model_len: int, ends: Ends) -> int | None:
     """``max_tokens`` or ``max_completion_tokens``, not both."""
     if fields.raw("max_tokens") is not None and fields.raw("max_completion_tokens") is not None:
         raise RequestError(
@@ -176,8 +191,11 @@ def parse_max_tokens(fields: Fields, max_model_len: int) -> int | None:
     value = fields.raw(name)
     if value is None:
         return None
-    # Zero is for echo alone and is looked at where echo is; too many is a matter of the context.
-    count = integer(name, value, low=0, high=(1 << 31) - 1)
+    if type(value) is int and value < ends.least:
+        want = f"an integer >= {ends.least} (left out: {ends.unnamed})"
+        raise BadField(name, got=value, want=want, code="integer_below_min_value")
+    # Too many is a matter of the context.
+    count = integer(name, value, low=ends.least, high=(1 << 31) - 1)
     if count > max_model_len:
         raise RequestError(
             f"'{name}' is too large: {count}. This model's maximum context length is {max_model_len} tokens, "

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.config.schema import Limits, Offers
-from penstock.errors import GrammarRefused, PromptTooLong, RequestError
+from penstock.config.schema import Limits, Offers, RequestConfig
+from penstock.errors import BadField, GrammarRefused, PromptTooLong, RequestError
 from penstock.grammar.checking import GrammarChecks
 from penstock.grammar.frames import Limits as GrammarLimits
 from penstock.grammar.vocabulary import Vocabulary
@@ -46,7 +46,8 @@ from penstock.intake.validate import (
 )
 from penstock.kernels.blocks import hash_blocks
 from penstock.types import PAGE_TOKENS, AdapterRef, BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
-from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, small_files
+from penstock.weights.generation_config import SamplingDefaults, sampling_defaults
+from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
 _TOKENS_HASHED_AT_A_TIME = 4096 * PAGE_TOKENS
@@ -69,9 +70,10 @@ class ModelIntake:
         limits: Limits,
         created: int,
         offers: Offers | None = None,
+        requests: RequestConfig | None = None,
     ) -> None:
-        """Reads tokenizer, template, end tokens, and how images are prepared.  Raises ModelError."""
-        offers = offers or Offers()
+        """Reads tokenizer, template, end tokens, sampling defaults, and how images are prepared.  Raises ModelError."""
+        offers, requests = offers or Offers(), requests or RequestConfig()
         self._limits = limits
         files = small_files(folder)
         config = read_json(files, CONFIG)
@@ -88,12 +90,15 @@ class ModelIntake:
             vocabulary=vocabulary_size(config),
             end_tokens=end_tokens(files, config, self._tokenizer.token_id(special.get("eos_token", ""))),
             sees=recipe is not None,
+            sampling=_suggested(files, requests),
+            requests=requests,
         )
         self._images = (
             None if recipe is None else Images(recipe, limits, _remote(limits) if offers.remote_images else None)
         )
         self._adapters = AdapterBook(offers.lora, folder, name)
-        self._card = ModelCard(name=name, created=created, max_model_len=max_model_len)
+        suggested = msgspec.to_builtins(self._facts.sampling)
+        self._card = ModelCard(name=name, created=created, max_model_len=max_model_len, sampling=suggested)
         bounds = GrammarLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecks(self.vocabulary, bounds, max_waiting=limits.max_queued_grammars)
 
@@ -136,10 +141,11 @@ class ModelIntake:
         """See ``wire.ports.Intake``."""
         facts, adapter = self._asked(body)
         checked = parse_chat(body, self._limits, facts)
-        wish = Wish(tooling=checked.text.tooling, constrained=checked.call.grammar is not None)
-        written = await self._write_chat(checked.text, wish)
-        call = await self._with_calls_demanded(checked.call, written.grammars)
-        prompt = await self._see(written.tokens, checked.text)
+        call, keep = checked.call, checked.call.keep
+        wish = Wish(tooling=checked.text.tooling, constrained=call.grammar is not None, closed=call.closed)
+        written = await self._write_chat(checked.text, wish, cut=keep is not None)
+        call = await self._with_calls_demanded(call, written.grammars)
+        prompt = await self._see(_last(written.tokens, keep), checked.text)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt.tokens)
         length = _length(call.sampling, room, self._limits.default_max_tokens)
@@ -154,11 +160,16 @@ class ModelIntake:
         max_tokens = checked.call.sampling.max_tokens or 0
         prompts: list[tuple[Seen, Wanted]] = []
         for given in checked.prompts:
-            tokens = await self._encode_prompt(given, add_special_tokens=checked.add_special_tokens)
+            keep = checked.call.keep
+            read = await self._encode_prompt(given, add_special_tokens=checked.add_special_tokens, cut=keep is not None)
+            tokens = _last(read, keep)
             self._check_room(len(tokens), max(1, max_tokens), param="prompt")
             wanted = self._wanted(checked.call)
             if checked.echo:
-                text = given if isinstance(given, str) else text_of(self._tokenizer.table, tokens)
+                if isinstance(given, str) and len(tokens) == len(read):
+                    text = given
+                else:
+                    text = text_of(self._tokenizer.table, tokens, special=wanted.special)
                 wanted = msgspec.structs.replace(
                     wanted, echo=Echo(text=text, tokens=tokens), prompt_only=max_tokens == 0
                 )
@@ -194,13 +205,13 @@ class ModelIntake:
         tokens = parse_detokenize(body, self._asked(body)[0])
         return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
 
-    async def _write_chat(self, text: ChatText, wish: Wish) -> Written:
+    async def _write_chat(self, text: ChatText, wish: Wish, *, cut: bool = False) -> Written:
         chats = self._chats
         if chats is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template"
             )
-        self._check_size(sum(content_chars(message["content"]) for message in text.messages), param="messages")
+        self._check_size(sum(content_chars(message["content"]) for message in text.messages), "messages", cut=cut)
         conversation = Conversation(
             messages=text.messages,
             documents=text.documents,
@@ -225,10 +236,10 @@ class ModelIntake:
             )
         return await self._images.see(tokens, text.images)
 
-    async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool, cut: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
-        self._check_size(len(prompt), param="prompt")
+        self._check_size(len(prompt), "prompt", cut=cut)
         tokens = await self._tokenizer.run(
             len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         )
@@ -236,8 +247,14 @@ class ModelIntake:
             raise RequestError("The prompt is empty: it has no tokens.", param="prompt", code="empty_prompt")
         return self._check_known(tokens, param="prompt")
 
-    def _check_size(self, chars: int, *, param: str) -> None:
-        """Refuses what cannot fit before any of it is read."""
+    def _check_size(self, chars: int, param: str, *, cut: bool) -> None:
+        """Refuses what cannot fit before any of it is read; of what is cut afterwards, what is too long to be read."""
+        most = self._limits.max_tokenize_chars
+        if cut and chars > most:
+            want = f"at most {most} characters (max_tokenize_chars)"
+            raise BadField(param, got=f"{chars} characters", want=want, code="string_above_max_length")
+        if cut:
+            return
         least = self._tokenizer.at_least(chars, self._facts.max_model_len)
         if least is not None:
             raise PromptTooLong(
@@ -281,6 +298,8 @@ class ModelIntake:
             min_tokens=call.sampling.min_tokens,
             logprobs=call.logprobs is not None,
             token_ids=call.token_ids,
+            special=call.special,
+            stop_shown=call.stop_shown,
         )
 
     async def _checked_grammar(self, call: Call) -> Grammar | None:
@@ -348,7 +367,8 @@ class ModelIntake:
             seed=call.sampling.seed,
             n=call.sampling.n,
             stream=call.stream,
-            include_usage=call.include_usage,
+            include_usage=call.options.include_usage,
+            continuous_usage=call.options.continuous_usage,
             logprobs=call.logprobs is not None,
             token_ids=call.token_ids,
         )
@@ -358,6 +378,17 @@ class ModelIntake:
 def _named(prepared: Prepared, model: str) -> Prepared:
     """The answer bears the name that was asked for."""
     return msgspec.structs.replace(prepared, reply=msgspec.structs.replace(prepared.reply, model=model))
+
+
+def _suggested(files: SmallFiles, requests: RequestConfig) -> SamplingDefaults:
+    """What the model's own file says of sampling, where the operator takes it."""
+    if requests.generation_config == "none":
+        return SamplingDefaults()
+    return sampling_defaults(read_json(files, GENERATION_CONFIG, required=False))
+
+
+def _last(tokens: tuple[int, ...], keep: int | None) -> tuple[int, ...]:
+    return tokens if keep is None else tokens[-keep:]
 
 
 class _Length(NamedTuple):

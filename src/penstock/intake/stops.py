@@ -26,8 +26,9 @@ def _borders(word: str) -> list[int]:
 class StopScanner:
     """Reads a text once and says where it must be cut."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """``stops`` are not empty strings."""
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+        """``stops`` are not empty strings.  ``shown``: the one that is found belongs to the text."""
+        self._shown = shown
         self._words = tuple(dict.fromkeys(stops))
         self._borders = [_borders(word) for word in self._words]
         self._matched = [0] * len(self._words)
@@ -37,10 +38,11 @@ class StopScanner:
     @property
     def held(self) -> int:
         """How many of the last characters may be the beginning of a stop string, and must not be shown yet."""
-        return max(self._matched, default=0)
+        return 0 if self._shown else max(self._matched, default=0)
 
     def feed(self, text: str, *, counts: bool = True) -> int | None:
-        """Read on.  Returns where the first complete stop string begins, in characters from the very start.
+        """Read on.  Returns where the text ends, in characters from the very start: where the first complete stop
+        string begins, or, if it is shown, ends.
 
         A stop string that completes while ``counts`` is false is passed over.  Not to be called after a find.
         """
@@ -54,7 +56,7 @@ class StopScanner:
                 if self._step(i, word, char):
                     longest = max(longest, len(word))
             if longest and counts:
-                return self._seen - longest
+                return self._seen if self._shown else self._seen - longest
         return None
 
     def _step(self, i: int, word: str, char: str) -> bool:

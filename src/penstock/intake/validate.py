@@ -1,8 +1,8 @@
 """A parsed JSON body to a checked call: which fields exist, which are ignored, which are refused, and by what name.
 
-Unknown fields are refused as OpenAI refuses them; fields that change nothing here are accepted and ignored; fields
-that OpenAI has and this server has not yet are refused by name, never quietly dropped.  One rule a field, in the
-``*_fields`` modules.  Nothing below checks again.  Knows nothing about tokenizers.
+Unknown fields are refused as OpenAI refuses them, or passed over where the operator says so; fields that change nothing
+here are accepted and ignored; fields that OpenAI has and this server has not yet are refused by name, never quietly
+dropped.  One rule a field, in the ``*_fields`` modules.  Nothing below checks again.  Knows nothing about tokenizers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.schema import Limits, RequestConfig
 from penstock.errors import BadField, RequestError, UnknownModel
-from penstock.intake.fields import Fields, mapping, refuse_unknown, string, unsupported
+from penstock.intake.fields import Fields, integer, mapping, refuse_unknown, string, unsupported
 from penstock.intake.grammar_fields import NAMES as GRAMMAR
-from penstock.intake.grammar_fields import Asked, parse_grammar
+from penstock.intake.grammar_fields import Asked, parse_grammar, parse_json_form
 from penstock.intake.message_fields import (
     ImageUrl,
     Message,
@@ -26,7 +26,7 @@ from penstock.intake.message_fields import (
 )
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
 from penstock.intake.sampling_fields import NAMES as SAMPLING
-from penstock.intake.sampling_fields import ModelFacts, Sampling, parse_sampling
+from penstock.intake.sampling_fields import Ends, ModelFacts, Sampling, parse_sampling
 from penstock.intake.service_fields import NAMES as SERVICE
 from penstock.intake.service_fields import parse_service
 from penstock.intake.template import RESERVED
@@ -43,7 +43,10 @@ IGNORED = frozenset(
 """Fields that change nothing about an answer of this server."""
 
 _OWN = frozenset(
-    {"model", "stream", "stream_options", "logprobs", "cache_salt", "prompt_cache_key", "return_token_ids"}
+    {
+        *("model", "stream", "stream_options", "logprobs", "cache_salt", "prompt_cache_key", "return_token_ids"),
+        *("skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens"),
+    }
 )
 _COMMON = SAMPLING | GRAMMAR | IGNORED | _OWN | SERVICE
 _TEMPLATE = TOOLS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
@@ -58,6 +61,7 @@ TOKENIZE = _TEMPLATE | {"model", "prompt", "messages", "add_special_tokens", "re
 DETOKENIZE = frozenset({"model", "tokens"})
 
 _MAX_SALT_CHARS = 256
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 _COMPLETION_MAX_TOKENS = 16
 """What OpenAI gives a completion that names no ``max_tokens``."""
 
@@ -74,18 +78,29 @@ class ChatText(msgspec.Struct, frozen=True, kw_only=True):
     tooling: Tooling = Tooling()
 
 
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``stream_options``, checked."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False  # in every event
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What chats and completions have in common, checked."""
 
     sampling: Sampling
     stream: bool
-    include_usage: bool
+    options: StreamOptions
     logprobs: int | None  # alternatives to report for each token
     cache_salt: str
     service: ServiceClass | None  # None: nothing is said
     session: str  # that the client says it belongs to
     token_ids: bool
+    special: bool  # the text of special tokens is shown
+    stop_shown: bool  # so is what ended the answer
+    keep: int | None  # tokens of the prompt, the last; what is before them is cut off.  None: it is not cut
     grammar: Asked | None  # what the answer must look like
+    closed: bool  # objects of JSON schemas are closed
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,37 +121,42 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> ChatCall:
     """Raises RequestError, the model's name first: a wrong address is told before a wrong letter."""
-    refuse_unknown(body, CHAT)
+    refuse_unknown(body, CHAT, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     images: list[ImageUrl] = []
-    messages = parse_messages(fields.required("messages"), limits, images if facts.sees else None)
+    messages = _parse_messages(fields.required("messages"), limits, facts, images)
     refuse_later_chat_fields(fields)
-    call = _parse_call(fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits))
-    refuse_no_tokens(call)
+    most = limits.default_max_tokens
+    unnamed = "as many as the context leaves" if most is None else f"{most} at most"
+    call = _parse_call(fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits), ends=(1, unnamed))
+    call = _with_kept(call, fields, facts, most)
+    if call.keep is not None and images:
+        raise unsupported("truncate_prompt_tokens", "a chat with images is not cut.")
     return ChatCall(call=call, text=parse_chat_text(fields, (messages, images), limits))
 
 
 def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> CompletionCall:
     """Raises RequestError."""
-    refuse_unknown(body, COMPLETION)
+    refuse_unknown(body, COMPLETION, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
-    prompts = parse_prompts(fields.required("prompt"), limits, facts)
+    given = fields.required("prompt")
     if fields.string("suffix", max_chars=1 << 62):
         raise unsupported("suffix", "this server does not fill in the middle.")
-    call = _parse_call(fields, limits, facts, logprobs=fields.integer("logprobs", low=0, high=limits.max_top_logprobs))
-    refuse_best_of(fields, call)
+    logprobs = fields.integer("logprobs", low=0, high=limits.max_top_logprobs)
     echo = fields.boolean("echo")
-    if not echo:
-        refuse_no_tokens(call)
+    ends = (0 if echo else 1, f"{_COMPLETION_MAX_TOKENS} at most")
+    call = _parse_call(fields, limits, facts, logprobs=logprobs, ends=ends)
+    refuse_best_of(fields, call)
     if call.sampling.max_tokens is None:
         call = msgspec.structs.replace(
             call, sampling=msgspec.structs.replace(call.sampling, max_tokens=_COMPLETION_MAX_TOKENS)
         )
+    call = _with_kept(call, fields, facts, None)
     return CompletionCall(
         call=call,
-        prompts=prompts,
+        prompts=parse_prompts(given, limits, facts, keep=call.keep),
         echo=echo,
         add_special_tokens=fields.boolean("add_special_tokens", default=True),
     )
@@ -144,7 +164,7 @@ def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts)
 
 def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> tuple[ChatText | str, bool, bool]:
     """What to tokenize, whether with special tokens, and whether to tell the tokens' strings."""
-    refuse_unknown(body, TOKENIZE)
+    refuse_unknown(body, TOKENIZE, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     strings = fields.boolean("return_token_strs")
@@ -152,7 +172,7 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
         raise RequestError("Exactly one of 'prompt' and 'messages' is needed.", param="prompt")
     if fields.raw("messages") is not None:
         images: list[ImageUrl] = []
-        messages = parse_messages(fields.raw("messages"), limits, images if facts.sees else None)
+        messages = _parse_messages(fields.raw("messages"), limits, facts, images)
         return parse_chat_text(fields, (messages, images), limits), fields.boolean("add_special_tokens"), strings
     prompt = fields.raw("prompt")
     return (
@@ -164,7 +184,7 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
 
 def parse_detokenize(body: Mapping[str, Any], facts: ModelFacts) -> tuple[int, ...]:
     """Token ids, at most a whole context of them."""
-    refuse_unknown(body, DETOKENIZE)
+    refuse_unknown(body, DETOKENIZE, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     ids = fields.required("tokens")
@@ -248,33 +268,57 @@ def refuse_best_of(fields: Fields, call: Call) -> None:
         raise unsupported("best_of", "this server shows every choice that it makes; 'best_of' may only equal 'n'.")
 
 
-def refuse_no_tokens(call: Call) -> None:
-    """An answer has at least one token, unless a completion only wants its prompt back."""
-    if call.sampling.max_tokens == 0:
-        raise BadField("max_tokens", got=0, want="an integer >= 1", code="integer_below_min_value")
+def _parse_messages(value: Any, limits: Limits, facts: ModelFacts, images: list[ImageUrl]) -> list[Message]:
+    lenient = facts.requests.unknown_fields == "ignore"
+    return parse_messages(value, limits, images if facts.sees else None, lenient=lenient)
 
 
-def _parse_call(fields: Fields, limits: Limits, facts: ModelFacts, *, logprobs: int | None) -> Call:
+def _parse_call(
+    fields: Fields, limits: Limits, facts: ModelFacts, *, logprobs: int | None, ends: tuple[int, str]
+) -> Call:
+    """``ends``: the fewest tokens that may be asked for, and what is said of no number."""
     stream = fields.boolean("stream")
-    grammar = parse_grammar(fields, limits)
+    json = parse_json_form(fields, facts.requests)
+    grammar = parse_grammar(fields, limits, json)
+    least, unnamed = ends
     return Call(
-        sampling=parse_sampling(fields, limits, facts, ends=grammar is not None),
+        sampling=parse_sampling(fields, limits, facts, Ends(least=least, unnamed=unnamed, always=grammar is not None)),
         stream=stream,
-        include_usage=parse_stream_options(fields, stream=stream),
+        options=parse_stream_options(fields, facts.requests, stream=stream),
         logprobs=logprobs,
         cache_salt=parse_cache_salt(fields),
         service=parse_service(fields),
         session=fields.string("prompt_cache_key", max_chars=limits.max_session_chars) or "",
         token_ids=fields.boolean("return_token_ids"),
+        special=not fields.boolean("skip_special_tokens", default=True),
+        stop_shown=fields.boolean("include_stop_str_in_output"),
+        keep=None,
         grammar=grammar,
+        closed=json.closed,
     )
 
 
-def parse_stream_options(fields: Fields, *, stream: bool) -> bool:
-    """Only with ``stream``.  Returns ``include_usage``."""
+def _with_kept(call: Call, fields: Fields, facts: ModelFacts, default: int | None) -> Call:
+    """With ``truncate_prompt_tokens``: so many tokens, or -1 for what the context leaves beside the answer, which has
+    ``default`` tokens where it names none."""
+    name = "truncate_prompt_tokens"
+    value = fields.raw(name)
+    if value is None:
+        return call
+    if type(value) is int and value == -1:
+        length = call.sampling.max_tokens if call.sampling.max_tokens is not None else default
+        if length is None:
+            raise BadField(name, got=-1, want="a number of tokens, or -1 together with 'max_tokens'")
+        value = max(1, facts.max_model_len - max(1, length))
+    keep = integer(name, value, low=1, high=facts.max_model_len)
+    return msgspec.structs.replace(call, keep=keep)
+
+
+def parse_stream_options(fields: Fields, config: RequestConfig, *, stream: bool) -> StreamOptions:
+    """Only with ``stream``."""
     value = fields.raw("stream_options")
     if value is None:
-        return False
+        return StreamOptions()
     options = Fields(mapping("stream_options", value))
     if not stream:
         raise RequestError(
@@ -282,13 +326,14 @@ def parse_stream_options(fields: Fields, *, stream: bool) -> bool:
             param="stream_options",
             code="invalid_parameter_combination",
         )
-    unknown = next((name for name in value if name not in ("include_usage", "include_obfuscation")), None)
-    if unknown is not None:
+    unknown = next((name for name in value if name not in _STREAM_OPTIONS), None)
+    if unknown is not None and config.unknown_fields == "refuse":
         raise RequestError(
             f"Unknown parameter: 'stream_options.{unknown[:64]}'.", param="stream_options", code="unknown_parameter"
         )
     options.boolean("include_obfuscation")
-    return options.boolean("include_usage")
+    usage, continuous = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
+    return StreamOptions(include_usage=usage, continuous_usage=usage and continuous)
 
 
 def parse_cache_salt(fields: Fields) -> str:

@@ -28,9 +28,15 @@ ONLY_STORIES = (
 
 
 def model_lines(
-    located: Located, name: str, spec: ModelSpec, max_model_len: int, notes: Iterable[str]
+    located: Located,
+    name: str,
+    spec: ModelSpec,
+    max_model_len: int,
+    notes: Iterable[str],
+    *,
+    generation_config: str = "none",
 ) -> Iterator[str]:
-    """What will be served, before anything is loaded."""
+    """What will be served, before anything is loaded; ``generation_config``: as ``config.schema.RequestConfig``."""
     yield (
         f"model {name}: {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters, "
         f"context {max_model_len} tokens, from {located.path}"
@@ -39,6 +45,9 @@ def model_lines(
         yield ONLY_STORIES
     if spec.sparse is not None:
         yield sparse_line(spec.sparse)
+    suggested = spec.sampling.words()
+    if suggested and generation_config == "auto" and spec.task is Task.GENERATE:
+        yield f"sampling defaults of its generation_config.json: {suggested} (--generation-config none: OpenAI's)"
     yield from notes
 
 

@@ -46,6 +46,7 @@ from penstock.config.schema import (
     LoraConfig,
     NamedAdapter,
     PoolingConfig,
+    RequestConfig,
     ServeConfig,
     WorkerServeConfig,
 )
@@ -126,7 +127,8 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
             model = located.path, spec, manifests_of(config, located), found
             workers = Workers(config, plan, model, mailboxes, slots, loras=lora.adapters)
             stack.callback(workers.close)
-        say(model_lines(located, name, spec, length, plan.notes if plan else ()))
+        notes = plan.notes if plan else ()
+        say(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
         pulse = nested.pulse if nested else None
         supervisor = stack.enter_context(
             Supervisor(config.supervise, HostJobs(front, workers), slots, pulse, gateways=gateways)
@@ -258,6 +260,11 @@ def _gateway_config(
         model_path=str(located.path),
         model_name=name,
         max_model_len=length,
+        requests=RequestConfig(
+            generation_config=config.generation_config,
+            unknown_fields=config.unknown_fields,
+            disable_additional_properties=config.disable_additional_properties,
+        ),
         split=not config.aggregated and spec.task.writes,
         task=spec.task,
         width=0 if spec.pooler is None else spec.pooler.labels or spec.hidden,

@@ -62,11 +62,14 @@ def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None,
             limits=config.limits,
             created=created,
             offers=Offers(remote_images=config.remote_images, lora=config.lora),
+            requests=config.requests,
         )
         return writing, None, None
     card = ModelCard(name=name, created=created, max_model_len=length)
     if config.task is Task.TRANSCRIBE:
-        listening = ListeningIntake(folder, card, config.limits)
+        listening = ListeningIntake(folder, card, config.limits, config.requests)
         return listening, None, listening
-    reading = ReadingIntake(folder, ReaderFacts(card=card, task=config.task, width=config.width), config.limits)
+    reading = ReadingIntake(
+        folder, ReaderFacts(card=card, task=config.task, width=config.width, requests=config.requests), config.limits
+    )
     return reading, reading, None

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.weights.family import checkpoint_format, named_architecture
 from penstock.weights.fields import Fields
 from penstock.weights.formats.quantization import parse_quantization
+from penstock.weights.generation_config import sampling_defaults
 from penstock.weights.gguf_file import is_gguf
 from penstock.weights.pooling import read_with
 from penstock.weights.reader import Checkpoint
@@ -24,7 +25,7 @@ from penstock.weights.small_files import (
     read_object,
     small_files,
 )
-from penstock.weights.spec import ModelSpec, SamplingDefaults
+from penstock.weights.spec import ModelSpec
 
 ComputeDtype = Literal["bf16", "fp32"]
 
@@ -61,7 +62,7 @@ def inspect_model(path: str | Path) -> ModelSpec:
         parameters=layout.parameters,
         eos_ids=_end_ids(spec, fields, generation),
         bos_id=next(iter(fields.token_ids("bos_token_id")), None),
-        sampling=_sampling_defaults(generation),
+        sampling=sampling_defaults({} if generation is None else generation.values),
         quantization=quantization,
     )
 
@@ -115,16 +116,3 @@ def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tupl
         if token >= spec.vocab:
             raise source.refuse(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
     return ids
-
-
-def _sampling_defaults(generation: Fields | None) -> SamplingDefaults:
-    """Information only, so what is no sensible value is left out rather than refused."""
-    if generation is None or generation.values.get("do_sample") is False:
-        return SamplingDefaults()
-    values = generation.values
-    try:
-        return msgspec.convert(
-            {name: values[name] for name in SamplingDefaults.__struct_fields__ if values.get(name)}, SamplingDefaults
-        )
-    except msgspec.ValidationError:
-        return SamplingDefaults()

@@ -15,6 +15,7 @@ from penstock.kernels.operands import KvShape
 from penstock.kernels.sparse import Sparse
 from penstock.types import Task
 from penstock.weights.formats.quantization import Quantization
+from penstock.weights.generation_config import SamplingDefaults
 
 D = TypeVar("D", bound="Details")
 
@@ -22,14 +23,6 @@ D = TypeVar("D", bound="Details")
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of what a family keeps of a ``config.json``.  All fields, and the class's name, are part of the model's
     fingerprint: whatever changes a bit of an answer stands here, and nothing else does."""
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the model's makers suggest (generation_config.json).  For information: nothing is sampled by it unasked."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
 
 class Pooling(StrEnum):

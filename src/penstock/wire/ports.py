@@ -183,6 +183,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # in every event
     logprobs: bool = False
     token_ids: bool = False
 
@@ -250,6 +251,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int  # Unix seconds
     max_model_len: int  # tokens, prompt and answer together
     parent: str | None = None  # of an adapter: the model that it adds to
+    sampling: Mapping[str, float] = {}  # defaults of requests that differ from OpenAI's
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):

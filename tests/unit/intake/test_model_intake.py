@@ -43,13 +43,13 @@ async def complete(intake: ModelIntake, prompt: Any = "Hi", **fields: Any) -> Pr
     return await intake.completion({"model": "m", "prompt": prompt} | fields, ENVELOPE)
 
 
-async def test_a_chat_becomes_one_request_with_openais_defaults(intake: ModelIntake):
+async def test_a_chat_becomes_one_request_with_its_models_defaults(intake: ModelIntake):
     prepared = await chat(intake, "Hi there")
     (request,) = prepared.requests
     assert (request.prompt[0], request.prompt[1], request.prompt[-1]) == (0, 3, 4)  # begin, user, assistant
     sampling = request.sampling
-    # The model's generation_config suggests 0.7 and 0.9; what is not said is OpenAI's default all the same.
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, None, 0.0)
+    # The model's generation_config suggests 0.7 and 0.9; what it does not say is OpenAI's default.
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, None, 0.0)
     assert sampling.stop_token_ids == (END,)
     assert sampling.max_tokens == 2048 - len(request.prompt)
     assert sampling.logprobs is None

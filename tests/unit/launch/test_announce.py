@@ -75,3 +75,10 @@ def test_a_start_is_told_phase_by_phase() -> None:
     for phase in ("imports", "plan", "weights"):
         phases.end(phase)
     assert str(phases) == "2.00 s (imports 0.25, plan 0.25, weights 1.50)"
+
+
+def test_sampling_defaults_that_are_taken_have_a_line() -> None:
+    located, spec = Located(storyteller(), "mine"), inspect_model(storyteller())
+    taken = [*model_lines(located, "mine", spec, 2048, [], generation_config="auto")]
+    assert "sampling defaults of its generation_config.json: temperature 0.7, top_p 0.9" in taken[1]
+    assert len([*model_lines(located, "mine", spec, 2048, [], generation_config="none")]) == 1

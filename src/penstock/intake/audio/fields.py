@@ -11,7 +11,7 @@ import msgspec
 from penstock.config.schema import Limits
 from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, refuse_unknown, string, unsupported
-from penstock.intake.sampling_fields import parse_seed, parse_temperature
+from penstock.intake.sampling_fields import ModelFacts, parse_seed, parse_temperature
 from penstock.wire.ports import Form
 
 FORMS = ("json", "text", "verbose_json", "srt", "vtt")
@@ -38,11 +38,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
 
 
-def parse_form(form: Form, limits: Limits, model: str, languages: Collection[str]) -> Asked:
+def parse_form(form: Form, limits: Limits, facts: ModelFacts, languages: Collection[str]) -> Asked:
     """Raises RequestError.  ``languages``: that can be named; of one alone none need be."""
-    refuse_unknown({**form.fields, **form.files}, _KNOWN)
+    refuse_unknown({**form.fields, **form.files}, _KNOWN, facts.requests)
     single = {name: _single(name, values) for name, values in form.fields.items() if not name.endswith("[]")}
-    _parse_model(single.get("model"), model)
+    _parse_model(single.get("model"), facts.name)
     if "file" not in form.files:
         raise RequestError(
             "Missing required parameter: 'file', as a part with a file name.",
@@ -61,7 +61,7 @@ def parse_form(form: Form, limits: Limits, model: str, languages: Collection[str
         language=_language(single.get("language"), languages),
         prompt=string("prompt", single.get("prompt", ""), max_chars=limits.max_audio_prompt_chars),
         form=answer,
-        temperature=parse_temperature(numbers),
+        temperature=parse_temperature(numbers, facts.sampling),
         seed=parse_seed(numbers),
         stream=stream,
         cache_salt=string("cache_salt", single.get("cache_salt", ""), max_chars=MAX_SALT_CHARS),
