@@ -1,4 +1,4 @@
-"""Flags that say which running service is meant, and one question to it, answered with JSON.
+"""Flags that name a running service, and one request to it with a JSON response.
 
 Knows how to ask and what can go wrong, not what is asked.
 """
@@ -15,12 +15,25 @@ from penstock.cli.chunks import error_of
 from penstock.errors import ConfigError, WorkerError
 
 _MAX_ANSWER_BYTES = 4 << 20
+DEFAULT_PORT = 8000
 
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
     """Declare ``--url`` and ``--api-key``, for ``config.load.load_client``."""
     parser.add_argument("--url", metavar="URL", help="default: PENSTOCK_URL or http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
+
+
+def wants_key(url: str) -> str:
+    """The error of a request without a key, or with a wrong one."""
+    return f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY"
+
+
+def nothing_listens(url: str) -> str:
+    """The error where no server is: the command that would start one there."""
+    port = urlsplit(url if "://" in url else f"http://{url}").port
+    with_port = f" --port {port}" if port not in (None, DEFAULT_PORT) else ""
+    return f"nothing listens at {url}; start it with `penstock serve{with_port}`"
 
 
 def ask(
@@ -48,13 +61,13 @@ def ask(
         answer = connection.getresponse()
         raw = answer.read(_MAX_ANSWER_BYTES)
     except ConnectionRefusedError:
-        raise WorkerError(f"nothing listens at {url}; start it with `penstock serve`") from None
+        raise WorkerError(nothing_listens(url)) from None
     except (OSError, http.client.HTTPException) as error:
         raise WorkerError(f"no answer from {url}: {error}") from None
     finally:
         connection.close()
     if answer.status == http.HTTPStatus.UNAUTHORIZED:
-        raise ConfigError(f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY")
+        raise ConfigError(wants_key(url))
     if answer.status == http.HTTPStatus.FORBIDDEN:  # a key was known, and is not enough
         raise ConfigError(f"{url}: {error_of(raw).message or 'this is not allowed'}")
     try:

@@ -26,8 +26,9 @@ from penstock.cli.benchmark.stutter import Stutter, run_stutter
 from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.paint import Paint
 from penstock.cli.parsing import COMMANDS
+from penstock.cli.served_models import served_models
 from penstock.config.load import load_client
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, WorkerError
 from penstock.launch import event_loop
 
 EPILOG = """\
@@ -179,14 +180,14 @@ def _headers(pairs: Sequence[str]) -> dict[str, str]:
 
 async def _served_model(client: HttpStreamClient, wanted: str | None) -> tuple[str, int | None]:
     """Name to ask for, and its context length where the server tells.  Raises PenstockError."""
-    reply = await client.get("/v1/models")
-    models = msgspec.json.decode(reply.body).get("data", []) if reply.status == 200 else []
-    for model in models:
-        if wanted in (None, model.get("id")):
-            return model["id"], model.get("max_model_len")
-    if wanted is None:
-        raise ConfigError(f"{client.server.authority} names no model (/v1/models: {reply.status}): use --model")
-    return wanted, None
+    try:
+        models = await served_models(client)
+    except WorkerError:
+        if wanted is None:
+            raise
+        return wanted, None
+    found = next((model for model in models if wanted in (None, model.id)), None)
+    return (found.id, found.max_model_len) if found else (str(wanted), None)
 
 
 async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: argparse.Namespace) -> None:

@@ -8,19 +8,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import secrets
+import stat
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
 from penstock.cli.asking import add_service_flags
 from penstock.cli.chunks import Usage, decode_chunk, error_of
-from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.cli.http_stream import HttpStreamClient, Reply, StreamError
 from penstock.cli.parsing import COMMANDS
+from penstock.cli.served_models import ServedModel, served_models
 from penstock.cli.sse import DONE
+from penstock.cli.wrapping import WrappedOutput
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, PenstockError, WorkerError
 
@@ -29,11 +34,27 @@ examples:
   penstock chat                                          talk to it
   penstock chat "Tell me a story about a fox."           ask once
   penstock chat --url http://10.0.0.7:8000 --temperature 0.7 --seed 1
+  cat notes.txt | penstock chat "Summarise this:"        ask once; what is piped in follows the prompt
 
-In a conversation: Ctrl-C stops an answer, /new starts afresh, Ctrl-D ends.
+In a conversation: Ctrl-C stops a response, Ctrl-D ends.  Commands:
 """
 
+HELP = """\
+/new              start a new conversation
+/system [TEXT]    set the system message, or remove it
+/set NAME VALUE   set temperature, top_p, max_tokens or seed; VALUE "default" removes it
+/show             show the model, the settings and how full the conversation is
+/save FILE        write the conversation there, as JSON
+/help             show this (also /?)
+/bye              end (also /exit, /quit, Ctrl-D)
+\"\"\"               begin and end a message of several lines
+"""
+
+SETTINGS: dict[str, type[int] | type[float]] = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
+
 READY_POLL_S = 0.05
+SEVERAL_LINES = '"""'
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "chat",
         help=COMMANDS["chat"],
         description="Talk to a model in the terminal, or ask it once.",
-        epilog=EPILOG,
+        epilog=EPILOG + HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
@@ -70,21 +91,36 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         try:
             runner.run(wait_until_ready(client, args.wait))
-            fields = {name: getattr(args, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
             chat = Chat(
                 client=client,
-                model=args.model or runner.run(first_model(client)),
-                fields={name: value for name, value in fields.items() if value is not None},
+                model=runner.run(chosen_model(client, args.model)),
+                fields={name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None},
                 messages=[{"role": "system", "content": args.system}] if args.system else [],
             )
-            if args.prompt is not None:
-                figures = runner.run(chat.ask(args.prompt, sys.stdout))
-                print_figures(figures)
+            if args.prompt is not None or not sys.stdin.isatty():
+                prompt = with_piped_text(args.prompt)
+                figures = runner.run(chat.ask(prompt, sys.stdout))
+                print_figures(figures, chat.model)
                 return 130 if figures.stopped else 0
             converse(runner, chat)
         finally:
             runner.run(_close(client))
     return 0
+
+
+def is_piped(file: TextIO) -> bool:
+    """Whether a pipe or a file stands there, whose end will come; no terminal, socket or /dev/null."""
+    mode = os.fstat(file.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def with_piped_text(prompt: str | None) -> str:
+    """The prompt, and behind it what is piped into the command.  Raises ConfigError when both are empty."""
+    piped = sys.stdin.read().strip() if is_piped(sys.stdin) else ""
+    whole = "\n\n".join(part for part in (prompt or "", piped) if part)
+    if not whole:
+        raise ConfigError("nothing to ask: give a PROMPT, pipe a text in, or start it in a terminal")
+    return whole
 
 
 async def _close(client: HttpStreamClient) -> None:
@@ -106,18 +142,12 @@ async def wait_until_ready(client: HttpStreamClient, patience: float) -> None:
         await asyncio.sleep(READY_POLL_S)
 
 
-async def first_model(client: HttpStreamClient) -> str:
-    """The first model that the server names.  Raises WorkerError, StreamError."""
-    try:
-        reply = await client.get("/v1/models")
-    except StreamError as error:
-        hint = "; start one with `penstock serve`" if error.kind == "connection refused" else ""
-        raise WorkerError(f"no server at {client.server.authority} ({error.kind}){hint}") from error
-    try:
-        return str(msgspec.json.decode(reply.body)["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
-        message = error_of(reply.body).message
-        raise WorkerError(f"/v1/models answers {reply.status} {message or 'and names no model'}") from None
+async def chosen_model(client: HttpStreamClient, wanted: str | None) -> ServedModel:
+    """The model of this name, or the first that the server lists.  Raises PenstockError."""
+    models = await served_models(client)
+    if wanted is None:
+        return models[0]
+    return next((model for model in models if model.id == wanted), ServedModel(wanted))
 
 
 @dataclass(slots=True)
@@ -131,20 +161,27 @@ class Figures:
     usage: Usage | None = None
     stopped: bool = False
 
-    def words(self) -> str:
-        """``62 tokens, first after 0.041 s, then 84.1 a second``"""
+    def words(self, context: int | None = None) -> str:
+        """``62 tokens, first after 0.041 s, then 84.1 a second; 310 of 2,048 tokens used``"""
         if self.first is None:
             return "stopped before its first token" if self.stopped else "no text"
         tokens = self.usage.completion_tokens if self.usage and self.usage.completion_tokens else self.pieces
         text = f"{tokens} tokens, first after {self.first - self.asked:.3f} s"
         if tokens > 1 and self.last > self.first:
             text += f", then {(tokens - 1) / (self.last - self.first):.1f} a second"
-        return text + (", stopped" if self.stopped else "")
+        text += ", stopped" if self.stopped else ""
+        if context and self.usage:
+            text += f"; {self.usage.prompt_tokens + tokens:,} of {context:,} tokens used"
+        return text
 
 
-def print_figures(figures: Figures) -> None:
+def print_figures(figures: Figures, model: ServedModel) -> None:
     """On standard error, so that standard output is the answer alone."""
-    print(f"[{figures.words()}]", file=sys.stderr)
+    print(f"[{figures.words(model.max_model_len)}]", file=sys.stderr)
+
+
+class ContextFullError(PenstockError):
+    """The model's context has no room for a further question."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,9 +189,40 @@ class Chat:
     """A conversation with one model."""
 
     client: HttpStreamClient
-    model: str
+    model: ServedModel
     fields: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    used: int = 0  # tokens of prompt and response, when it was last answered
+
+    def begin_anew(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+        self.used = 0
+
+    def set_system(self, text: str) -> None:
+        """Set the system message of the conversation; an empty text removes it."""
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+
+    def set_field(self, name: str, value: str) -> str:
+        """Set a request field from text, or remove it for ``default``; what was done, or why not."""
+        kind = SETTINGS.get(name)
+        if kind is None or not value:
+            return f"Usage: /set NAME VALUE, of {', '.join(SETTINGS)}"
+        if value == "default":
+            self.fields.pop(name, None)
+            return f"{name}: the server's default"
+        try:
+            self.fields[name] = kind(value)
+        except ValueError:
+            return f"{name}: expected a number, got {value!r}"
+        return f"{name}: {self.fields[name]}"
+
+    def described(self) -> str:
+        """Model, settings, and how full the conversation is."""
+        settings = ", ".join(f"{name} {value}" for name, value in self.fields.items()) or "the server's defaults"
+        context = f" of {self.model.max_model_len:,}" if self.model.max_model_len else ""
+        return f"model {self.model.id}; {settings}; {len(self.messages)} messages, {self.used:,}{context} tokens used"
 
     async def ask(self, prompt: str, out: TextIO) -> Figures:
         """Send the conversation with this question; write the answer as it comes.
@@ -163,7 +231,7 @@ class Chat:
         """
         self.messages.append({"role": "user", "content": prompt})
         answer = _Answer(out, Figures(time.perf_counter()))
-        body = {"model": self.model, "messages": self.messages, "stream": True}
+        body = {"model": self.model.id, "messages": self.messages, "stream": True}
         options = {"stream_options": {"include_usage": True}}
         try:
             reply = await self.client.post_until_told(
@@ -173,7 +241,7 @@ class Chat:
                 key=secrets.token_hex(16),
             )
             if reply.status != 200:
-                raise WorkerError(error_of(reply.body).message or f"the server answers {reply.status}")
+                raise refusal(reply)
             if not answer.done:
                 raise StreamError("stream ended early")
         except asyncio.CancelledError:
@@ -184,7 +252,17 @@ class Chat:
         finally:
             answer.end_line()
         self.messages.append({"role": "assistant", "content": "".join(answer.texts)})
+        if usage := answer.figures.usage:
+            self.used = usage.prompt_tokens + (usage.completion_tokens or 0)
         return answer.figures
+
+
+def refusal(reply: Reply) -> PenstockError:
+    """The error that a status other than 200 stands for."""
+    error = error_of(reply.body)
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        return ContextFullError(error.message)
+    return WorkerError(error.message or f"the server answers {reply.status}")
 
 
 class _Answer:
@@ -196,7 +274,7 @@ class _Answer:
         self._thinks = False
         self._written = ""
         self.done = False
-        self._out = out
+        self._out = WrappedOutput(out)
 
     def take(self, data: bytes, arrived: float) -> None:
         if data == DONE:
@@ -233,7 +311,6 @@ class _Answer:
     def _write(self, text: str) -> None:
         self._written = text
         self._out.write(printable(text))
-        self._out.flush()
 
 
 def printable(text: str) -> str:
@@ -246,26 +323,80 @@ def converse(runner: asyncio.Runner, chat: Chat) -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives input() line editing and a history
-    print(f"{chat.model}: Ctrl-C stops an answer, /new starts afresh, Ctrl-D ends.", file=sys.stderr)
-    start = len(chat.messages)
+    print(f"{chat.model.id}: /help lists commands, Ctrl-C stops a response, Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
-            question = input("> ").strip()
+            question = read_question()
         except EOFError:
             print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             print(file=sys.stderr)
             continue
-        if question == "/new":
-            del chat.messages[start:]
+        if question.startswith("/"):
+            if not command(chat, question):
+                return
         elif question:
             answer_one(runner, chat, question)
+
+
+def read_question() -> str:
+    """One line, or the lines between two of three quotation marks.  Raises EOFError."""
+    line = input("> ").strip()
+    if not line.startswith(SEVERAL_LINES):
+        return line
+    lines = [line.removeprefix(SEVERAL_LINES)]
+    while not lines[-1].rstrip().endswith(SEVERAL_LINES):
+        lines.append(input(". "))
+    lines[-1] = lines[-1].rstrip().removesuffix(SEVERAL_LINES)
+    return "\n".join(lines).strip()
+
+
+def command(chat: Chat, line: str) -> bool:
+    """Carry out a line that begins with a slash; False when it ends the conversation."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    match name:
+        case "/bye" | "/exit" | "/quit":
+            return False
+        case "/new":
+            chat.begin_anew()
+        case "/system":
+            chat.set_system(rest)
+        case "/set":
+            say(chat.set_field(*rest.partition(" ")[::2]))
+        case "/show":
+            say(chat.described())
+        case "/save":
+            say(save(chat, rest))
+        case "/help" | "/?":
+            say(HELP.rstrip())
+        case _:
+            say(f"There is no command {name}.\n{HELP.rstrip()}")
+    return True
+
+
+def say(text: str) -> None:
+    """To the person, not to whom the answer is piped."""
+    print(text, file=sys.stderr)
+
+
+def save(chat: Chat, name: str) -> str:
+    """Write the conversation to a file; what was done, or why not."""
+    if not name:
+        return "Usage: /save FILE"
+    try:
+        Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode({"messages": chat.messages})))
+    except OSError as error:
+        return f"Cannot write {name}: {error.strerror}"
+    return f"Wrote {len(chat.messages)} messages to {name}"
 
 
 def answer_one(runner: asyncio.Runner, chat: Chat, question: str) -> None:
     """One turn; what goes wrong is said, and the conversation goes on."""
     try:
-        print_figures(runner.run(chat.ask(question, sys.stdout)))
+        print_figures(runner.run(chat.ask(question, sys.stdout)), chat.model)
+    except ContextFullError as error:
+        say(f"[The conversation is full: /new starts a new one.  {error}]")
     except PenstockError as error:
-        print(f"[{error}]", file=sys.stderr)
+        say(f"[{error}]")

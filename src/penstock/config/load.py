@@ -108,9 +108,13 @@ def load_worker(
 def load_client(
     url: str | None, api_key: str | None, environ: Mapping[str, str] | None = None
 ) -> tuple[str, str | None]:
-    """(URL, key) for commands that talk to a running service: flags over PENSTOCK_URL and PENSTOCK_API_KEY."""
+    """(URL, key) for commands that talk to a running service: flags over PENSTOCK_URL and PENSTOCK_API_KEY.
+
+    The URL may be the base URL of OpenAI clients, which ends in ``/v1``.
+    """
     environ = os.environ if environ is None else environ
-    return url or environ.get("PENSTOCK_URL") or DEFAULT_URL, api_key or environ.get("PENSTOCK_API_KEY")
+    base = url or environ.get("PENSTOCK_URL") or DEFAULT_URL
+    return base.rstrip("/").removesuffix("/v1"), api_key or environ.get("PENSTOCK_API_KEY")
 
 
 def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None) -> Path | None:

@@ -163,4 +163,4 @@ def test_wrong_flags_are_told_in_one_line(words: list[str], capsys: pytest.Captu
 
 def test_nobody_listens(capsys: pytest.CaptureFixture[str]):
     assert bench("http://127.0.0.1:1") == 1
-    assert "connection refused" in capsys.readouterr().err
+    assert "nothing listens at 127.0.0.1:1" in capsys.readouterr().err
