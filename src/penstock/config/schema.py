@@ -139,6 +139,9 @@ class Limits(Config, frozen=True, kw_only=True):
     max_body_bytes: int = 16 << 20
     max_pending_body_bytes: int = 256 << 20  # of all requests whose bodies are being read, parsed or tokenized
     max_json_depth: int = 64
+    max_json_values: int = 2_097_152  # members of all arrays and objects of a body
+    max_json_containers: int = 131_072  # arrays and objects of a body
+    max_ignored_chars: int = 262_144  # of a field that changes nothing here, such as metadata
     max_header_bytes: int = 64 << 10
     max_n: int = 16  # choices of one prompt
     max_prompts: int = 64  # prompts in one /v1/completions request

@@ -215,6 +215,12 @@ class BodyHold:
         self._admission.grow_body(size)
         self.held += size
 
+    def shrink(self, size: int) -> None:
+        """No more than so much is still there."""
+        given_back = max(0, self.held - size)
+        self._admission.body_bytes -= given_back
+        self.held -= given_back
+
     def release(self) -> None:
         """The body, and what was read out of it, is needed no more.  Harmless when said twice."""
         self._admission.body_bytes -= self.held

@@ -163,7 +163,8 @@ class _Service:
                 envelope = msgspec.structs.replace(envelope, told=shape.prefix + keyed.name)
                 body = keyed.body(body)
             prepared = self._traced.prepared(span, await prepare(body, envelope), envelope.arrival)
-            asked.hold.release()
+            del body
+            asked.drop()
             await self._answer(exchange, _Accepted(prepared, keyed, seeded, span), shape, envelope)
 
         return self.door.endpoint(work, self.door.admission.check)
@@ -187,7 +188,7 @@ class _Service:
             sent, prepare = door
             envelope = self._envelope(exchange, shape.prefix)
             asked = await prepare(sent.body, envelope)
-            sent.hold.release()
+            sent.drop()
             used = Usage.of(prompt=asked.tokens, completion=0, cached=0)
             with self._gate.enter(exchange, asked.requests[0].claim, [asked.tokens]) as visit:
                 streams = parts_of(span, self._behind.streams)

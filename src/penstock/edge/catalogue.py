@@ -131,6 +131,7 @@ class _Service:
 
         async def work(exchange: Exchange, asked: Asked) -> None:
             entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
+            asked.drop_body()  # it is passed on as it came
             passed = _passed(exchange)
             async with self._models.use(entry) as to, upstream.request(to, "POST", path, raw, more=passed) as answer:
                 await _relay(exchange, answer)

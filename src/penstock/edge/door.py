@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,6 +15,7 @@ from penstock.edge import json_strict
 from penstock.edge.admission import Admission, BodyHold
 from penstock.edge.errors import ClientGone, noted
 from penstock.edge.exchange import Exchange
+from penstock.edge.fair_threads import FairThreads
 from penstock.edge.forms import boundary_of, parse_form
 from penstock.errors import BadField, NoWorkers
 from penstock.wire.ports import Form, JsonObject
@@ -24,13 +24,27 @@ INLINE_BODY_BYTES = 16 << 10
 """Larger bodies are parsed on a thread, which lets others run between two numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A parsed body; ``hold`` is its room."""
+SMALL_BODY_BYTES = 256 << 10
+"""Larger ones have a thread of their own, so that they hold up none but their like."""
 
-    body: JsonObject
-    raw: bytes
-    hold: BodyHold
+
+class Asked:
+    """A parsed body; ``hold`` is its room, as long as it is there."""
+
+    def __init__(self, body: JsonObject, raw: bytes, hold: BodyHold) -> None:
+        self.body = body
+        self.raw = raw
+        self.hold = hold
+
+    def drop_body(self) -> None:
+        """What was parsed is needed no more, but the bytes are."""
+        self.body = {}
+        self.hold.shrink(len(self.raw))
+
+    def drop(self) -> None:
+        """Nothing of it is needed no more: answers take long, and what a client sent may be large."""
+        self.body, self.raw = {}, b""
+        self.hold.release()
 
 
 class Sent:
@@ -47,6 +61,7 @@ class Sent:
         return form
 
 
+T = TypeVar("T")
 Work = Callable[[Exchange, Asked], Awaitable[None]]
 FormWork = Callable[[Exchange, Sent], Awaitable[None]]
 
@@ -57,15 +72,15 @@ class Door:
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self.admission = Admission(limits, clock)
         self._limits = limits
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="json")
+        self._threads = FairThreads("body", SMALL_BODY_BYTES)
 
     def endpoint(self, work: Work, check: Callable[[], None] = lambda: None) -> ASGIApp:
         """An endpoint that does ``work``; ``check`` may refuse before anything is read."""
 
         async def read(exchange: Exchange, hold: BodyHold) -> None:
-            raw = await exchange.read_json_body(self._limits, hold)
+            asked = await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
             async with exchange.until_hang_up():
-                await work(exchange, Asked(await self._parse(raw), raw, hold))
+                await work(exchange, asked)
 
         return self._guarded(read, check)
 
@@ -103,19 +118,30 @@ class Door:
     async def _sent(self, exchange: Exchange, hold: BodyHold, most: int) -> Sent:
         boundary = boundary_of(exchange.header(b"content-type"))
         raw = await exchange.read_body(self._limits, hold, most)
-        loop = asyncio.get_running_loop()
-        return Sent(await loop.run_in_executor(self._parser, parse_form, raw, boundary), hold)
+        return Sent(await self._beside(exchange, len(raw), lambda: parse_form(raw, boundary)), hold)
 
-    async def _parse(self, raw: bytes) -> JsonObject:
-        depth = self._limits.max_json_depth
+    async def _asked(self, exchange: Exchange, raw: bytes, hold: BodyHold) -> Asked:
+        """The parsed body.  Room for it is taken before it is made."""
+        limits = self._limits
+
+        def weigh() -> int:
+            return json_strict.memory(raw, max_values=limits.max_json_values, max_containers=limits.max_json_containers)
+
+        def parse() -> object:
+            return json_strict.parse(raw, max_depth=limits.max_json_depth)
+
         if len(raw) <= INLINE_BODY_BYTES:
-            value = json_strict.parse(raw, max_depth=depth)
+            value = parse()
         else:
-            loop = asyncio.get_running_loop()
-            value = await loop.run_in_executor(self._parser, lambda: json_strict.parse(raw, max_depth=depth))
+            hold.grow(await self._beside(exchange, len(raw), weigh))
+            value = await self._beside(exchange, len(raw), parse)
         if not isinstance(value, dict):
             raise BadField("body", got=value, want="a JSON object", code="invalid_type")
-        return value
+        return Asked(value, raw, hold)
+
+    async def _beside(self, exchange: Exchange, size: int, work: Callable[[], T]) -> T:
+        """``work`` on a thread, where tenants take turns."""
+        return await self._threads.run("" if exchange.tenant is None else exchange.tenant.id, size, work)
 
 
 class _Endpoint:

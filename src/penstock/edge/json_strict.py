@@ -1,8 +1,8 @@
 """JSON as RFC 8259 has it, and nothing more.
 
 The standard library's parser reads UTF-16, a byte order mark, NaN, 1e999, the last of two equal keys and lone
-surrogates; each of them lets two programs read two things in one body, so here each is refused.  Depth and length of
-numbers are bounded.  Knows nothing about requests.
+surrogates; each of them lets two programs read two things in one body, so here each is refused.  Depth, length of
+numbers and the number of values are bounded.  Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,65 @@ from penstock.errors import BadJson
 MAX_NUMBER_CHARS = 64
 # A string without an end counts as one up to the end, or each quote in it would be tried anew.
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|([\[{])|[\]}]', re.DOTALL)
+_STRUCTURE = re.compile(rb'[^"\[{,]*+(?:"[^"\\]*+"[^"\[{,]*+)*+(["\[{,]?)')
+"""Up to the next bracket that opens or comma outside of strings, or into a string with an escape."""
+
+_ESCAPES = re.compile(rb'(?:[^"\\]*+\\.){0,65536}+[^"\\]*+("?)', re.DOTALL)
+"""From within a string to its end, or past so many escapes: no call keeps the interpreter for longer."""
+
+_VALUE_BYTES = 64
+_CONTAINER_BYTES = 256
+"""What a value, and an array or object with its place and its first member, takes as Python's object."""
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def memory(raw: bytes, *, max_values: int, max_containers: int) -> int:
+    """Bytes that the values in ``raw`` will take beside its texts: about so many at the most.
+
+    ``max_values`` counts members of arrays and objects, ``max_containers`` arrays and objects themselves.  Raises
+    BadJson where there are more.  May be called on a thread, as ``parse``.
+    """
+    containers = raw.count(b"[") + raw.count(b"{")  # and those in texts
+    values = raw.count(b",") + containers
+    if values > min(_COUNTED_EXACTLY, max_values) or containers > max_containers:
+        values, containers = _count(raw, max_values, max_containers)
+    if containers > max_containers:
+        raise BadJson(f"The body has more than {max_containers} arrays and objects (max_json_containers).")
+    if values > max_values:
+        raise BadJson(f"The body has more than {max_values} values (max_json_values).")
+    return values * _VALUE_BYTES + containers * _CONTAINER_BYTES
+
+
+_COUNTED_EXACTLY = 1 << 16
+"""Fewer values than that may be commas and brackets of a text as well: looking would take longer than it is worth."""
+
+
+def _count(raw: bytes, max_values: int, max_containers: int) -> tuple[int, int]:
+    """(values, containers), as soon as one of them is too large."""
+    commas = containers = at = 0
+    while containers <= max_containers and commas + containers <= max_values:
+        match = _STRUCTURE.match(raw, at)
+        assert match is not None, "it matches nothing, too"
+        at = match.end()
+        if match[1] == b",":
+            commas += 1
+        elif match[1] == b'"':
+            at = _end_of_string(raw, at)
+        elif match[1]:
+            containers += 1
+        else:
+            break
+    return commas + containers, containers
+
+
+def _end_of_string(raw: bytes, at: int) -> int:
+    """Behind its closing quote; where it has none, behind everything."""
+    while (match := _ESCAPES.match(raw, at)) is not None and match.end() > at:
+        at = match.end()
+        if match[1]:
+            return at
+    return len(raw)
 
 
 def parse(raw: bytes, *, max_depth: int = 64) -> Any:

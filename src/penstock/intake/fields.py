@@ -181,6 +181,37 @@ def _hint(name: str, known: Collection[str]) -> str:
     return f"{name}: did you mean {near[0]}?" if near else ""
 
 
+def refuse_large(body: Mapping[str, Any], used: Collection[str], most: int) -> None:
+    """Fields that are not ``used`` may not be large either: they are kept as long as the request is prepared."""
+    for name in body:
+        if name not in used and (chars := weight(body[name], most)) > most:
+            raise BadField(
+                name[:64],
+                got=f"{chars} characters or more",
+                want=f"at most {most} characters, in a field that changes nothing here (max_ignored_chars)",
+                code="string_above_max_length",
+            )
+
+
+def weight(value: Any, most: int) -> int:
+    """Characters in all texts and keys within ``value``, and one for each value: about what it takes when it is written
+    out.  Looks no further once there are more than ``most``."""
+    waiting, chars = [value], 0
+    while waiting and chars <= most:
+        item = waiting.pop()
+        chars += 1
+        if isinstance(item, str):
+            chars += len(item)
+        elif isinstance(item, dict):
+            chars += sum(map(len, item))
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            if len(item) > most - chars:
+                return chars + len(item)
+            waiting.extend(item)
+    return chars
+
+
 def unsupported(name: str, why: str) -> RequestError:
     """A field or value that OpenAI has and this server does not."""
     return RequestError(f"Unsupported value for '{name}': {why}", param=name, code="unsupported_value")

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.schema import Limits, RequestConfig
 from penstock.errors import BadField, RequestError, UnknownModel
-from penstock.intake.fields import Fields, integer, mapping, refuse_unknown, string, unsupported
+from penstock.intake.fields import Fields, integer, mapping, refuse_large, refuse_unknown, string, unsupported
 from penstock.intake.grammar_fields import NAMES as GRAMMAR
 from penstock.intake.grammar_fields import Asked, parse_grammar, parse_json_form
 from penstock.intake.message_fields import (
@@ -122,6 +122,7 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
 def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> ChatCall:
     """Raises RequestError, the model's name first: a wrong address is told before a wrong letter."""
     refuse_unknown(body, CHAT, facts.requests)
+    refuse_large(body, CHAT - IGNORED, limits.max_ignored_chars)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     images: list[ImageUrl] = []
@@ -139,6 +140,7 @@ def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> Ch
 def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> CompletionCall:
     """Raises RequestError."""
     refuse_unknown(body, COMPLETION, facts.requests)
+    refuse_large(body, COMPLETION - IGNORED, limits.max_ignored_chars)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     given = fields.required("prompt")

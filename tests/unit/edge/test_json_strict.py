@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pauses import longest_pause
-from penstock.edge.json_strict import parse
+from penstock.edge.json_strict import _count, memory, parse
 from penstock.errors import BadJson
 
 values = st.recursive(
@@ -66,3 +66,53 @@ def test_a_pair_of_surrogates_is_a_character():
 def test_others_run_while_a_large_body_is_parsed():
     raw = json.dumps(list(range(300_000))).encode()
     assert longest_pause(lambda: parse(raw), allowed_s=0.05) < 0.05
+
+
+# --- how much there is, before it is made -----------------------------------------------------------------------------
+
+
+def sizes(value: object) -> tuple[int, int]:
+    """(members of arrays and objects, arrays and objects)."""
+    if isinstance(value, dict | list):
+        inner = [sizes(item) for item in (value.values() if isinstance(value, dict) else value)]
+        return len(inner) + sum(a for a, _ in inner), 1 + sum(b for _, b in inner)
+    return 0, 0
+
+
+@given(values, st.booleans())
+def test_values_are_counted(value: object, ascii_only: bool):
+    """Never fewer values than there are, and no more than one too many for each empty container."""
+    counted, containers = _count(json.dumps(value, ensure_ascii=ascii_only).encode(), 1 << 40, 1 << 40)
+    assert containers == sizes(value)[1]
+    assert sizes(value)[0] <= counted <= sizes(value)[0] + containers
+
+
+@given(st.text(st.sampled_from('[{"\\a,'), max_size=30))
+def test_what_is_in_strings_is_no_value(text: str):
+    assert _count(json.dumps([text] * 40).encode(), 1 << 40, 1 << 40) == (40, 1)
+
+
+@given(st.text(st.sampled_from('[{"\\a,'), max_size=30))
+def test_counting_ends_whatever_it_reads(text: str):
+    _count(text.encode(), 1 << 40, 1 << 40)
+
+
+MANY = {
+    "empty arrays": b"[" + b"[]," * 2000 + b"[]]",
+    "empty objects": b"[" + b"{}," * 2000 + b"{}]",
+    "numbers": b"[" + b"1," * 20_000 + b"1]",
+    "members": b"{" + b",".join(b'"k%d":1' % i for i in range(20_000)) + b"}",
+    "strings": b'["' + b'","'.join([b'[,\\"'] * 20_000) + b'"]',
+}
+
+
+@pytest.mark.parametrize("raw", MANY.values(), ids=MANY.keys())
+def test_too_many_values_are_refused(raw: bytes):
+    with pytest.raises(BadJson, match="more than"):
+        memory(raw, max_values=10_000, max_containers=1000)
+    assert memory(raw, max_values=1 << 20, max_containers=1 << 20) > len(raw)
+
+
+def test_commas_and_brackets_of_a_text_are_no_values():
+    raw = json.dumps({"prompt": '[{"a": 1}, ' * 100_000}).encode()
+    assert memory(raw, max_values=1000, max_containers=1000) < 10_000
