@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Shared by quickstart and run-tests: finds Python and a compiler, makes a virtual environment, knows what changed.
-# Sourced, never run.  Knows nothing about what is done afterwards.
+# Sourced from the repository's root, never run.  Knows nothing about what is done afterwards.
 
 # For pytest: a file of tests a core at a time.  A test process that dies ends the run, which would not end otherwise.
 # shellcheck disable=SC2034
@@ -59,9 +59,11 @@ for package, library in (("libibverbs1", "libibverbs.so.1"), ("libnl-3-200", "li
         print(package)'
 }
 
-# Prints the Debian packages without which some tests are skipped, as far as they are missing.
+# Prints the Debian packages without which some tests are skipped, or the kernels compiled more than once, as far as they
+# are missing.
 missing_for_some_tests() {
     missing_libraries
+    command -v ccache >/dev/null || echo ccache
     # Debian starts nginx on port 80 as soon as it is installed, so that nobody but CI gets it unasked.
     [[ -z ${CI:-} ]] || PATH=$PATH:/usr/sbin command -v nginx >/dev/null || echo nginx-light
 }
@@ -83,12 +85,23 @@ need_system_packages() {
     mapfile -t missing < <(missing_for_some_tests)
     if ((${#missing[@]})); then
         if ! { command -v apt-get >/dev/null && become_root && install_packages "${missing[@]}"; }; then
-            say "not installed: ${missing[*]}: the tests that need them (Mooncake, nginx) are skipped"
+            say "not installed: ${missing[*]}: the tests that need them (Mooncake, nginx) are skipped (ccache only saves time)"
         fi
     fi
     if ! PATH=$PATH:/usr/sbin command -v nginx >/dev/null; then
         say "no nginx: its tests are skipped (as root: apt-get install nginx-light)"
     fi
+    use_ccache
+}
+
+# Has CMake compile through ccache where it is installed: the same source is then compiled once, in whatever folder the
+# repository and the build lie.  CMake reads the launcher when a build folder is first configured.
+use_ccache() {
+    command -v ccache >/dev/null || return 0
+    export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}
+    export CCACHE_BASEDIR=${CCACHE_BASEDIR-$PWD} CCACHE_NOHASHDIR=${CCACHE_NOHASHDIR-1}
+    # By one name: CMake would take c++ and scikit-build-core g++, which are two compilers to ccache.
+    export CXX=${CXX-g++}
 }
 
 # Sets as_root to what a command of root's begins with; false where neither root nor sudo is there.
@@ -126,3 +139,5 @@ stamp_of() {
 
 # is_stamped FILE STAMP: was this very state finished before?
 is_stamped() { [[ -f $1 && $(<"$1") == "$2" ]]; }
+
+use_ccache

@@ -1,4 +1,4 @@
-"""What every test gets: stack traces of hangs and crashes, ``--long``, and no way off the loopback.
+"""What every test gets: stack traces of hangs and crashes, ``--long`` and its shards, and no way off the loopback.
 
 The watchdog of each test is pytest-timeout (``timeout`` in pyproject.toml).
 """
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from penstock.bundled import storyteller
 from penstock.weights.compressing import decompress_folder
+from sharding import in_turn, parse_shard
 
 # A busy machine makes any example slow; what must be quick has a test of its own.
 settings.register_profile(
@@ -36,6 +37,7 @@ GPU = shutil.which("nvidia-smi") is not None and Path("/dev/nvidiactl").exists()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whoever does that first
 CUDA_NOT_RUN = pytest.StashKey[list[str]]()
+TIME_WAS_UP = "NOT RUN, its time was up"
 
 
 for _signal, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -46,6 +48,10 @@ for _signal, _default in ((signal.SIGINT, signal.default_int_handler), (signal.S
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
     parser.addoption("--within", type=float, metavar="SECONDS", help="skip what has not begun by then, and say so")
+    parser.addoption("--shard", type=parse_shard, metavar="INDEX/COUNT", help="of what is selected only this part")
+    parser.addoption(
+        "--left", type=Path, metavar="FILE", help="names of tests that --within skipped: these run first; rewritten"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,17 +65,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in long:
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(LONG_S))
-        return
-    if long:
+    elif long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+
+    shard = config.getoption("--shard")
+    if shard is not None:
+        left = read_left(config)
+        chosen = [items[place] for place in in_turn([item.nodeid for item in items], shard, left)]
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
+
+
+def read_left(config: pytest.Config) -> set[str]:
+    path = config.getoption("--left")
+    return set(path.read_text().splitlines()) if path is not None and path.exists() else set()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - BEGUN > within:
-        pytest.skip(f"NOT RUN, its time was up: {item.location[0]}")
+        pytest.skip(f"{TIME_WAS_UP}: {item.location[0]}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What found no time is written down, where the reports of all processes come together."""
+    path = session.config.getoption("--left")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if path is None or reporter is None or hasattr(session.config, "workerinput"):
+        return
+    skipped = reporter.stats.get("skipped", [])
+    left = [report.nodeid for report in skipped if TIME_WAS_UP in str(report.longrepr)]
+    path.write_text("".join(f"{nodeid}\n" for nodeid in left))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
