@@ -54,6 +54,8 @@ async def test_a_message_is_lost_with_its_connection(kind: type, nth: int, busy:
         hub.loses = Nth(kind, nth)
         client = town.ask(prompt=70, max_tokens=8)
         await healed(town, client)
+        if kind is Report:
+            await town.wait(0.1 * nth)
         if kind not in (Hello, Report, PrefillDone, PagesReceived, Submit) or nth == 1:
             assert len(hub.lost) == 1
         await healed(town, *others, within=20.0)

@@ -173,6 +173,7 @@ def test_no_page_is_reported_lost_because_its_owner_left_in_the_same_turn():
     for worker in (prefill, decode):
         worker.link.send(Cancel(request="r", epoch=1))
         worker.link.send(Hello(gateway="g", incarnation=1))
+    stage.clock.advance(0.2)  # reports are due
     stage.reports.clear()
     stage.turn()
     assert {report.kv_pages_leaked for report in stage.reports.values()} == {0}

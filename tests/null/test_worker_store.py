@@ -229,7 +229,7 @@ def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: py
     report = stage.reports[worker.name]
     assert (report.kv_pages_used, report.kv_pages_loading) == (1, 1), "the page under the thread's hands"
     lost = worker.scheduler.memory.pool.reserve(2).take()  # somebody loses pages meanwhile
-    stage.wait(0.3)
+    stage.wait(0.8)
     assert stage.reports[worker.name].kv_pages_leaked == 2, "the check goes on beside the tier that hangs"
     worker.scheduler.memory.pool.release(lost)
     tier.goes_on.set()

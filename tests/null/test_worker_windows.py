@@ -68,7 +68,7 @@ def test_room_for_more_answers_than_without_windows():
         stage.ask([ord(name)] * 230, to=worker, request=name, max_tokens=20)
     stage.run()
     assert worker.scheduler.preemptions == 0
-    assert worker.mailbox.reporter.report(0.0, asked=0, settled=True, dropped_frames=0).counters["batch_rows_max"] == 3
+    assert worker.mailbox.reporter.report(asked=0, settled=True, dropped_frames=0).counters["batch_rows_max"] == 3
     for name in ("a", "b", "c"):
         assert stage.answer(name) == expected(230, tokens=20)
     stage.assert_idle()

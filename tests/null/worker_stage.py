@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
 from tests.store_rig import HandNow
 
 from penstock.clock import VirtualClock
@@ -197,7 +198,9 @@ class Stage:
                         self.returned.append((worker.name, returned))
                         moved = True
                     case Report() as report:
-                        self.reports[worker.name] = report
+                        before = self.reports.get(worker.name)
+                        known = before.counters if before and before.incarnation == report.incarnation else {}
+                        self.reports[worker.name] = replace(report, counters=known | report.counters)
                     case Relieve() as relieve:
                         self.relieve.append((worker.name, relieve))
                     case StillWanted(requests=requests):
@@ -260,7 +263,7 @@ class Stage:
 
     def assert_idle(self) -> None:
         """Nobody holds anything."""
-        self.wait(0.3)
+        self.wait(0.8)
         for worker in self.workers:
             if worker.stopped:
                 continue

@@ -129,8 +129,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     loans: tuple[Loan, ...] = ()  # whose cores it may borrow
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
     gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
-    report_min_s: float = 0.02  # between two reports at least
-    report_max_s: float = 0.25  # between two reports at most
+    report_min_s: float = 0.1  # between two reports at least, while anything changes
+    report_waiting_s: float = 0.2  # between two answers to a gateway's Hellos at least, while requests wait here
+    report_max_s: float = 0.5  # the same of a worker that has nothing to do
 
 
 class Limits(Config, frozen=True, kw_only=True):

@@ -72,8 +72,8 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
 
 
 def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> JoinedWorkers:
-    hello = Hello(gateway=f"{config.name}-join", incarnation=config.incarnation)
-    return JoinedWorkers(
+    hello = Hello(gateway=config.name, incarnation=config.incarnation, discovery=True)
+    joined = JoinedWorkers(
         config.join,
         transport.connect_async,
         router.on_supervisor,
@@ -81,3 +81,5 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
         clock=MonotonicClock(),
         beat_s=config.failover.beat_s,
     )
+    router.on_report = joined.on_report
+    return joined

@@ -1,7 +1,13 @@
 """Workers on other hosts, seen from a gateway: who is there, and under which incarnation.
 
-No supervisor of this host tells of them, so they are asked: a Hello on a line of its own to each mailbox, answered by
-Reports.  What the supervisor would have said (``WorkerUp``, ``WorkerDown``) is said by this object.  Knows nothing
+No supervisor of this host tells of them, so they are asked.  What the supervisor would have said (``WorkerUp``,
+``WorkerDown``) is said by this object::
+
+    nobody known --Hello(discovery) on its own link--> Report --> WorkerUp: the router opens its link, this one closes
+         ^                                                                |
+         +--- WorkerDown <--- no Report over the router's link in LOST_S -+
+
+A worker that is known is greeted by the router alone, and ``on_report`` is told of what it answers.  Knows nothing
 about requests.
 """
 
@@ -23,6 +29,9 @@ log = logging.getLogger(__name__)
 REMEMBERED_RUNS = 8
 """Earlier runs of a worker at one address that are not taken back when a word of theirs comes late."""
 
+STRANGE_PAUSE_S = 1.0
+"""Between two questions to a worker that answers and is not used."""
+
 LOST_S = 5.0
 """A worker that says nothing for so long is taken for dead, until it speaks again.  (One with work is suspected much
 sooner, by the router.)"""
@@ -30,13 +39,15 @@ sooner, by the router.)"""
 
 @dataclass(slots=True)
 class _Mailbox:
-    link: AsyncLink
+    link: AsyncLink | None = None  # for discovery
+    listener: asyncio.Task[None] | None = None  # of that link
     worker: WorkerId | None = None  # who answered last
     incarnation: int = 0
     heard: float = 0.0
     lost: bool = True
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the last of ended runs
     strange: bool = False  # complained about already
+    asked: float = float("-inf")
 
 
 class JoinedWorkers:
@@ -52,32 +63,35 @@ class JoinedWorkers:
         clock: Clock,
         beat_s: float,
     ) -> None:
-        """``hello`` must bear another name than the router's: a worker answers a gateway on one line only."""
+        """``hello`` asks for discovery."""
         self._tell = tell
+        self._connect = connect
         self.uses_mixed = False  # workers of fleets that read and write in two numerics classes
         self._hello = hello
         self._clock = clock
         self._beat_s = beat_s
-        self._mailboxes = {endpoint: _Mailbox(connect(endpoint)) for endpoint in endpoints}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._mailboxes = {endpoint: _Mailbox() for endpoint in endpoints}
+        self._lost = set(endpoints)
+        self._found: dict[WorkerId, str] = {}  # workers that are not lost, and where
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._ticked = clock.now()
 
     def start(self) -> None:
         """Begin to ask.  Needs a running event loop."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._listen(endpoint)) for endpoint in self._mailboxes]
-        self._tasks.append(loop.create_task(self._ask()))
+        self._loop = asyncio.get_running_loop()
+        self._asking = self._loop.create_task(self._ask())
 
     async def close(self) -> None:
-        """Close all lines."""
-        for mailbox in self._mailboxes.values():
-            mailbox.link.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Close all links."""
+        tasks = [self._hang_up(mailbox) for mailbox in self._mailboxes.values()]
+        if self._asking is not None:
+            self._asking.cancel()
+            tasks.append(self._asking)
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
-    async def _listen(self, endpoint: str) -> None:
-        async for received in self._mailboxes[endpoint].link:
+    async def _listen(self, endpoint: str, link: AsyncLink) -> None:
+        async for received in link:
             if isinstance(received.message, Report):
                 try:
                     self.on_report(endpoint, received.message)
@@ -93,8 +107,10 @@ class JoinedWorkers:
             await asyncio.sleep(self._beat_s)
 
     def on_report(self, endpoint: str, report: Report) -> None:
-        """A worker at ``endpoint`` tells how it is."""
-        mailbox = self._mailboxes[endpoint]
+        """A worker at ``endpoint`` tells how it is, over whatever link.  Endpoints that were not joined are ignored."""
+        mailbox = self._mailboxes.get(endpoint)
+        if mailbox is None:
+            return
         if report.identity.mixed and not self.uses_mixed:
             if not mailbox.strange:
                 log.warning(
@@ -105,8 +121,7 @@ class JoinedWorkers:
                 )
             mailbox.strange = True
             return
-        others = [m.worker for e, m in self._mailboxes.items() if e != endpoint and not m.lost]
-        if report.worker in others:
+        if self._found.get(report.worker, endpoint) != endpoint:
             if not mailbox.strange:
                 log.warning("%s calls itself %s, as another does: give it another --name", endpoint, report.worker)
             mailbox.strange = True
@@ -115,7 +130,7 @@ class JoinedWorkers:
             return
         mailbox.heard = self._clock.now()
         if mailbox.lost or (report.worker, report.incarnation) != (mailbox.worker, mailbox.incarnation):
-            self._leave(mailbox, "replaced")
+            self._leave(endpoint, mailbox, "replaced")
             if mailbox.worker is not None and not same_run(report.incarnation, mailbox.incarnation):
                 mailbox.replaced.append(mailbox.incarnation)
             self._tell(
@@ -130,6 +145,9 @@ class JoinedWorkers:
             # Only now: where telling failed, the next report tries it again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
             mailbox.lost = mailbox.strange = False
+            self._found[report.worker] = endpoint
+            self._lost.discard(endpoint)
+            self._hang_up(mailbox)
 
     def _is_late(self, mailbox: _Mailbox, report: Report) -> bool:
         """Is this of a process whose place has been taken by now?  A message can have waited on an old connection."""
@@ -139,20 +157,43 @@ class JoinedWorkers:
         return ended or is_older(report.incarnation, mailbox.incarnation)
 
     def tick(self) -> None:
-        """Greet all, and give up those that have been silent for too long."""
+        """Ask where nobody is known, and give up those that have been silent for too long."""
         now = self._clock.now()
         late = max(0.0, now - self._ticked - 2 * self._beat_s)  # we did not listen, so silence proves nothing
         self._ticked = now
-        for mailbox in self._mailboxes.values():
-            mailbox.link.send(self._hello)
-            mailbox.heard += late
-            if now - mailbox.heard > LOST_S:
-                self._leave(mailbox, f"silent for {now - mailbox.heard:.1f} s")
+        for endpoint in self._found.values():
+            self._mailboxes[endpoint].heard += late
+        silent = [endpoint for endpoint in self._found.values() if now - self._mailboxes[endpoint].heard > LOST_S]
+        for endpoint in silent:
+            mailbox = self._mailboxes[endpoint]
+            self._leave(endpoint, mailbox, f"silent for {now - mailbox.heard:.1f} s")
+        for endpoint in self._lost:
+            self._discover(endpoint, now)
 
-    def _leave(self, mailbox: _Mailbox, reason: str) -> None:
+    def _discover(self, endpoint: str, now: float) -> None:
+        mailbox = self._mailboxes[endpoint]
+        if now - mailbox.asked < (STRANGE_PAUSE_S if mailbox.strange else 0.0):
+            return
+        mailbox.asked = now
+        if mailbox.link is None:
+            mailbox.link = self._connect(endpoint)
+            if self._loop is not None:
+                mailbox.listener = self._loop.create_task(self._listen(endpoint, mailbox.link))
+        mailbox.link.send(self._hello)
+
+    def _hang_up(self, mailbox: _Mailbox) -> asyncio.Task[None] | None:
+        """Close the link for discovery; whoever listens to it ends by itself."""
+        link, mailbox.link = mailbox.link, None
+        if link is not None:
+            link.close()
+        return mailbox.listener
+
+    def _leave(self, endpoint: str, mailbox: _Mailbox, reason: str) -> None:
         if mailbox.worker is None or mailbox.lost:
             return
         mailbox.lost = True
+        self._found.pop(mailbox.worker, None)
+        self._lost.add(endpoint)
         self._tell(
             WorkerDown(worker=mailbox.worker, incarnation=mailbox.incarnation, state=WorkerState.DEAD, reason=reason)
         )

@@ -25,12 +25,13 @@ ALIKE = 0.2
 much (``engine.core.cost.NOISE``), and what differs in what was learned only must not outweigh a cached prompt."""
 
 _REPORTS_OF_A_MEDIAN = 64
+"""At least so many, and as many as there are workers: a report's share of finding it does not grow with them."""
 
 _FADING = 0.9  # what earlier copies count for against the last report's
 
 _BELIEVING = 0.3  # how much the last report's wait for pages counts against earlier ones
 
-_FORGETTING = 0.998  # of what was waited for pages, with each report that tells of none: a slow link is tried again
+_FORGETTING = 0.99  # of what was waited for pages, with each report that tells of none: a slow link is tried again
 
 
 class Due(NamedTuple):
@@ -133,8 +134,8 @@ class Columns:
         """Nobody was listened to for so long."""
         self._table[_HEARD, : self._size] += seconds
 
-    def report(self, slot: int, report: Report) -> None:
-        """A worker's own numbers."""
+    def report(self, slot: int, report: Report, counters: Mapping[str, float]) -> None:
+        """A worker's own numbers, and all counters that it has told so far."""
         table, rates = self._table, report.rates
         table[_REPORTED, slot] = (
             report.prompt_tokens,
@@ -145,8 +146,8 @@ class Columns:
             report.batch_tokens,
             report.batch_pairs,
         )
-        self._learn_wait(slot, report)
-        page_s = self._page_s(slot, report.counters) * report.page_bytes
+        self._learn_wait(slot, report, counters)
+        page_s = self._page_s(slot, counters) * report.page_bytes
         times: tuple[float, ...] = (rates.step, rates.token, rates.pair, rates.draw)
         table[_OWN, slot] = times
         table[_RATES, slot] = (*(self._level(times) if report.measured else times), page_s)
@@ -160,7 +161,7 @@ class Columns:
 
     def _level(self, times: tuple[float, ...]) -> tuple[float, ...]:
         """A worker's rates without that by which it differs from the usual one by noise alone."""
-        if self._usual is None or self._reports >= _REPORTS_OF_A_MEDIAN:
+        if self._usual is None or self._reports >= max(_REPORTS_OF_A_MEDIAN, self._size):
             usual = self._typical(_MEASURED, _OWN)
             self._usual, self._reports = None if usual is None else tuple(usual.tolist()), 0
         self._reports += 1
@@ -203,15 +204,15 @@ class Columns:
         copied = self._table[_BYTES, slot]
         return float(self._table[_SECONDS, slot] / copied) if copied else 0.0
 
-    def _learn_wait(self, slot: int, report: Report) -> None:
+    def _learn_wait(self, slot: int, report: Report, counters: Mapping[str, float]) -> None:
         """How long a page lets a prompt wait that is computed but for it, of late.  Told before ``_page_s``.
 
         A wait that brought nothing, for it was given up, counts with the next bytes that come.  Until then it says that
         as many pages as did not come take that long at least.
         """
-        waited, missed = report.counters.get("transfer_wait_seconds", 0.0), report.counters.get("pages_missed", 0.0)
+        waited, missed = counters.get("transfer_wait_seconds", 0.0), counters.get("pages_missed", 0.0)
         missed_before, waited_before = self._missed[slot]
-        nbytes = report.counters.get("bytes_received", 0.0) - self._copied[slot][0]
+        nbytes = counters.get("bytes_received", 0.0) - self._copied[slot][0]
         seconds = max(0.0, waited - self._waited[slot])
         known = self._table[_WAIT, slot]
         if nbytes > 0 and report.page_bytes:

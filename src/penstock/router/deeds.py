@@ -98,6 +98,7 @@ class Deeds:
             effect.tokens,
             due=effect.due,
             serial=serial,
+            now=self._clock.now(),
         )
         return True
 

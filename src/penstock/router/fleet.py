@@ -9,7 +9,7 @@ Knows nothing about links, requests' content or policies.  Pure: time is handed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -48,9 +48,13 @@ class Fleet:
         self.heard: list[float] = []  # when the worker last said anything
         self.moved: list[float] = []  # when the worker last told of a new step or page, or was started
         self.reports: list[Report | None] = []  # the last of this incarnation
+        self.counters: list[dict[str, float]] = []  # all that this incarnation has told
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
         self._gaps: list[float] = []  # the longest silence of this incarnation that was not its end
+        self._begun: list[float] = []  # when it was given work of ours and had none
+        self._steps: list[int] = []  # that this incarnation has told
+        self._all_steps = 0
         self._own: list[int] = []
         self._others: list[int] = []
         self._work: list[dict[RequestId, int]] = []
@@ -118,19 +122,22 @@ class Fleet:
         if not self.hear(report.worker, report.incarnation, now):
             return False
         slot = self._slots[report.worker]
-        before = self.reports[slot]
+        before, counters = self.reports[slot], self.counters[slot]
         known = (self.states[slot], self.roles[slot], before and before.identity)
         if known != (report.state, report.role, report.identity):
             self._changed()
-        if before is None or _work_done(report) != _work_done(before):
+        done = before and _work_done(before, counters)
+        counters.update(report.counters)
+        if done != _work_done(report, counters):
             self.moved[slot] = now
+        self._count_steps(slot, report.steps + int(counters.get("image_slices", 0)))
         self.reports[slot] = report
         self.roles[slot] = report.role
         self.states[slot] = report.state
         self.reasons[slot] = ""
         self.pids[slot] = report.pid
         self._book.reported(slot, report.heard)
-        self.columns.report(slot, report)
+        self.columns.report(slot, report, counters)
         self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
         self.load[slot] = self._own[slot] + self._others[slot]
         return True
@@ -171,11 +178,12 @@ class Fleet:
     def silent(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
         """Slots that have work of ours and have not said a word for ``silence_s`` and ``overrun`` predicted steps.
 
-        A worker says before a long step how long that will be.  One that was suspected before and came back is only
+        A worker says before a long step how long that will be; one that had nothing to do need not have spoken before
+        it was given some work.  One that was suspected before and came back is only
         slow: it gets twice the silence it came back from, up to ``_MOST_SILENCES`` times the usual.
         """
         for slot, heard in enumerate(self.heard):
-            quiet = now - heard
+            quiet = now - max(heard, self._begun[slot])
             if quiet <= silence_s or not self._work[slot] or not self.is_up(slot):
                 continue
             usual = silence_s + overrun * self.step_s(slot)
@@ -199,8 +207,9 @@ class Fleet:
         *,
         due: Due | None = None,
         serial: int = 0,
+        now: float = float("-inf"),
     ) -> None:
-        """``worker`` was given ``request`` with so many tokens to compute, or has so many left of it.
+        """``worker`` was given ``request`` ``now`` with so many tokens to compute, or has so many left of it.
 
         ``due`` counts on top of its reports until one of them has heard of ``serial``.
         """
@@ -208,6 +217,8 @@ class Fleet:
         if slot is None or self.incarnations[slot] != incarnation:
             return
         work = self._work[slot]
+        if not work:
+            self._begun[slot] = now
         self._add_own(slot, tokens - work.get(request, 0))
         work[request] = tokens
         if due is not None:
@@ -315,8 +326,7 @@ class Fleet:
 
     def steps(self) -> int:
         """Steps reported by the incarnations that are there now, turns that worked at images among them."""
-        reports = [report for report in self.reports if report is not None]
-        return sum(report.steps + int(report.counters.get("image_slices", 0)) for report in reports)
+        return self._all_steps
 
     def step_s(self, slot: int) -> float:
         """The predicted seconds of this worker's latest step."""
@@ -332,7 +342,7 @@ class Fleet:
         return [self._row(slot) for slot in sorted(range(len(self.ids)), key=self.ids.__getitem__)]
 
     def _row(self, slot: int) -> dict[str, Any]:
-        report = self.reports[slot]
+        report, counters = self.reports[slot], self.counters[slot]
         row: dict[str, Any] = {
             "id": self.ids[slot],
             "role": self.roles[slot].value,
@@ -345,14 +355,14 @@ class Fleet:
             "kv_pages_leaked": report.kv_pages_leaked if report else 0,
             "kv_pages_loading": report.kv_pages_loading if report else 0,
             "cores": report.cores if report else 0,
-            "borrowed_core_seconds": round(report.counters.get("borrowed_core_seconds", 0.0), 1) if report else 0.0,
+            "borrowed_core_seconds": round(counters.get("borrowed_core_seconds", 0.0), 1),
             "incarnation": self.incarnations[slot],
             "steps": report.steps if report else 0,
             "tokens_in_flight": self.load[slot],
         }
         if report is not None:
             row["identity"] = report.identity.system_fingerprint
-            row["kv_tiers"] = tier_rows(report.counters)
+            row["kv_tiers"] = tier_rows(counters)
         if self.reasons[slot]:
             row["reason"] = self.reasons[slot]
         return row
@@ -370,9 +380,12 @@ class Fleet:
         self.pids.append(0)
         self.heard.append(0.0)
         self.reports.append(None)
+        self.counters.append({})
         self.load.append(0)
         self._ended.append(False)
         self._gaps.append(0.0)
+        self._begun.append(float("-inf"))
+        self._steps.append(0)
         self.moved.append(0.0)
         self._own.append(0)
         self._others.append(0)
@@ -384,9 +397,15 @@ class Fleet:
     def _clear(self, slot: int) -> None:
         """What an ended incarnation had is gone with it."""
         self.reports[slot] = None
+        self.counters[slot].clear()
+        self._count_steps(slot, 0)
         self.columns.clear(slot)
         self._clear_work(slot)
         self._changed()
+
+    def _count_steps(self, slot: int, steps: int) -> None:
+        self._all_steps += steps - self._steps[slot]
+        self._steps[slot] = steps
 
     def _changed(self) -> None:
         self._ready.clear()
@@ -404,8 +423,7 @@ class Fleet:
         self.load[slot] += tokens
 
 
-def _work_done(report: Report) -> tuple[float, ...]:
+def _work_done(report: Report, counters: Mapping[str, float]) -> tuple[float, ...]:
     """Numbers that grow with everything that a worker computes or carries."""
-    counters = report.counters
     kinds = ("pages_received", "pages_sent", "image_slices", "images_received")
     return report.steps, *(counters.get(kind, 0) for kind in kinds)

@@ -112,7 +112,7 @@ class Placement:
         return decision, _root(decision, flight.request)
 
     def answered(self, request: RequestId) -> None:
-        """A token came: what the request will leave in caches was told before it."""
+        """A token came: what the request leaves in caches is told with the workers' next reports."""
         self.prefixes.settle(request)
 
     def ended(self, flight: Flight) -> None:

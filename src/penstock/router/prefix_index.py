@@ -102,8 +102,11 @@ class PrefixIndex:
     def told(self, slot: int, incarnation: int, sequence: int) -> None:
         """A worker's report says that it has told of so many changes; all of them should be here by now."""
         followed = self._current(slot, incarnation)
-        if followed is not None and followed.whole and sequence > followed.sequence:
+        if followed is None:
+            return
+        if followed.whole and sequence > followed.sequence:
             self._miss(followed)
+        self.promises.reported(slot)
 
     def lacking(self, slot: int, now: float) -> bool:
         """Is the worker to be asked for all that it has?  True at most once in ``ASK_AGAIN_S``."""
@@ -189,7 +192,8 @@ class PrefixIndex:
         self.promises.add(request, hashes, slots)
 
     def settle(self, request: RequestId) -> None:
-        """It has its first token, or will never have one: what it has left in caches was told by now."""
+        """It has its first token, or will never have one: what it has left in caches is told with the next report of
+        each worker that it was sent to, and counted on until then."""
         self.promises.settle(request)
 
     def __len__(self) -> int:

@@ -1,4 +1,5 @@
-"""Prompts that were sent to workers and have no first token yet: their blocks will be in those caches soon.
+"""Prompts that were sent to workers and have no first token yet: their blocks will be in those caches soon.  With the
+first token they are, and the worker's next report says so: until then they count, too.
 
 Counted, so that one of two prompts with a common beginning can go without the other.  Long prompts are remembered on a
 grid that grows coarser (every block up to 64, then every 2nd, every 4th, …), which bounds both the memory and the time
@@ -21,13 +22,15 @@ class Promises:
     def __init__(self) -> None:
         self._holders: dict[BlockHash, dict[int, int]] = {}  # block -> slot -> how many open requests
         self._open: dict[RequestId, tuple[list[BlockHash], list[int]]] = {}
+        self._read: dict[int, list[list[BlockHash]]] = {}  # by slot: blocks of prompts that are read, until it reports
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, request: RequestId, hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """This prompt was sent to these slots, instead of any to which it was sent before."""
-        self.settle(request)
+        for blocks, slot in self._closed(request):
+            self._take_back(blocks, slot)
         if not hashes or not slots:
             return
         blocks = [hashes[index] for index in _grid(len(hashes))]
@@ -38,15 +41,24 @@ class Promises:
                 held[slot] = held.get(slot, 0) + 1
 
     def settle(self, request: RequestId) -> None:
-        """Forget this request."""
+        """This request's prompt is read, or nobody wants that any more: forgotten when its workers have reported."""
+        for blocks, slot in self._closed(request):
+            self._read.setdefault(slot, []).append(blocks)
+
+    def reported(self, slot: int) -> None:
+        """A worker has told what it has, so what is read there need not be counted on any more."""
+        for blocks in self._read.pop(slot, ()):
+            self._take_back(blocks, slot)
+
+    def _closed(self, request: RequestId) -> Iterator[tuple[list[BlockHash], int]]:
         opened = self._open.pop(request, None)
-        if opened is None:
-            return
-        for slot in opened[1]:
-            self._take_back(opened[0], slot)
+        if opened is not None:
+            for slot in opened[1]:
+                yield opened[0], slot
 
     def drop(self, slot: int) -> None:
         """Whatever was sent there is lost."""
+        self.reported(slot)
         for blocks, slots in self._open.values():
             if slot in slots:
                 slots.remove(slot)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
@@ -58,6 +58,14 @@ from penstock.wire.ports import Forecast
 log = logging.getLogger("penstock.router")
 
 _NO_STEP_S = 6.0  # requests are open and no worker makes a step for so long: not alive
+
+
+HearReport: TypeAlias = Callable[[str, Report], None]
+"""Told of each report, and over the link to which endpoint it came, whatever worker it speaks of."""
+
+
+def _ignored(endpoint: str, report: Report) -> None:
+    """Nobody has joined workers here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +131,14 @@ class RouterService:
             slices=self._slices,
             clock=outside.clock,
         )
-        self._watch = Watch(
-            config,
-            WatchedState(self.fleet, self._links, self._placement.prefixes),
-            self.metrics,
-            lose=losses.take,
-            suspect=outside.suspect,
-        )
+        watched = WatchedState(self.fleet, self._links, self._placement.prefixes)
+        self._watch = Watch(config, watched, self.metrics, lose=losses.take, suspect=outside.suspect)
         self._relief.is_probe = self._watch.asks
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
         self._ticker: asyncio.Task[None] | None = None
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last that was served
+        self.on_report: HearReport = _ignored
         self._offer_figures()
 
     def _offer_figures(self) -> None:
@@ -275,6 +279,9 @@ class RouterService:
         """Take a message that came over the link to ``worker`` of ``incarnation``."""
         now = self._outside.clock.now()
         if isinstance(message, Report):
+            slot = self.fleet.slot(worker)
+            if slot is not None and self.fleet.incarnations[slot] == incarnation:
+                self.on_report(self.fleet.endpoints[slot], message)
             if message.worker == worker and message.incarnation == incarnation:
                 self._on_report(message, now)
         elif not self.fleet.hear(worker, incarnation, now):
@@ -330,6 +337,8 @@ class RouterService:
 
     def _on_report(self, report: Report, now: float) -> None:
         steps = self.fleet.steps()
+        for events in report.cached:
+            self._watch.cached(events, report.worker, report.incarnation)
         became_ready = self._watch.report(report, now)
         if self.fleet.steps() != steps:
             self._moved = now

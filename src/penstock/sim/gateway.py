@@ -29,7 +29,7 @@ from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.messages import TokenItem, WorkerUp
 
-REPORT_S = 0.02
+REPORT_S = 0.1
 """Between two reports of a worker at least (``WorkerConfig.report_min_s``)."""
 
 _PATIENCE = Patience(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=math.inf)
@@ -207,6 +207,8 @@ class SimGateway:
             if worker.changed and now - worker.told_at >= REPORT_S:
                 for events in worker.cache_events():
                     self.placement.prefixes.take(slot, events)
-                self.fleet.report(worker.report(now), now)
+                report = worker.report(now)
+                self.placement.prefixes.told(slot, INCARNATION, report.kv_sequence)
+                self.fleet.report(report, now)
             else:
                 self.fleet.hear(name, INCARNATION, now)

@@ -88,6 +88,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     connection: int = 0  # grows with each connection that this gateway makes: the latest is the one to answer
     awaited: tuple[Awaited, ...] = ()
     kv_snapshot: bool = False  # tell me all that your prefix cache has: I am new, or have missed some of your KvEvents
+    discovery: bool = False  # only asks who listens here: answered by one Report, and no gateway is remembered for it
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
@@ -206,7 +207,12 @@ class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):
-    """A worker as it is now: the answer to Hello, after steps, and when idle.  Counters only grow in an incarnation."""
+    """A worker as it is now.  At most every ``WorkerConfig.report_min_s`` while anything changes, to every gateway;
+    otherwise as the answer to a Hello, to the gateway that said it, at most every ``report_max_s``.
+
+    Counters only grow in an incarnation.  A report holds those that have changed since the one before it, and all that
+    are not 0 once a second and in every answer to a Hello: whoever missed one is right again soon.
+    """
 
     worker: WorkerId
     incarnation: int
@@ -239,6 +245,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     rates: StepRates = StepRates()
     measured: int = 0  # steps that the rates were learned from; before the first they are only a guess
     kv_sequence: int = 0  # of the last KvEvents
+    cached: tuple[KvEvents, ...] = ()  # what has changed in its prefix cache since the report before
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
     heard: int = 0  # the latest ``Submit.serial`` of the gateway that this is told to
     gateways: int = 1  # that give this worker work

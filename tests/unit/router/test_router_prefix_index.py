@@ -233,7 +233,7 @@ def test_messages_of_a_log_are_of_limited_size():
     assert log.take() == []
 
 
-def test_what_was_sent_a_moment_ago_counts_until_the_first_token():
+def test_what_was_sent_a_moment_ago_counts_until_the_report_after_the_first_token():
     index = followed(snapshot=chain(3))
     index.follow(1, 1)
     index.expect(A, chain(20), [1])
@@ -241,6 +241,9 @@ def test_what_was_sent_a_moment_ago_counts_until_the_first_token():
     assert hits(index, chain(30), 2) == [9, 20]
     assert index.promises.sharers(chain(30), 9) == 1
     index.settle(A)
+    index.told(0, 1, 0)
+    assert hits(index, chain(30), 2) == [9, 20], "only its own worker's report tells what became of it"
+    index.told(1, 1, 0)
     assert hits(index, chain(30), 2) == [9, 0]
     index.follow(0, 2)
     assert hits(index, chain(30), 2) == [0, 0]
@@ -262,6 +265,8 @@ def test_a_promise_is_real_and_nearly_the_longest(sent, settled, asked):
     for number, (prompt, slots) in enumerate(sent):
         if number in settled:
             promises.settle(RequestId(str(number)))
+            for slot in slots:
+                promises.reported(slot)
             continue
         for slot in slots:
             full[slot].update(chain(*prompt))

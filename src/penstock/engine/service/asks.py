@@ -90,6 +90,8 @@ class Gateway:
     connection: int = 0  # the latest that it made
     serial: int = 0  # the latest of its Submits; 0: it gives no work
     follows_cache: bool = False  # it has asked what is cached here, and is told of changes
+    greeted: bool = False  # it has said Hello since it was sent a report
+    reported_at: float = float("-inf")  # when it was sent one, over the connection that it has now
     away: bool = False  # silent for too long; not told anything until it speaks
     unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
 
@@ -130,10 +132,14 @@ class Asks:
             cut_off = self._of(known)
             self._by_peer.pop(known.peer, None)
             known.peer = peer
+            known.reported_at = float("-inf")
+        if known.away:
+            known.reported_at = float("-inf")
         known.connection = message.connection
         self._by_peer[peer] = known
         known.heard = now
         known.away = False
+        known.greeted = True
         return Greeted(known, orphans, cut_off)
 
     def knows(self, peer: bytes) -> bool:

@@ -1,7 +1,15 @@
 """What gateways are told of this worker beside tokens: its reports, and what its prefix cache has.
 
-Each gateway's report says how much of what that very gateway sent is counted in it.  What is lost is not repeated here:
-the next report shows the loss, and who has missed something of the cache asks for all of it.
+::
+
+    something changes -------> one report to every gateway, at most every report_min_s
+    a gateway says Hello ----> one report to that gateway, at most every report_max_s (report_waiting_s while
+                               requests wait here); its first Hello is answered at once
+
+A report is made when it is sent, so of several that were due only the newest exists.  How many a gateway gets depends
+neither on the load nor on how many gateways there are.  Each gateway's report says how much of what that very gateway
+sent is counted in it.  What is lost is not repeated here: the next report shows the loss, and who has missed something
+of the cache asks for all of it.
 
 All that is cached is told in slices, one message a turn, and once for all who have asked by then: what changes
 meanwhile is told to them behind the last slice, in order.
@@ -9,8 +17,9 @@ meanwhile is told to them behind the last slice, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -23,6 +32,9 @@ from penstock.types import BlockHash
 from penstock.wire.messages import Hello, KvEvents, Report
 from penstock.wire.transport import Listener
 
+COUNTERS_S = 1.0
+"""Between two reports with all counters; those between them hold only what has changed."""
+
 
 @dataclass(slots=True)
 class _Snapshot:
@@ -34,10 +46,14 @@ class _Snapshot:
 
 
 class Bulletins:
-    """Sends them.  ``prefix`` tells this object of its changes from now on."""
+    """Sends them.  ``prefix`` tells this object of its changes from now on; ``make`` makes a report of this moment."""
 
-    def __init__(self, config: WorkerConfig, prefix: PrefixCache, listener: Listener) -> None:
+    def __init__(
+        self, config: WorkerConfig, prefix: PrefixCache, listener: Listener, make: Callable[[], Report]
+    ) -> None:
+        self._config = config
         self._listener = listener
+        self._make = make
         self._name = (config.worker, config.incarnation)
         self._prefix = prefix
         self._log = KvLog(*self._name, prefix.blocks)
@@ -45,15 +61,21 @@ class Bulletins:
         self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
         self._wanted: list[Gateway] = []  # who have asked for all that is cached
         self._snapshot: _Snapshot | None = None  # that is being told
+        self._strangers: dict[bytes, None] = {}  # peers that only ask who listens here
+        self._changed = True  # since the last report to all
+        self._reported_at = -inf  # when that was
+        self._step_s = 0.0  # that it told
+        self._counters: Mapping[str, float] = {}  # that it was made from
+        self._counters_at = -inf  # when all of them were told last
         prefix.on_change = self._log.note
 
     def sinks(self, nearest: Nearest, tiers: int) -> None:
         """There are so many tiers below the cache.  To be called before anything is cached."""
         self._sunk = Sunk(nearest)
         self._log = KvLog(*self._name, self._prefix.blocks, self._sunk.all, tiers)
-        self._prefix.on_change = self._changed
+        self._prefix.on_change = self._cache_changed
 
-    def _changed(self, block: BlockHash, known: bool) -> None:
+    def _cache_changed(self, block: BlockHash, known: bool) -> None:
         assert self._sunk is not None, "sinks comes first"
         if known:
             self._gone.pop(block, None)
@@ -69,34 +91,79 @@ class Bulletins:
             else:
                 self._log.note(block, False)
 
+    # --- what happens -----------------------------------------------------------------------------------------------
+
     def greeted(self, gateway: Gateway, hello: Hello) -> None:
         """A gateway may want to know all that is cached."""
         if hello.kv_snapshot and gateway not in self._wanted:
             gateway.follows_cache = True
             self._wanted.append(gateway)
 
-    def cache(self, gateways: Sequence[Gateway]) -> None:
-        """What has changed in the prefix cache, to all who follow it; all of it, to those who asked."""
-        if self._sunk is not None:
-            gone, self._gone = tuple(self._gone), {}
-            self._log_all(self._sunk.left(gone))
-        changes = self._log.take()
-        told = self._snapshot.to if self._snapshot is not None else []
-        if self._snapshot is not None:
-            self._snapshot.behind += changes
-        for gateway in gateways:
-            if gateway.follows_cache and gateway not in told:
-                self._send(gateway, changes)
-        self.go_on()
-
     @property
     def unfinished(self) -> bool:
         """Is there more of a snapshot to be told?"""
         return self._snapshot is not None
 
-    def go_on(self) -> None:
-        """Tell one part more of the snapshot that is being told, or begin the next.  To be called when all changes
-        have been told."""
+    def discovered(self, peer: bytes) -> None:
+        """Somebody wants to know who listens here."""
+        self._strangers[peer] = None
+
+    def changed(self) -> None:
+        """Something has happened of which gateways should know."""
+        self._changed = True
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def due_in(self, gateways: Sequence[Gateway], now: float, *, waiting: bool) -> float:
+        """Seconds until a report is due; ``inf`` while nobody is owed one.  ``waiting``: requests wait here."""
+        due = 0.0 if self._strangers or (self._wanted and not self._log) else inf
+        if gateways and self._news:
+            due = min(due, self._reported_at + self._config.report_min_s - now)
+        pause = self._pause(waiting)
+        owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
+        return max(0.0, min(due, min(owed, default=inf)))
+
+    def turn(self, gateways: Sequence[Gateway], now: float, *, waiting: bool) -> None:
+        """Called once a turn of the loop: sends what is due."""
+        if self._strangers:
+            strangers, self._strangers = self._strangers, {}
+            report = self._make()
+            for peer in strangers:
+                self._listener.send(peer, report)
+        if self._news and now - self._reported_at >= self._config.report_min_s:
+            self.report(gateways, now)
+        pause = self._pause(waiting)
+        owed = [gateway for gateway in gateways if gateway.greeted and now - gateway.reported_at >= pause]
+        if owed:
+            self._sink()
+            report = self._make()
+            self._send(owed, gateways, lambda gateway: report, now)
+        self._go_on()
+
+    def knows_of(self, step_s: float, now: float) -> bool:
+        """Have all gateways just been told of a step that takes at least so long?"""
+        return self._step_s >= step_s and now - self._reported_at < self._config.report_min_s
+
+    def report(self, gateways: Sequence[Gateway], now: float) -> None:
+        """To all, at once: how this worker is, and what has changed in its cache."""
+        self._sink()
+        whole = self._make()
+        report = msgspec.structs.replace(whole, counters=self._counters_to_tell(whole.counters, now))
+        self._changed, self._reported_at, self._step_s = False, now, whole.step_s
+        cached, told = tuple(self._log.take()), list[Gateway]()
+        if self._snapshot is not None:
+            self._snapshot.behind += cached
+            told = self._snapshot.to
+
+        def own(gateway: Gateway) -> Report:
+            follows = gateway.follows_cache and gateway not in told
+            counted = whole if gateway.reported_at == -inf else report
+            return msgspec.structs.replace(counted, cached=cached) if cached and follows else counted
+
+        self._send(gateways, gateways, own, now)
+
+    def _go_on(self) -> None:
+        """Tell one part more of the snapshot that is being told, or begin the next when all changes have been told."""
         if self._snapshot is None:
             if not self._wanted or self._log:
                 return
@@ -105,20 +172,40 @@ class Bulletins:
         part = next(snapshot.parts)
         last = part.part + 1 == part.parts
         for gateway in snapshot.to:
-            if not gateway.away:
-                self._send(gateway, [part, *(snapshot.behind if last else ())])
+            for message in (part, *(snapshot.behind if last else ())):
+                if not gateway.away:
+                    self._listener.send(gateway.peer, message)
         if last:
             self._snapshot = None
 
-    def _send(self, gateway: Gateway, messages: Iterable[KvEvents]) -> None:
-        for message in messages:
-            self._listener.send(gateway.peer, message)
+    # --- parts ------------------------------------------------------------------------------------------------------
 
-    def report(self, gateways: Sequence[Gateway], report: Report) -> None:
-        """How this worker is."""
+    @property
+    def _news(self) -> bool:
+        return self._changed or bool(len(self._log)) or bool(self._gone)
+
+    def _pause(self, waiting: bool) -> float:
+        return self._config.report_waiting_s if waiting else self._config.report_max_s
+
+    def _sink(self) -> None:
+        """Ask lower tiers for what the cache gave up, and for some of what they had."""
         if self._sunk is not None:
             self._log_all(self._sunk.look())
-        busy = max(1, sum(gateway.serial > 0 for gateway in gateways))
-        for gateway in gateways:
-            own = msgspec.structs.replace(report, heard=gateway.serial, gateways=busy, kv_sequence=self._log.sequence)
-            self._listener.send(gateway.peer, own)
+            gone, self._gone = tuple(self._gone), {}
+            self._log_all(self._sunk.left(gone))
+
+    def _counters_to_tell(self, counters: Mapping[str, float], now: float) -> dict[str, float]:
+        before, self._counters = self._counters, counters
+        if now - self._counters_at >= COUNTERS_S:
+            self._counters_at = now
+            return dict(counters)
+        return {name: value for name, value in counters.items() if before.get(name) != value}
+
+    def _send(
+        self, to: Sequence[Gateway], gateways: Sequence[Gateway], own: Callable[[Gateway], Report], now: float
+    ) -> None:
+        busy, sequence = max(1, sum(gateway.serial > 0 for gateway in gateways)), self._log.sequence
+        for gateway in to:
+            report = msgspec.structs.replace(own(gateway), heard=gateway.serial, gateways=busy, kv_sequence=sequence)
+            gateway.greeted, gateway.reported_at = False, now
+            self._listener.send(gateway.peer, report)

@@ -46,6 +46,7 @@ from penstock.wire.messages import (
     Hello,
     PagesReceived,
     PullPages,
+    Report,
     Returned,
     Submit,
     TokenItem,
@@ -58,6 +59,9 @@ MESSAGES_PER_TURN = 1024
 
 GRAMMAR_LOOK_S = 0.001
 """Between two looks whether a grammar is compiled."""
+
+REPORT_LOOK_S = 0.005
+"""At least between two looks whether a report is due: it cannot go out while every lane of a device is at work."""
 
 TICK_S = 0.1
 """Between two looks at leases and silent gateways."""
@@ -93,8 +97,7 @@ class WorkerMailbox:
         ready.pages.watch(self._waited)
         self._served = ServedImages(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
-        self._greeted = False  # a gateway said Hello in this turn, and is answered at its end
-        self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener)
+        self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener, self._report_now)
         self._next_tick = 0.0
         self._step_began = 0.0
         self._lane_began: dict[Lane, float] = {}
@@ -126,6 +129,8 @@ class WorkerMailbox:
             self._tick(now)
         self._events += self._moves.ripe(now)
         events, self._events = self._events, []
+        if events:
+            self.bulletins.changed()
         return self._held.sift(events)
 
     def planned(self, plan: Plan) -> None:
@@ -178,23 +183,17 @@ class WorkerMailbox:
             if ask.leg is Leg.PREFILL:
                 self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
         self._departures.turn(now)
-        telling = self._greeted or (bool(plan.rows) and self.reporter.due(now)) or self.reporter.overdue(now)
-        if telling or any(progress.index == progress.request.emitted for progress in outcome.progress):
-            # Before the first token: the router counts on the prompt's pages until then.
-            self.bulletins.cache(self._asks.gateways())
-        elif self.bulletins.unfinished:
-            self.bulletins.go_on()
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
-        if telling:
-            self._greeted = False
-            self._answer_awaited()
-            self.report(now)
+        self._answer_awaited()
+        if plan.rows or plan.reserved or plan.preempted or outcome.progress or outcome.pages_done:
+            self.bulletins.changed()
+        self.bulletins.turn(self._asks.gateways(), now, waiting=len(self._asks) > 0)
 
     def about_to_run(self, predicted_s: float) -> None:
         """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
         self._step_began = self._clock.now()
-        if self.reporter.begins(predicted_s):
+        if self.reporter.begins(predicted_s) and not self.bulletins.knows_of(predicted_s, self._step_began):
             self.report(self._step_began)
 
     # --- for whoever drives the loop ---------------------------------------------------------------------------------
@@ -211,8 +210,11 @@ class WorkerMailbox:
 
     @property
     def patience_s(self) -> float:
-        """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment."""
-        return GRAMMAR_LOOK_S if self._held else LOOK_S if self._departures else inf
+        """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment, and
+        a report may be due."""
+        due_s = self.bulletins.due_in(self._asks.gateways(), self._clock.now(), waiting=len(self._asks) > 0)
+        due_s = max(due_s, REPORT_LOOK_S)
+        return min(due_s, GRAMMAR_LOOK_S if self._held else LOOK_S if self._departures else inf)
 
     @property
     def busy(self) -> bool:
@@ -222,14 +224,13 @@ class WorkerMailbox:
 
     def report(self, now: float) -> None:
         """Tell every gateway how this worker is."""
+        self.bulletins.report(self._asks.gateways(), now)
+
+    def _report_now(self) -> Report:
         counters = self._listener.counters
-        report = self.reporter.report(
-            now,
-            asked=len(self._asks),
-            settled=not self._events,
-            dropped_frames=counters.malformed + counters.unsent,
+        return self.reporter.report(
+            asked=len(self._asks), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
         )
-        self.bulletins.report(self._asks.gateways(), report)
 
     def leave(self) -> None:
         """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``duties.over``)."""
@@ -267,6 +268,9 @@ class WorkerMailbox:
                 pass  # well-formed, but nothing that a worker is told; the transport has counted it
 
     def _hello(self, peer: bytes, message: Hello, now: float) -> None:
+        if message.discovery:
+            self.bulletins.discovered(peer)
+            return
         greeted = self._asks.hello(peer, message, now)
         for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
@@ -277,7 +281,6 @@ class WorkerMailbox:
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
         self.bulletins.greeted(greeted.gateway, message)
-        self._greeted = True
 
     def _answer_awaited(self) -> None:
         """Give back what a gateway waits for in vain: it never came, or has left without the gateway's hearing it.

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: its counters, its load, and when it is time to tell again."""
+"""What a worker tells of itself: its counters and its load.  ``bulletins`` knows when, and to whom."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Reporter:
         self._scheduler = scheduler
         self._receiver = receiver
         self._counts: dict[str, float] = dict.fromkeys((*WORKER_COUNTERS, *WORKER_MAXIMA), 0)
-        self._told_at = float("-inf")
         self._leaked = 0
         self._step_s = 0.0
         self.images = Counters()  # whoever encodes images puts its own here
@@ -86,18 +85,9 @@ class Reporter:
         counts["generation_tokens"] += tokens - 1
         counts["spec_accepted_tokens"] += tokens - 1
 
-    def due(self, now: float) -> bool:
-        """May the next report go out already?"""
-        return now - self._told_at >= self._config.report_min_s
-
-    def overdue(self, now: float) -> bool:
-        """Must a report go out even if nothing happened?"""
-        return now - self._told_at >= self._config.report_max_s
-
-    def report(self, now: float, *, asked: int, settled: bool, dropped_frames: int) -> Report:
+    def report(self, *, asked: int, settled: bool, dropped_frames: int) -> Report:
         """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
         knows of all that are not asked for any more, so whatever is still owned then is lost."""
-        self._told_at = now
         scheduler, counts = self._scheduler, self._counts
         load = scheduler.load()
         self._count_others()

@@ -15,9 +15,9 @@ from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.sunk import LOOKED_AT, Sunk
 from penstock.kernels.blocks import keys_of
 from penstock.router.prefix_index import PrefixIndex
-from penstock.types import BlockHash, Role, WorkerId
+from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import KV_KEY_BYTES, Hello, KvEvents
+from penstock.wire.messages import KV_KEY_BYTES, Hello, KvEvents, Report
 
 BLOCKS = [BlockHash(bytes([n]) * 32) for n in range(3 * LOOKED_AT)]
 
@@ -70,6 +70,18 @@ def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.Monkey
     assert told == [(BLOCKS[0], 1), (BLOCKS[1], 1), (BLOCKS[0], 0), (BLOCKS[2], 1)]
 
 
+def report_of(config: WorkerConfig) -> Report:
+    return Report(
+        worker=config.worker,
+        incarnation=config.incarnation,
+        role=config.role,
+        state=WorkerState.READY,
+        pid=1,
+        identity=ModelIdentity(fingerprint="f", numerics="n"),
+        max_model_len=64,
+    )
+
+
 def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     hub, below, prefix = MemoryHub(), Below(), PrefixCache(BlockPool(len(BLOCKS)))
     config = WorkerConfig(
@@ -82,7 +94,7 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     )
     link = hub.connect(config.endpoint)
     listener = hub.listen(config.endpoint)
-    bulletins = Bulletins(config, prefix, listener)
+    bulletins = Bulletins(config, prefix, listener, lambda: report_of(config))
     bulletins.sinks(below.nearest, 2)
     hello = Hello(gateway="g", incarnation=1, kv_snapshot=True)
     assert link.send(hello)
@@ -90,7 +102,8 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     assert heard is not None
     gateway = Gateway("g", 1, heard.peer, 0.0)
     bulletins.greeted(gateway, hello)
-    bulletins.cache([gateway])
+    bulletins.turn([gateway], 0.0, waiting=False)
+    assert link.recv() is not None  # the report
     assert link.recv() is not None  # the snapshot, of nothing
     for block in BLOCKS[:6]:
         prefix.on_change(block, True)
@@ -99,12 +112,13 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
         prefix.on_change(block, False)
     prefix.on_change(BLOCKS[0], True)  # back before anybody was told
     assert below.asked == 0, "asked in the middle of a plan"
-    bulletins.cache([gateway])
+    bulletins.report([gateway], 1.0)
     assert below.asked == 1
     received = link.recv()
     assert received is not None
-    told = received.message
-    assert isinstance(told, KvEvents)
+    report = received.message
+    assert isinstance(report, Report)
+    (told,) = report.cached
     assert set_of(told.stored) == set_of(keys_of([BLOCKS[0], BLOCKS[5]]))
     assert [set_of(keys) for keys in told.sunk] == [set_of(keys_of(BLOCKS[1:2])), set_of(keys_of(BLOCKS[2:3]))]
     assert set_of(told.removed) == set_of(keys_of(BLOCKS[3:5]))
@@ -138,8 +152,9 @@ class Followers:
         for link in self.links:
             told.append([])
             while (received := link.recv()) is not None:
-                assert isinstance(received.message, KvEvents)
-                told[-1].append(received.message)
+                message = received.message
+                assert isinstance(message, KvEvents | Report)
+                told[-1] += [message] if isinstance(message, KvEvents) else message.cached
         return told
 
 
@@ -149,7 +164,7 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
     monkeypatch.setattr(kv_log, "KV_EVENT_BLOCKS", 4)
     on = Followers("abc")
     prefix = PrefixCache(BlockPool(64))
-    bulletins = Bulletins(on.config, prefix, on.listener)
+    bulletins = Bulletins(on.config, prefix, on.listener, lambda: report_of(on.config))
     known = [BlockHash(bytes([n]) * 32) for n in range(10)]
     walks = 0
 
@@ -171,7 +186,7 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
             known.append(new)
             prefix.on_change(new, True)
             bulletins.greeted(on.gateways[2], Hello(gateway="c", incarnation=1, kv_snapshot=True))
-        bulletins.cache(on.gateways)
+        bulletins.turn(on.gateways, float(turns), waiting=False)
         turns += 1
         told = on.heard()
         assert all(sum(len(message.stored) for message in messages) <= 5 * KV_KEY_BYTES for messages in told)
@@ -182,9 +197,10 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
     assert [one.gaps for one in index] == [0, 0]
     for one in index:
         assert all(one.stored([block], 1)[0] == 1 for block in [*known, new])
-    bulletins.cache(on.gateways)
+    bulletins.turn(on.gateways, float(turns), waiting=False)
     while bulletins.unfinished:
-        bulletins.go_on()
+        turns += 1
+        bulletins.turn(on.gateways, float(turns), waiting=False)
     a, b, c = on.heard()
     assert (a, b) == ([], [])
     assert b"".join(message.stored for message in c) == keys_of(known)

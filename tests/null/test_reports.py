@@ -1,0 +1,217 @@
+"""What workers tell gateways beside tokens: how often, to whom, and what it costs to hear it.  Counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.config.schema import GatewayConfig
+from penstock.launch.joined import JoinedWorkers
+from penstock.router.service import Outside, RouterService
+from penstock.telemetry.metrics import WORKER_COUNTERS
+from penstock.types import RequestId, Role, WorkerId, WorkerState
+from penstock.wire.memory import MemoryHub
+from penstock.wire.messages import Awaited, Hello, Report, Returned, StepRates, Tokens, WorkerUp
+from penstock.wire.transport import AsyncLink, Received
+
+from .router_town import Town
+from .worker_stage import IDENTITY, Stage, StageWorker
+
+IDLE_PER_S, BUSY_PER_S = 2, 12
+TICK_S = 0.05
+
+
+class CountedLink:
+    """Counts what a gateway receives beside tokens."""
+
+    def __init__(self, link: AsyncLink, note: Callable[[], None]) -> None:
+        self._link = link
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    async def __aiter__(self) -> AsyncIterator[Received]:
+        async for received in self._link:
+            if not isinstance(received.message, Tokens):
+                self._note()
+            yield received
+
+
+class Gateway:
+    """A router whose only worker was joined."""
+
+    def __init__(self, name: str, town: Town, endpoint: str) -> None:
+        self.received = 0
+        outside = Outside(connect=self._connect, clock=town.clock, suspect=lambda suspect: None)
+        self._hub = town.stage.hub
+        self.router = RouterService(GatewayConfig(name=name, model_name="null"), outside)
+        self.joined = JoinedWorkers(
+            [endpoint],
+            self._connect,
+            self.router.on_supervisor,
+            Hello(gateway=name, incarnation=1, discovery=True),
+            clock=town.clock,
+            beat_s=0.25,
+        )
+        self.router.on_report = self.joined.on_report
+
+    def _connect(self, endpoint: str) -> Any:
+        return CountedLink(self._hub.connect_async(endpoint), self._count)
+
+    def _count(self) -> None:
+        self.received += 1
+
+
+async def received_in(seconds: float, town: Town, gateways: list[Gateway]) -> list[int]:
+    """How many messages beside tokens each gateway gets, with a worker that turns its loop every millisecond."""
+    for gateway in gateways:
+        gateway.received = 0
+    for turn in range(round(seconds / 0.005)):
+        await town.turn(0.005)
+        for number, gateway in enumerate(gateways):
+            if (turn + number) % 10 == 0:
+                gateway.router.tick()
+            if (turn + 3 * number) % 50 == 0:
+                gateway.joined.tick()
+    return [gateway.received for gateway in gateways]
+
+
+@pytest.mark.parametrize("number", [1, 4, 16])
+async def test_how_much_a_gateway_is_told_depends_neither_on_load_nor_on_other_gateways(number: int) -> None:
+    async with Town(pages=256, max_model_len=2048) as town:
+        worker = StageWorker(town.stage, "both-0", Role.BOTH, pages=256, max_model_len=2048)
+        town.stage.workers.append(worker)
+        gateways = [Gateway(f"g{index}", town, worker.endpoint) for index in range(number)]
+        for gateway in gateways:
+            gateway.joined.start()
+        await received_in(1.0, town, gateways)
+        assert all(gateway.router.ready() for gateway in gateways)
+        assert max(await received_in(3.0, town, gateways)) <= 3 * IDLE_PER_S
+        town.router = gateways[0].router
+        clients = [town.ask(f"r{index}", prompt=40 + index, max_tokens=1900) for index in range(2)]
+        await received_in(0.5, town, gateways)
+        assert max(await received_in(2.0, town, gateways)) <= 2 * BUSY_PER_S
+        assert all(client.tokens and not client.over for client in clients), "it was not busy all the time"
+        for client in clients:
+            await town.leave(client)
+        for gateway in gateways:
+            await gateway.joined.close()
+            await gateway.router.close()
+
+
+def test_a_worker_that_nobody_has_greeted_since_sends_nothing() -> None:
+    stage = Stage()
+    worker = stage.worker("both-0", Role.BOTH)
+    stage.turn()
+    stage.reports.clear()
+    for _ in range(20):
+        stage.turn(0.1)
+    assert worker.name not in stage.reports
+
+
+def test_a_first_hello_and_a_question_about_a_request_are_answered_at_once() -> None:
+    stage = Stage()
+    worker = stage.worker("both-0", Role.BOTH)
+    stage.turn()
+    assert worker.name in stage.reports
+    other = stage.hub.connect(worker.endpoint)
+    other.send(Hello(gateway="other", incarnation=1))
+    stage.turn()
+    received = other.recv()
+    assert received is not None
+    assert isinstance(received.message, Report)
+    other.send(Hello(gateway="other", incarnation=1, awaited=(Awaited(RequestId("r"), 1),)))
+    stage.turn()
+    received = other.recv()
+    assert received is not None
+    assert isinstance(received.message, Returned)
+    assert other.recv() is None, "the report is not due yet"
+
+
+def test_what_changed_is_told_once_when_it_is_due() -> None:
+    """The last words after a request: nobody greets, and the gateway learns that the worker is idle again."""
+    stage = Stage()
+    worker = stage.worker("both-0", Role.BOTH)
+    stage.turn()
+    stage.ask(range(20), to=worker, max_tokens=4)
+    stage.run()
+    assert worker.mailbox.patience_s <= 0.1
+    stage.turn(0.1)
+    stage.turn()
+    report = stage.reports[worker.name]
+    assert (report.running, report.answers, report.counters["generation_tokens"]) == (0, 0, 4)
+
+
+# --- what handling one costs -----------------------------------------------------------------------------------------
+
+
+def instructions(call: Callable[[], object]) -> int:
+    """Instructions of Python that a call executes, whatever it calls."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def report_of(worker: WorkerId, steps: int) -> Report:
+    counters = {name: 1000.0 * steps + index for index, name in enumerate(WORKER_COUNTERS)}
+    return Report(
+        worker=worker,
+        incarnation=1,
+        role=Role.BOTH,
+        state=WorkerState.READY,
+        pid=1,
+        identity=IDENTITY,
+        max_model_len=4096,
+        steps=steps,
+        counters=counters,
+        rates=StepRates(1e-3, 1e-4, 1e-9, 1e-4),
+        measured=steps,
+    )
+
+
+async def cost_of_a_report(workers: int) -> int:
+    hub, names = MemoryHub(), [WorkerId(f"both-{index}") for index in range(workers)]
+    outside = Outside(connect=hub.connect_async, clock=VirtualClock(1.0), suspect=lambda suspect: None)
+    router = RouterService(GatewayConfig(name="g", model_name="null"), outside)
+    joined = JoinedWorkers(
+        [f"memory://{name}" for name in names],
+        hub.connect_async,
+        router.on_supervisor,
+        Hello(gateway="g", incarnation=1, discovery=True),
+        clock=VirtualClock(1.0),
+        beat_s=1.0,
+    )
+    router.on_report = joined.on_report
+    for name in names:
+        joined.on_report(f"memory://{name}", report_of(name, 1))
+        router.on_message(name, 1, report_of(name, 1))
+    assert len(router.fleet) == workers
+    router.on_supervisor(
+        WorkerUp(worker=names[0], incarnation=1, role=Role.BOTH, pid=1, endpoint=f"memory://{names[0]}")
+    )
+    report = report_of(names[0], 2)
+    cost = instructions(lambda: router.on_message(names[0], 1, report))
+    await router.close()
+    return cost
+
+
+async def test_handling_a_report_walks_no_list_of_workers() -> None:
+    assert await cost_of_a_report(256) == await cost_of_a_report(8)
