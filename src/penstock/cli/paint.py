@@ -34,11 +34,11 @@ class Paint:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = sys.stdout if stream is None else stream
-        self._on = stream.isatty() and not os.environ.get("NO_COLOR")
+        self.colored = stream.isatty() and not os.environ.get("NO_COLOR")
 
     def __call__(self, text: str, style: str) -> str:
         """``text`` in this style, or as it is."""
-        return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self._on and text else text
+        return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self.colored and text else text
 
 
 def table(rows: Sequence[Sequence[str]], *, headers: Sequence[str] = (), right: Sequence[int] = ()) -> str:

@@ -1,14 +1,16 @@
-"""``penstock plan``: would a model fit on these devices, how would it lie on them, and what is left for KV pages?"""
+"""``penstock plan``: computes whether a model fits on devices, how it is laid out, and what is left for KV pages."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.paint import Paint, table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.beside import Beside
@@ -22,16 +24,18 @@ from penstock.launch.drafting import guesses_with
 from penstock.launch.facts import free_memory
 from penstock.launch.gpu import gpu_report
 from penstock.launch.locate import config_folder
-from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices
-from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, workers_of
+from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices, why_not_servable
+from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, requests_at_once, workers_of
 from penstock.types import FP8_E4M3
 from penstock.weights.adapter import AdapterLimits, read_adapter, targets_of
-from penstock.weights.census import BF16, Coding, Form, coding, model_size
+from penstock.weights.census import BF16, Coding, Form, coding, model_size, weight_bytes
+from penstock.weights.decoder import Decoder
 from penstock.weights.eagle import FOLDER, inspect_head
-from penstock.weights.outline import Outline, read_outline
+from penstock.weights.outline import CONFIG, Outline, read_outline
 
 BAR_CELLS = 64
 PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))
+"""Parts of a device's memory in the order of the bar; without colors a part is drawn by its first letter."""
 MOST_TIMES_MORE = 16
 
 EPILOG = f"""\
@@ -43,8 +47,9 @@ examples:
   penstock plan ~/models/llama --devices 1xH100 --kv-dtype fp8_e4m3
   penstock plan ~/models/llama --devices cpu:32GiB --speculate head --lora sql=~/adapters/sql
 
-Nothing is loaded: the answer comes from config.json alone.  Devices known by name: {", ".join(KNOWN)};
-others by size: 2x48GiB.  The exit code is 0 if the model fits, 1 if not.
+Nothing is loaded: config.json is enough.  Devices known by name: {", ".join(KNOWN)};
+others by size: 2x48GiB; cpu: this host's memory.  The exit code is 0 if the model fits, 1 if not; the last line says
+whether `penstock serve` can use such devices today.
 """
 
 
@@ -53,16 +58,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "plan",
         help=COMMANDS["plan"],
-        description="Says from a model's config.json whether it fits on given devices, and what is left for KV pages.",
+        description="Computes from a model's config.json whether it fits on devices, and what is left for KV pages.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or org/name on the Hub")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, a config.json, or org/name on the Hub; none: the bundled storyteller",
+    )
     parser.add_argument(
         "--devices",
         metavar="NxNAME",
-        help="as 8xH100, 2x48GiB or cpu:64GiB (default: this host's GPU, or its processors, with what is free now)",
+        help="as 8xH100, 2x48GiB, cpu or cpu:64GiB (default: this host's GPU or processors, with what is free now)",
     )
     parser.add_argument(
         "--weights",
@@ -87,12 +97,15 @@ def run(args: argparse.Namespace) -> int:
     """0 if it fits, 1 if not; raises ConfigError, ModelError."""
     if args.max_model_len is not None and args.max_model_len < 1:
         raise ConfigError(f"--max-model-len must be at least 1, got {args.max_model_len}")
-    devices = devices_here() if args.devices is None else parse_devices(args.devices)
-    folder = config_folder(args.model)
+    devices = planned_devices(args.devices)
+    folder = storyteller() if args.model in (None, STORYTELLER) else config_folder(args.model)
     outline = read_outline(folder)
+    if keeps_no_kv(outline):
+        return plan_without_kv(outline, devices, Form(args.weights), as_json=args.json)
     kept = planned_kv_dtype(parse_setting(EngineSettings, "kv_dtype", args.kv_dtype, "--kv-dtype"), devices, outline)
     beside = planned_beside(args, folder, outline)
     answer = plan_for(outline, devices, Form(args.weights), args.max_model_len, beside, kept=kept)
+    answer = replace(answer, command=serve_command(args, answer))
     if args.json:
         print(msgspec.json.encode(as_json(answer)).decode())
     else:
@@ -100,17 +113,31 @@ def run(args: argparse.Namespace) -> int:
     return 0 if answer.plan.fits else 1
 
 
+def planned_devices(asked: str | None) -> Devices:
+    """Those of ``--devices``; ``cpu`` alone is this host's memory.  Raises ConfigError."""
+    if asked is None:
+        return devices_here()
+    if asked.strip().lower() == "cpu":
+        return cpu_here()
+    return parse_devices(asked)
+
+
+def cpu_here() -> Devices:
+    """This host's processors, with the memory that is free now."""
+    return Devices(count=1, name="cpu", memory_bytes=free_memory(), is_cpu=True)
+
+
 def devices_here() -> Devices:
     """What ``penstock serve`` would find: one GPU with what its driver says is free, or the host's memory."""
     gpu = gpu_report().gpu
     if gpu is not None:
         return Devices(count=1, name=gpu.name, memory_bytes=gpu.free_bytes, is_cpu=False)
-    return Devices(count=1, name="cpu", memory_bytes=free_memory(), is_cpu=True)
+    return cpu_here()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything that is said."""
+    """What is printed."""
 
     outline: Outline
     how: Coding
@@ -119,6 +146,96 @@ class Answer:
     wanted: int  # tokens
     kept: str  # what KV pages are in
     remedies: tuple[str, ...]
+    command: str = ""  # that would serve it; empty: none can
+
+    @property
+    def request_tokens(self) -> int:
+        """Of a request as long as is wanted, or as fits."""
+        return min(self.wanted, self.plan.kv_tokens)
+
+    @property
+    def requests(self) -> int:
+        """As many of them at the same time."""
+        return requests_at_once(self.size, self.plan, self.request_tokens) if self.plan.fits else 0
+
+    @property
+    def why_not_servable(self) -> str:
+        return why_not_servable(self.plan.devices)
+
+
+def serve_command(args: argparse.Namespace, answer: Answer) -> str:
+    """The command that serves what was planned, or nothing where none does."""
+    plan = answer.plan
+    if not plan.fits or answer.why_not_servable or args.weights not in (Form.STORED, Form.LOSSLESS):
+        return ""
+    folder = model_argument(args.model)
+    model = shlex.quote(folder) if folder else ""
+    words = ["penstock serve", model, f"--device {'cpu' if plan.devices.is_cpu else 'cuda'}"]
+    if args.max_model_len is not None or plan.kv_tokens < answer.wanted:
+        words.append(f"--max-model-len {answer.request_tokens}")
+    if args.kv_dtype != "auto":
+        words.append(f"--kv-dtype {args.kv_dtype}")
+    if args.speculate != "off":
+        words.append(f"--speculate {args.speculate}")
+    if args.draft_model:
+        words.append(f"--draft-model {shlex.quote(args.draft_model)}")
+    words += [f"--lora {shlex.quote(each)}" for each in args.lora]
+    command = " ".join(word for word in words if word)
+    if args.weights == Form.LOSSLESS and model:
+        written = shlex.quote(f"{Path(folder).name}-compressed")
+        command = f"penstock compress {model} {written} && {command.replace(model, written, 1)}"
+    return command
+
+
+def model_argument(model: str | None) -> str:
+    """As ``penstock serve`` takes it: a folder instead of its config.json, nothing for the bundled model."""
+    if model is None or model == STORYTELLER:
+        return ""
+    path = Path(model)
+    return str(path.parent) if path.name == CONFIG and path.is_file() else model
+
+
+def keeps_no_kv(outline: Outline) -> bool:
+    """An encoder: it reads a text in one step and keeps nothing of it."""
+    return not isinstance(outline.spec.details, Decoder) and not outline.spec.source
+
+
+def plan_without_kv(outline: Outline, devices: Devices, form: Form, *, as_json: bool) -> int:
+    """Print the plan of an encoder; 0 if it fits, 1 if not."""
+    how = coding(form, outline.config, outline.layout)
+    nbytes = weight_bytes(outline.layout, how)
+    fits = nbytes < devices.memory_bytes
+    if as_json:
+        found = {
+            "model": outline.name,
+            "architecture": outline.spec.architecture,
+            "parameters": outline.layout.parameters,
+            "weights": how.name,
+            "devices": {"count": devices.count, "name": devices.name, "memory_bytes": devices.memory_bytes},
+            "fits": fits,
+            "weight_bytes": nbytes,
+            "kv_bytes": 0,
+            "kv_tokens": 0,
+            **servability(devices),
+        }
+        print(msgspec.json.encode(found).decode())
+        return 0 if fits else 1
+    paint = Paint()
+    verb = "fits" if fits else "does not fit"
+    print(
+        paint(
+            f"{verb}: {outline.layout.parameters / 1e6:,.1f} M parameters, {gib(nbytes)} of {how.name} weights on "
+            f"{devices.name} with {gib(devices.memory_bytes)}; {outline.spec.architecture} keeps no KV pages",
+            "green" if fits else "red",
+        )
+    )
+    return 0 if fits else 1
+
+
+def servability(devices: Devices) -> dict[str, Any]:
+    """Whether ``penstock serve`` can use such devices today, for programs."""
+    reason = why_not_servable(devices)
+    return {"servable": not reason, "why_not_servable": reason}
 
 
 def planned_kv_dtype(asked: str, devices: Devices, outline: Outline) -> str:
@@ -215,6 +332,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
         ],
         "kv_bytes": plan.kv_bytes,
         "kv_tokens": plan.kv_tokens,
+        "request_tokens": answer.request_tokens,
+        "requests_at_once": answer.requests,
         "missing_bytes": plan.missing_bytes * plan.devices.count,
         "plan": {
             "tensor": plan.tensor,
@@ -225,6 +344,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
             ],
         },
         "remedies": list(answer.remedies),
+        **servability(plan.devices),
+        "command": answer.command,
     }
 
 
@@ -232,7 +353,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def show(answer: Answer, paint: Paint) -> None:
-    """The plan in words, the arithmetic, and a picture of each stage's memory."""
+    """The plan in words, the arithmetic, and a bar of each stage's memory."""
     plan, outline = answer.plan, answer.outline
     devices = plan.devices
     print(
@@ -246,8 +367,9 @@ def show(answer: Answer, paint: Paint) -> None:
         print(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device")
         print(picture(share, devices.memory_bytes, paint))
     shown = [part for part in PARTS if part[0] != "beside" or plan.beside_bytes]
-    print("   ".join(f"{paint('█', colour)} {name}" for name, colour in shown) + "\n")
+    print("   ".join(f"{cell(paint, name, color, 1)} {name}" for name, color in shown) + "\n")
     print(verdict(answer, paint))
+    print(next_step(answer, paint))
 
 
 def _stages(plan: Plan) -> str:
@@ -261,10 +383,10 @@ def arithmetic(answer: Answer, paint: Paint) -> str:
     copies = plan.weight_bytes - size.weight_bytes
     a_token = sum(layer.cache.on_device(plan.tensor) for layer in size.layers) * plan.tensor
     growing = sum(la.cache.on_device(plan.tensor) for la in size.layers if la.cache.window is None) * plan.tensor
-    note = f"{a_token / 1e3:,.1f} kB a token"
+    note = f"{a_token / 1024:,.1f} KiB a token"
     if growing != a_token:
         windowed = sum(layer.cache.window is not None for layer in size.layers)
-        note += f", {growing / 1e3:,.1f} once the windows of {windowed} layers are full"
+        note += f", {growing / 1024:,.1f} once the windows of {windowed} layers are full"
     fixed = sum(layer.cache.fixed_on_device(plan.tensor) for layer in size.layers) * plan.tensor
     if fixed:
         recurrent = sum(layer.cache.fixed > 0 for layer in size.layers)
@@ -276,7 +398,7 @@ def arithmetic(answer: Answer, paint: Paint) -> str:
         ("- runtime", gib(plan.runtime_bytes), "an allowance: context, kernels, recorded graphs"),
         *((f"- {own.name}", gib(own.bytes(workers_of(plan.devices)) * count), own.why) for own in size.beside),
         ("= for KV pages", gib(plan.kv_bytes), ""),
-        ("one sequence", f"{plan.kv_tokens:,} tokens" if plan.fits else "none", note),
+        ("KV tokens", f"{plan.kv_tokens:,}" if plan.fits else "none", note),
     )
     return table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
 
@@ -287,30 +409,50 @@ def picture(share: Share, memory: int, paint: Paint) -> str:
     whole = max(memory, used)
     line, done, shown = "  ", 0, 0
     end = round(BAR_CELLS * memory / whole)
-    for name, colour in PARTS:
+    for name, color in PARTS:
         done += max(0, getattr(share, name))
         cells = round(BAR_CELLS * done / whole)
-        line += paint("█" * (min(cells, end) - min(shown, end)), colour)
+        line += cell(paint, name, color, min(cells, end) - min(shown, end))
         if cells > end:
-            line += paint(("|" if shown <= end else "") + "█" * (cells - max(shown, end)), "red")
+            line += paint("|" if shown <= end else "", "red") + cell(paint, name, "red", cells - max(shown, end))
         shown = cells
     rest = f"{gib(share.kv)} for KV" if share.kv >= 0 else f"{gib(-share.kv)} too much"
     return f"{line}  {paint(rest, 'bold')}"
+
+
+def cell(paint: Paint, name: str, color: str, count: int) -> str:
+    """So many cells of a bar: colored blocks, or where there are no colors the part's first letter."""
+    return paint("█" * count, color) if paint.colored else name[0] * count
+
+
+def next_step(answer: Answer, paint: Paint) -> str:
+    """What to type, or why `penstock serve` cannot do it today."""
+    if reason := answer.why_not_servable:
+        return paint(
+            f"a plan only: `penstock serve` cannot use {answer.plan.devices.name} this way: {reason}", "yellow"
+        )
+    return f"serve it: {answer.command}" if answer.command else ""
 
 
 def verdict(answer: Answer, paint: Paint) -> str:
     """Fits, fits with fewer tokens, or does not; with what would help."""
     plan = answer.plan
     if plan.kv_tokens >= answer.wanted:
-        return paint(f"fits: {plan.kv_tokens:,} tokens, {answer.wanted:,} wanted", "green")
+        return paint(f"fits: {answer.requests:,} requests of {answer.request_tokens:,} tokens at once", "green")
     head = "fits, but not with all its positions" if plan.fits else "does not fit"
     short = (
         f"{plan.kv_tokens:,} of {answer.wanted:,} tokens"
         if plan.fits
         else f"{gib(plan.missing_bytes)} too much on a device"
     )
-    helps = "; ".join(answer.remedies) or "fewer bits a weight or more memory than was tried"
+    helps = "; ".join(answer.remedies) or f"nothing of what was tried: {tried(answer)}"
     return paint(f"{head}: {short}.  What would help: {helps}", "yellow" if plan.fits else "red")
+
+
+def tried(answer: Answer) -> str:
+    """What ``remedies`` looked at."""
+    forms = ", ".join(f"--weights {form}" for form in (Form.LOSSLESS, Form.FP8, Form.INT4))
+    return forms if answer.plan.devices.is_cpu else f"{forms}, {MOST_TIMES_MORE} times the devices"
 
 
 def gib(count: int) -> str:

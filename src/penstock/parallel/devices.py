@@ -30,6 +30,11 @@ KNOWN: Mapping[str, float] = MappingProxyType(
 )
 """GiB that a program finds on a device of this name: what the driver keeps for itself is not in it."""
 
+TOO_LITTLE_SHARED_MEMORY = ("L40S", "L4", "A10", "RTX5090", "RTX4090", "RTX3090")
+"""Of compute capability 8.6, 8.9 and 12.0: a program gets 99 KiB, less than the kernels' tiles take."""
+
+WITHOUT_CUDA = ("MI300X",)
+
 MAX_DEVICES = 1024
 _SPEC = re.compile(r"(?:(?P<count>\d{1,6})x)?(?P<name>[A-Za-z][\w-]*)?:?(?:(?P<size>\d+(?:\.\d+)?)(?P<unit>GiB|GB))?")
 
@@ -46,6 +51,19 @@ class Devices:
     @property
     def total_bytes(self) -> int:
         return self.count * self.memory_bytes
+
+
+def why_not_servable(devices: Devices) -> str:
+    """What keeps ``penstock serve`` of today from these devices; empty: nothing that their name tells."""
+    if devices.is_cpu:
+        return ""
+    if devices.name in WITHOUT_CUDA:
+        return f"{devices.name} has no CUDA"
+    if devices.name in TOO_LITTLE_SHARED_MEMORY:
+        return f"{devices.name} has too little shared memory for the kernels; A100, H100, H200 and B200 have enough"
+    if devices.count > 1:
+        return "one model runs on one GPU"
+    return ""
 
 
 def parse_devices(text: str) -> Devices:

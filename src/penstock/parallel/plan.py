@@ -141,6 +141,20 @@ def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None =
     return max(plans, key=lambda plan: (plan.kv_tokens, -plan.missing_bytes))
 
 
+def requests_at_once(model: ModelSize, plan: Plan, tokens: int) -> int:
+    """Sequences of so many tokens that the KV memory of every stage holds at the same time."""
+    fewest = None
+    for share in plan.stages:
+        caches = [model.layers[index].cache for index in share.layers]
+        a_sequence = sum(
+            cache.fixed_on_device(plan.tensor) + cache.on_device(plan.tensor) * min(tokens, cache.window or tokens)
+            for cache in caches
+        )
+        held = max(0, share.kv) // a_sequence if a_sequence else 0
+        fewest = held if fewest is None else min(fewest, held)
+    return fewest or 0
+
+
 def _possible(model: ModelSize, devices: Devices, tensor: int) -> bool:
     return devices.count % tensor == 0 and devices.count // tensor <= len(model.layers)
 

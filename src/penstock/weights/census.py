@@ -130,10 +130,7 @@ def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding, kv_dtype: str
     is nothing to plan.
     """
     if not isinstance(spec.details, Decoder) and not spec.source:
-        raise ModelError(
-            f"{spec.architecture}: keeps nothing of a text that it has read, so there are no KV pages to plan; "
-            f"its {layout.parameters / 1e6:,.1f} M parameters are all it needs"
-        )
+        raise ModelError(f"{spec.architecture}: keeps no KV pages")
     tables = {"embed": 0.0, "head": 0.0}
     other = 0.0
     layers = [_Layer() for _ in range(spec.layers)]
@@ -155,6 +152,11 @@ def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding, kv_dtype: str
         activation_bytes=activation_bytes(spec, layout),
         max_positions=spec.max_positions,
     )
+
+
+def weight_bytes(layout: WeightLayout, how: Coding) -> int:
+    """Of all weights, each once."""
+    return sum(_bytes(bits_of(weight, how)) for weight in layout.weights)
 
 
 class _Layer:

@@ -23,6 +23,7 @@ from penstock.weights.reader import Checkpoint
 from tiny_adapters import write_adapter
 from tiny_models import llama_config
 
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -118,6 +119,64 @@ def test_what_does_not_fit_says_what_would_help(model: str, capsys: pytest.Captu
     assert found["kv_tokens"] >= 8192
 
 
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        ("1xH100", ""),
+        ("cpu:64GiB", ""),
+        ("8xH100", "one model runs on one GPU"),
+        ("1xRTX4090", "RTX4090 has too little shared memory"),
+        ("1xMI300X", "MI300X has no CUDA"),
+    ],
+)
+def test_the_plan_tells_what_serve_can_use_today(
+    devices: str, reason: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = answer(capsys, model, "--devices", devices)
+    assert found["servable"] == (not reason)
+    assert found["why_not_servable"].startswith(reason)
+    assert bool(found["command"]) == (not reason)
+    main(["plan", model, "--devices", devices])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("a plan only: `penstock serve` cannot use" if reason else "serve it: penstock serve ")
+    assert reason in last
+
+
+def test_the_command_serves_what_was_planned(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(model).parent
+    asked = ("--devices", "1xH100", "--kv-dtype", "fp8_e4m3", "--max-model-len", "9000")
+    _, found = answer(capsys, model, *asked)
+    assert found["command"] == f"penstock serve {folder} --device cuda --max-model-len 9000 --kv-dtype fp8_e4m3"
+    _, found = answer(capsys, str(folder), "--devices", "1xH100", "--weights", "lossless")
+    out = f"{folder.name}-compressed"
+    assert found["command"] == f"penstock compress {folder} {out} && penstock serve {out} --device cuda"
+    assert answer(capsys, model, "--devices", "1xH100", "--weights", "int4")[1]["command"] == ""
+
+
+def test_requests_at_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = answer(capsys, model, "--devices", "H100", "--max-model-len", "8192")
+    assert found["requests_at_once"] == found["kv_bytes"] // (2 * 32 * 8 * 128 * 2 * 8192)
+    assert main(["plan", model, "--devices", "H100", "--max-model-len", "8192"]) == 0
+    shown = capsys.readouterr().out
+    assert f"fits: {found['requests_at_once']:,} requests of 8,192 tokens at once" in shown
+    (bar,) = [line for line in shown.splitlines() if line.endswith(" for KV")]
+    assert set(bar.split()[0]) == {"w", "a", "r", "k"}, "without colors the parts differ by letter"
+
+
+@pytest.mark.parametrize("words", [[], ["storyteller"], ["storyteller", "--devices", "cpu"]])
+def test_the_bundled_model_on_this_host(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "serve it: penstock serve --device cpu"
+
+
+def test_an_encoder_has_no_kv_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(CONFIGS / "bge_large.json")
+    assert main(["plan", path, "--devices", "cpu:64GiB"]) == 0
+    assert capsys.readouterr().out.startswith("fits: 334.1 M parameters, 0.6 GiB of bf16 weights on cpu with 64.0 GiB")
+    code, found = answer(capsys, path, "--devices", "cpu:0.5GiB")
+    assert (code, found["fits"], found["weight_bytes"] // 334_092_288) == (1, False, 2)
+
+
 def test_a_smaller_context_is_offered_when_that_is_what_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--devices", "1x20GiB"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -177,7 +236,6 @@ def test_bad_words_are_refused(
     assert said in capsys.readouterr().err
 
 
-CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 GPT_OSS_BYTES = 13_761_264_768
 """``total_size`` in the published index of openai/gpt-oss-20b."""
 
