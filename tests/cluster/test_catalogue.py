@@ -14,6 +14,7 @@ import pytest
 
 import penstock
 from tiny_models import llama_config, write_model
+from tiny_readers import bert_config, write_modules, write_reader
 
 from . import asking
 from .server import PenstockServer
@@ -51,6 +52,31 @@ def ask(server: PenstockServer, model: str, **fields: Any) -> httpx.Response:
 
 def states(server: PenstockServer) -> dict[str, str]:
     return {card["id"]: card["state"] for card in server.get("/v1/models").json()["data"]}
+
+
+def test_a_model_that_chats_and_one_that_makes_embeddings(tmp_path: Path) -> None:
+    """The usual pair; each answers at its own routes, and names them at the other's."""
+    write_modules(tmp_path / "emb")
+    write_reader(tmp_path / "emb", bert_config())
+    write_model(tmp_path / "chat", llama_config(vocab_size=512))
+    path = tmp_path / "models.toml"
+    settings = f"kv_memory = {KV}\nthreads = 1\n"
+    path.write_text(
+        "".join(f'[[model]]\nname = "{name}"\npath = "{tmp_path / name}"\n{settings}' for name in ("emb", "chat"))
+    )
+    with PenstockServer(["--catalogue", str(path)]) as server:
+
+        def post(route: str, **body: Any) -> httpx.Response:
+            return httpx.post(server.url + route, json=body, timeout=60)
+
+        answer = post("/v1/embeddings", model="emb", input=["the fox", "the quick fox"])
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 2
+        assert post("/v1/completions", model="chat", prompt=[5, 6], max_tokens=2).status_code == 200
+        for route, model in (("/v1/embeddings", "chat"), ("/v1/completions", "emb")):
+            refused = post(route, model=model, input="x", **({} if "emb" in route else {"prompt": "x"}))
+            assert refused.status_code == 400, (route, refused.text)
+        assert post("/classify", model="emb", input="x").json()["error"]["code"] == "wrong_task"
 
 
 @pytest.mark.long

@@ -102,7 +102,7 @@ def test_a_client_that_leaves_takes_its_texts_along(server: PenstockServer):
 
 
 def test_what_it_does_not_do_is_told(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match="writes no text"):
+    with pytest.raises(openai.BadRequestError, match="generates no text"):
         client.chat.completions.create(model="tiny-bge", messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.BadRequestError, match="maximum input length is 256 tokens"):
         client.embeddings.create(model="tiny-bge", input=text(1, 300))

@@ -18,7 +18,7 @@ from penstock.types import Task
 from penstock.wire.ports import ModelCard
 from tiny_readers import bert_config, word_pieces
 
-from .http_stage import check, stage
+from .http_stage import MODEL, check, stage
 from .streams import NullStreams, vector_of
 
 EMBED, RANK, CLASSES = "/v1/embeddings", "/rerank", "/classify"
@@ -201,3 +201,10 @@ async def test_a_text_that_fails_fails_the_request(folder: Path):
         answer = await on.post(EMBED, {"model": "bge", "input": [FOX] * 100})
         check(answer, 503, "service_unavailable", "All workers are gone.", says_param=False)
         assert not streams.open
+
+
+async def test_a_model_that_generates_text_says_what_it_has_not():
+    async with stage() as on:
+        answer = await on.post("/v1/embeddings", {"model": MODEL, "input": "x"})
+    words = "'storyteller' generates text; it has no embeddings, rerank or classify. Use /v1/chat/completions or"
+    check(answer, 400, "wrong_task", words, "model")

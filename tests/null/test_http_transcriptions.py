@@ -139,7 +139,7 @@ async def test_refusals(intake: ListeningIntake):
         check(await on.post(HEAR, {"model": "tiny"}), 415, "unsupported_media_type", "multipart/form-data")
         broken = await on.client.post(HEAR, content=b"--x", headers={"content-type": "multipart/form-data; boundary=x"})
         check(broken, 400, "invalid_form", "no whole form")
-        check(await on.chat(model="tiny"), 400, "wrong_task", "writes what it hears", "model")
+        check(await on.chat(model="tiny"), 400, "wrong_task", "transcribes audio", "model")
         check(await on.post("/v1/embeddings", {"model": "tiny", "input": "a"}), 400, "wrong_task", HEAR, "model")
     async with stage() as on:
-        check(await post(on), 400, "wrong_task", "hears nothing. Use /v1/chat/completions", "model")
+        check(await post(on), 400, "wrong_task", "does not transcribe audio. Use /v1/chat/completions", "model")

@@ -55,6 +55,12 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--event-loop", metavar="auto|uvloop|asyncio", help="theirs (auto: uvloop if it is installed)")
     group.add_argument("--api-key", metavar="KEY", help="clients must send it; PENSTOCK_API_KEY hides it from `ps`")
     group.add_argument("--api-keys", metavar="FILE", help="keys of several tenants, from `penstock keys add`")
+    group.add_argument(
+        "--allowed-origin",
+        metavar="ORIGIN",
+        action="append",
+        help="pages of this origin may use the service from a browser, as https://chat.example.org (repeat for more)",
+    )
     group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
     group.add_argument(
         "--generation-config",

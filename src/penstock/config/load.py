@@ -54,6 +54,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
 }
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*@?#]+")
 # Kubernetes sets these in every pod beside a Service named "penstock"; they are no settings of ours.
 _SERVICE_LINK = re.compile(r"PENSTOCK_(SERVICE_.*|PORT_\d+_.*)|PENSTOCK_.*_SERVICE_(HOST|PORT).*")
 
@@ -200,7 +201,7 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     try:
         if key in SIZES and isinstance(value, str):
             value = parse_size(value)
-        if key in ("join", "lora") and isinstance(value, str):
+        if key in ("join", "lora", "allowed_origin") and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
@@ -240,6 +241,20 @@ def _check_catalogue(config: ServeConfig) -> None:
             raise ConfigError(f"--catalogue: {flag} belongs into the catalogue's file, to one of its models")
 
 
+def _check_origins(config: ServeConfig) -> None:
+    for origin in config.allowed_origin:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--allowed-origin {origin}: expected an origin as browsers send it, such as https://chat.example.org "
+                "(scheme, host and port, no path), or *"
+            )
+    if "*" in config.allowed_origin and config.api_key is None and config.api_keys is None:
+        raise ConfigError(
+            "--allowed-origin * lets every web page that somebody here opens use the service: name the origins, or "
+            "add --api-key KEY"
+        )
+
+
 def _check_serve(config: ServeConfig) -> None:
     """What no single field can tell."""
     if config.aggregated and (config.prefill is not None or config.decode is not None):
@@ -254,6 +269,7 @@ def _check_serve(config: ServeConfig) -> None:
             "(or set PENSTOCK_API_KEY) or --api-keys FILE, or stay on --host 127.0.0.1"
         )
     lora_folders(config.lora)
+    _check_origins(config)
     if config.response_cache is not None and config.allow_mixed_numerics:
         raise ConfigError(
             "--response-cache tells answers again that are the same bit for bit, which --allow-mixed-numerics does not "

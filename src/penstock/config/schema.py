@@ -299,6 +299,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     response_cache: int = 0  # bytes of stored responses; 0: none
     trace: TraceConfig = TraceConfig()
     event_loop: EventLoop = "auto"
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the service from a browser
     fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
 
 
@@ -383,6 +384,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
+    allowed_origin: tuple[str, ...] = ()  # of web pages that may use the service from a browser; "*": all
     served_model_name: str | None = None
     generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's
     unknown_fields: Literal["refuse", "ignore"] = "refuse"  # fields of requests that are not known

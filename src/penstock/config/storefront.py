@@ -34,3 +34,4 @@ class StoreConfig(Config, frozen=True, kw_only=True):
     limits: Limits = Limits()
     created: int = 0  # Unix seconds
     event_loop: EventLoop = "auto"
+    allowed_origins: tuple[str, ...] = ()

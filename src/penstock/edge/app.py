@@ -27,6 +27,7 @@ from penstock.config.schema import Limits
 from penstock.edge import admin, sse, status
 from penstock.edge.answering import Answering, Course, gather, stream, whole
 from penstock.edge.auth import Authenticated, KeyRing, Ring
+from penstock.edge.cross_origin import opened_to
 from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header
 from penstock.edge.exchange import Exchange
@@ -37,11 +38,13 @@ from penstock.edge.keyed import Keyed, keyed_of
 from penstock.edge.openai_chat import ChatShape
 from penstock.edge.openai_completions import CompletionShape
 from penstock.edge.openai_shapes import Charge, Head, Shape, Usage
+from penstock.edge.openapi import Schemas, describing
 from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
 from penstock.edge.reading import read_all, written
 from penstock.edge.stored import CACHE_CONTROL, HIT, ResponseStore, StoredAnswers, repeats
 from penstock.edge.traced import Traced, header_of, parts_of, told
 from penstock.edge.transcribing import Transcribing
+from penstock.edge.unknown_paths import hint
 from penstock.errors import KeyReused, MethodNotAllowed, NoWorkers, RequestError, UnknownPath, WrongTask
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.telemetry.spans import NoTracer, Span, Tracer
@@ -93,6 +96,8 @@ class Behind:
     met: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     stored: ResponseStore | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
+    schemas: Callable[[], Schemas] = dict  # of request bodies
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +115,27 @@ def make_app(behind: Behind) -> ASGIApp:
     service = _Service(behind)
     prepare, pools = behind.intake, behind.pools
     embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
+    routes = [
+        _post("/v1/chat/completions", service.generation(prepare.chat, ChatShape())),
+        _post("/v1/completions", service.generation(prepare.completion, CompletionShape())),
+        _post("/v1/embeddings", service.reading(embeddings, EmbeddingShape())),
+        *(_post(path, service.reading(rerank, RerankShape())) for path in RERANK_PATHS),
+        _post("/classify", service.reading(classify, ClassifyShape())),
+        _post("/v1/audio/transcriptions", service.listening(translates=False)),
+        _post("/v1/audio/translations", service.listening(translates=True)),
+        _post("/tokenize", service.question(_tokenize(prepare))),
+        _post("/detokenize", service.question(_detokenize(prepare))),
+        _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
+        _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
+        *(admin.routes(behind.posts, service.door) if behind.posts else ()),
+        *status.routes(behind.streams, prepare.cards, behind.metrics, behind.metrics_type),
+    ]
     app = Starlette(
-        routes=[
-            _post("/v1/chat/completions", service.generation(prepare.chat, ChatShape())),
-            _post("/v1/completions", service.generation(prepare.completion, CompletionShape())),
-            _post("/v1/embeddings", service.reading(embeddings, EmbeddingShape())),
-            *(_post(path, service.reading(rerank, RerankShape())) for path in RERANK_PATHS),
-            _post("/classify", service.reading(classify, ClassifyShape())),
-            _post("/v1/audio/transcriptions", service.listening(translates=False)),
-            _post("/v1/audio/translations", service.listening(translates=True)),
-            _post("/tokenize", service.question(_tokenize(prepare))),
-            _post("/detokenize", service.question(_detokenize(prepare))),
-            _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
-            _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
-            *(admin.routes(behind.posts, service.door) if behind.posts else ()),
-            *status.routes(behind.streams, prepare.cards, behind.metrics, behind.metrics_type),
-        ],
+        routes=describing(routes, behind.schemas),
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
-    return Authenticated(app, behind.keys)
+    return opened_to(Authenticated(app, behind.keys), behind.allowed_origins)
 
 
 class _Service:
@@ -178,7 +184,7 @@ class _Service:
             if prepare is None:
                 name = self._behind.intake.cards()[0].name
                 paths = WRITING_PATHS if self._behind.hears is None else AUDIO_PATHS
-                raise WrongTask(name, "writes text and is read with for nothing else", paths)
+                raise WrongTask(name, "generates text; it has no embeddings, rerank or classify", paths)
             with self._traced.request(exchange, shape.operation, door.body.get("model")) as span:
                 await read(exchange, (door, prepare), span)
 
@@ -209,7 +215,7 @@ class _Service:
         async def work(exchange: Exchange, sent: Sent) -> None:
             if behind.hears is None:
                 paths = WRITING_PATHS if behind.pools is None else "what it is for"
-                raise WrongTask(behind.intake.cards()[0].name, "hears nothing", paths)
+                raise WrongTask(behind.intake.cards()[0].name, "does not transcribe audio", paths)
             envelope = self._envelope(exchange, "transcript-")
             listening = await behind.hears.listen(sent.take(), envelope, translates=translates)
             sent.hold.release()
@@ -377,7 +383,9 @@ async def http_error(request: Request, error: Exception) -> Response:
         allow = (error.headers or {}).get("Allow", "")
         ours: RequestError = MethodNotAllowed(request.method[:32], path, allow=allow)
     elif isinstance(error, HTTPException) and error.status_code == 404:
-        ours = UnknownPath(f"Unknown request URL: {request.method[:32]} {path}.", code="unknown_url")
+        served = [route.path for route in request.app.routes if isinstance(route, Route)]
+        told = f"Unknown request URL: {request.method[:32]} {path}. {hint(path, served)}"
+        ours = UnknownPath(told, code="unknown_url")
     else:
         ours = RequestError("The request cannot be served.")
     return _Refused(ours)

@@ -26,8 +26,8 @@ from penstock.types import ServiceClass
 
 log = logging.getLogger("penstock.edge")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-"""What load balancers and Prometheus ask for; it tells nothing about anybody's requests."""
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json", "/ready", "/version"})
+"""What browsers, load balancers and Prometheus ask for; it tells nothing about anybody's requests."""
 
 OPERATORS = ("/admin/", "/debug/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """What tells of everybody's requests, or changes what everybody has."""

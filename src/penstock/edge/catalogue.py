@@ -25,8 +25,9 @@ from penstock import __version__
 from penstock.clock import Clock
 from penstock.config.schema import Limits
 from penstock.edge import sse, upstream
-from penstock.edge.app import EXPLAIN, ROUTE, SESSION, http_error, unforeseen
+from penstock.edge.app import EXPLAIN, RERANK_PATHS, ROUTE, SESSION, http_error, unforeseen
 from penstock.edge.auth import EVERYBODY, FOR, Authenticated, Ring
+from penstock.edge.cross_origin import opened_to
 from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header, noted, refusal
 from penstock.edge.exchange import Exchange
@@ -34,13 +35,17 @@ from penstock.edge.forms import FORM_BYTES, written
 from penstock.edge.fronted import saying
 from penstock.edge.gate import CLASS, MAX_WAIT
 from penstock.edge.keyed import IDEMPOTENCY_KEY, LAST_EVENT_ID
+from penstock.edge.openapi import Schemas, describing
 from penstock.edge.stored import CACHE_CONTROL, RESPONSE_CACHE
 from penstock.edge.traced import TRACE_RESPONSE, trace_headers
 from penstock.edge.upstream import Upstream
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
 from penstock.wire.ports import Form
 
-PASSED = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+PASSED = (
+    *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+    *("/v1/embeddings", *RERANK_PATHS, "/classify"),
+)
 """Paths that name a model in their bodies."""
 
 PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
@@ -97,6 +102,8 @@ class Store:
     clock: Clock
     keys: Ring
     created: int  # Unix seconds
+    schemas: Callable[[], Schemas] = dict  # of request bodies
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
 
 
 def make_catalogue_app(store: Store) -> ASGIApp:
@@ -111,11 +118,11 @@ def make_catalogue_app(store: Store) -> ASGIApp:
         Route("/admin/unload_model", service.asking(store.models.unload), methods=["POST"]),
     ]
     app = Starlette(
-        routes=[*posts, *admin, *_questions(store)],
+        routes=describing([*posts, *admin, *_questions(store)], store.schemas),
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
-    return Authenticated(app, store.keys)
+    return opened_to(Authenticated(app, store.keys), store.allowed_origins)
 
 
 class _Service:

@@ -30,7 +30,7 @@ MOST_BYTES = 1 << 20
 ENTRY_BYTES = 320
 """What an entry takes beside its packed response: objects, places in two tables."""
 
-NO_PART = frozenset({"id", "arrival", "block_hashes", "session", "pictures", "claim", "begun", "trace"})
+NO_PART = frozenset({"id", "arrival", "block_hashes", "session", "pictures", "claim", "begun", "open_ended", "trace"})
 """Fields of a request that its tokens do not follow from.  Pictures are told by their hashes, in ``images``."""
 
 _KEYED = tuple(name for name in ValidRequest.__struct_fields__ if name not in NO_PART)

@@ -32,7 +32,7 @@ from penstock.weights.whisper import Whisper
 from penstock.wire.ports import AnswerText, Envelope, Form, ModelCard
 
 HEARING = Purpose(
-    text="writes what it hears, and nothing else", paths="/v1/audio/transcriptions or /v1/audio/translations"
+    text="transcribes audio and generates no other text", paths="/v1/audio/transcriptions or /v1/audio/translations"
 )
 _UINT64_MASK = (1 << 64) - 1
 

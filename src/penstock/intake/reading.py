@@ -60,7 +60,7 @@ class ReadingIntake(SingleTaskIntake):
             end_tokens=(),
             requests=served.requests,
         )
-        super().__init__(card, Purpose(text="writes no text", paths=_paths(served)), tokenizer, facts, limits)
+        super().__init__(card, Purpose(text="generates no text", paths=_paths(served)), tokenizer, facts, limits)
         self._labels = _labels(config, served.width) if served.task is Task.CLASSIFY else ()
         prompts = Fields(read_object(files, PROMPTS) or {}, files.path_of(PROMPTS))
         self._prompts = _prompts(prompts)

@@ -22,7 +22,7 @@ from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Token
 class Purpose(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is made for, in the words of a refusal."""
 
-    text: str  # what it does instead of writing what it is asked for: "writes no text"
+    text: str  # what it does instead of writing what it is asked for: "generates no text"
     paths: str  # where it is asked
 
 

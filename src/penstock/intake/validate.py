@@ -60,8 +60,8 @@ COMPLETION = _COMMON | {"prompt", "echo", "suffix", "best_of", "add_special_toke
 TOKENIZE = _TEMPLATE | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens"})
 
-_MAX_SALT_CHARS = 256
-_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+MAX_SALT_CHARS = 256
+STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 _COMPLETION_MAX_TOKENS = 16
 """What OpenAI gives a completion that names no ``max_tokens``."""
 
@@ -328,7 +328,7 @@ def parse_stream_options(fields: Fields, config: RequestConfig, *, stream: bool)
             param="stream_options",
             code="invalid_parameter_combination",
         )
-    unknown = next((name for name in value if name not in _STREAM_OPTIONS), None)
+    unknown = next((name for name in value if name not in STREAM_OPTIONS), None)
     if unknown is not None and config.unknown_fields == "refuse":
         raise RequestError(
             f"Unknown parameter: 'stream_options.{unknown[:64]}'.", param="stream_options", code="unknown_parameter"
@@ -340,7 +340,7 @@ def parse_stream_options(fields: Fields, config: RequestConfig, *, stream: bool)
 
 def parse_cache_salt(fields: Fields) -> str:
     """Requests with different salts share no cached pages."""
-    salt = fields.string("cache_salt", max_chars=_MAX_SALT_CHARS)
+    salt = fields.string("cache_salt", max_chars=MAX_SALT_CHARS)
     if salt == "":
         raise BadField("cache_salt", got="", want="a string that is not empty", code="empty_string")
     return salt or ""

@@ -281,6 +281,7 @@ def _gateway_config(
         response_cache=(config.response_cache or 0) // config.gateways,
         trace=trace_config(config),
         event_loop=config.event_loop,
+        allowed_origins=config.allowed_origin,
     )
 
 

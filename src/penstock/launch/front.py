@@ -13,6 +13,7 @@ from penstock.edge.app import Behind, make_app
 from penstock.edge.stored import ResponseStore
 from penstock.intake.listening import ListeningIntake
 from penstock.intake.reading import ReaderFacts, ReadingIntake
+from penstock.intake.request_schemas import request_schemas
 from penstock.intake.service import ModelIntake
 from penstock.launch.http_process import App
 from penstock.launch.rings import ring_of
@@ -47,6 +48,8 @@ def make_http_app(
             levels=metrics.levels,
             stored=stored,
             tracer=tracer,
+            schemas=lambda: request_schemas(config.limits),
+            allowed_origins=config.allowed_origins,
         )
     )
 

@@ -8,6 +8,7 @@ import sys
 from penstock.clock import MonotonicClock
 from penstock.config.storefront import StoreConfig
 from penstock.edge.catalogue import Store, make_catalogue_app
+from penstock.edge.openapi import Schemas
 from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
 from penstock.launch.http_process import SWITCH_S, HttpProcess, Rim
@@ -23,11 +24,27 @@ def run_storefront(config: StoreConfig, rim: Rim) -> int:
     return event_loop.run(_run(config, rim), config.event_loop)
 
 
+def _schemas(config: StoreConfig) -> Schemas:
+    from penstock.intake.request_schemas import request_schemas  # of this process nobody else needs it
+
+    return request_schemas(config.limits)
+
+
 async def _run(config: StoreConfig, rim: Rim) -> int:
     clock = MonotonicClock()
     house = ModelHouse(config, rim.channel.send, clock)
     keys = ring_of(config.api_key, config.api_keys, config.scheduling)
-    app = make_catalogue_app(Store(models=house, limits=config.limits, clock=clock, keys=keys, created=config.created))
+    app = make_catalogue_app(
+        Store(
+            models=house,
+            limits=config.limits,
+            clock=clock,
+            keys=keys,
+            created=config.created,
+            schemas=lambda: _schemas(config),
+            allowed_origins=config.allowed_origins,
+        )
+    )
     house.start()
     try:
         await HttpProcess(rim, config.limits, house.on_supervisor).serve(app)

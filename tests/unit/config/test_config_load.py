@@ -196,3 +196,15 @@ def test_joining_starts_nothing_here() -> None:
     for flag in ("prefill", "decode", "kv_memory", "threads", "max_chunk_tokens"):
         refused(f"--{flag.replace('_', '-')} belongs to them", flags={"join": ["tcp://a:1"], "keys": "/k", flag: 64})
     refused("--aggregated belongs to them", flags={"join": ["tcp://a:1"], "keys": "/k", "aggregated": True})
+
+
+def test_origins_of_web_pages() -> None:
+    page = "https://chat.example.org:8443"
+    assert load_serve({"allowed_origin": [page, "app://obsidian.md"]}, {}).allowed_origin == (page, "app://obsidian.md")
+    assert (
+        load_serve({}, {"PENSTOCK_ALLOWED_ORIGIN": f"{page}, http://localhost:3000"}).allowed_origin[1][-4:] == "3000"
+    )
+    assert load_serve({"allowed_origin": "*", "api_key": "k"}, {}).allowed_origin == ("*",)
+    for origin in ("chat.example.org", f"{page}/", "https://*.example.org", "null"):
+        refused("expected an origin as browsers send it", flags={"allowed_origin": [origin]})
+    refused("lets every web page", flags={"allowed_origin": ["*"]})

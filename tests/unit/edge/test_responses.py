@@ -53,6 +53,7 @@ OTHER_BITS = {
 SAME_BITS = {
     "id": RequestId("r/1"),
     "block_hashes": (BlockHash(b"h" * 32),),
+    "open_ended": True,
     "arrival": 2.0,
     "session": "s",
     "pictures": (),
