@@ -142,7 +142,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_json_depth: int = 64
     max_json_values: int = 2_097_152  # members of all arrays and objects of a body
     max_json_containers: int = 131_072  # arrays and objects of a body
-    max_ignored_chars: int = 262_144  # of a field that changes nothing here, such as metadata
+    max_ignored_chars: int = 65_536  # of a field that changes nothing here, such as metadata
     max_header_bytes: int = 64 << 10
     max_n: int = 16  # choices of one prompt
     max_prompts: int = 64  # prompts in one /v1/completions request
@@ -153,8 +153,10 @@ class Limits(Config, frozen=True, kw_only=True):
     max_top_logprobs: int = 20
     max_prompt_logprobs: int = 262_144  # with echo: prompt tokens x (1 + alternatives), of all choices of a request
     max_messages: int = 4096
+    max_content_parts: int = 4096  # of all messages of a chat, calls of tools among them
     max_tools: int = 512  # of a chat, and calls in one of its messages
     max_tokenize_chars: int = 4 << 20  # text for /tokenize, which need not fit into a context
+    max_chars_per_token: int = 32  # a text with more than so many for each token of the context does not fit into it
     max_template_output_bytes: int = 16 << 20
     max_template_s: float = 5.0
     max_grammar_chars: int = 131_072  # of a schema, regular expression or grammar

@@ -5,7 +5,7 @@ Knows nothing about fields or requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -77,8 +77,14 @@ class Chats:
         with_tools = templates.for_chat(tools=True)
         self._with_tools = self._plain if with_tools is self._plain.template else Adapter(with_tools)
 
-    def write(self, tokenizer: TextTokenizer, conversation: Conversation, wish: Wish) -> Written:
-        """The tokens of a chat.  Only the template can write control tokens.  Raises RequestError."""
+    def write(
+        self, tokenizer: TextTokenizer, conversation: Conversation, wish: Wish, check: Callable[[int], None]
+    ) -> Written:
+        """The tokens of a chat.  Only the template can write control tokens.
+
+        ``check`` is told the characters of the rendered text before it is read, and may refuse them.
+        Raises RequestError.
+        """
         adapter = self._with_tools if wish.tooling.tools else self._plain
         conversation = msgspec.structs.replace(conversation, tools=wish.tooling.tools or None)
         if wish.direct:
@@ -88,6 +94,7 @@ class Chats:
         control = tokenizer.control
         guarded = any(map(control.suspicious, _given(adapted)))
         rendered = adapter.template.render(_marked(adapted, tokenizer) if guarded else adapted)
+        check(control.unmarked_chars(rendered) if guarded else len(rendered))
         if wish.direct and adapted.add_generation_prompt:
             rendered += _skipped(adapter.format, rendered, wish)
         if guarded:
@@ -97,15 +104,6 @@ class Chats:
         if not tokens:
             raise RequestError("The messages are empty: they have no tokens.", param="messages", code="empty_prompt")
         return _written(tokens, adapter.format, tokenizer, wish, rendered)
-
-
-def text_size(value: Any) -> int:
-    """Characters of all texts within ``value``."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + text_size(item) for key, item in value.items())
-    return sum(map(text_size, value)) if isinstance(value, list | tuple) else 0
 
 
 def _given(conversation: Conversation) -> Iterable[Any]:

@@ -73,6 +73,11 @@ class ControlText:
             at = match.end()
         return "".join((*pieces, rendered[at:]))
 
+    def unmarked_chars(self, rendered: str) -> int:
+        """Characters of ``rendered`` without marks."""
+        marks = (self._open, self._close)
+        return len(rendered) - sum(rendered.count(mark) * len(mark) for mark in marks)
+
     def _partial(self, text: str) -> tuple[bool, bool]:
         core = text.strip(_SPACE)
         reach = range(1, min(self._longest_part, len(core)) + 1)

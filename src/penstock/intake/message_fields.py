@@ -32,6 +32,7 @@ _ID = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
 _MAX_ARGUMENTS = 32
 _MAX_ARGUMENT_CHARS = 256
+_MAX_DOCUMENT_FIELDS = 64
 _ARGUMENT_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 Message = dict[str, Any]
@@ -55,6 +56,7 @@ def parse_messages(
     items = array("messages", value, max_items=limits.max_messages, what="messages")
     if not items:
         raise BadField("messages", got="an empty array", want="at least one message", code="empty_array")
+    _check_parts(items, limits)
     names: dict[str, str] = {}  # of tools, by the ids of their calls
     messages: list[Message] = []
     for i, item in enumerate(items):
@@ -66,7 +68,35 @@ def parse_messages(
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
             message["name"] = names[message["tool_call_id"]]
         messages.append(message)
+    _check_arguments(messages, limits)
     return messages
+
+
+def _check_parts(items: Sequence[Any], limits: Limits) -> None:
+    """How many parts and calls there are."""
+    lists = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "tool_calls")]
+    parts = sum(len(given) for given in lists if isinstance(given, list))
+    if parts > limits.max_content_parts:
+        raise BadField(
+            "messages",
+            got=f"{parts} parts and tool calls",
+            want=f"at most {limits.max_content_parts} in one chat (max_content_parts)",
+            code="array_above_max_length",
+        )
+
+
+def _check_arguments(messages: Sequence[Message], limits: Limits) -> None:
+    """How many brackets there are in the arguments of calls: they become arrays and objects for templates."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    texts = [call["function"]["arguments"] for call in calls]
+    brackets = sum(text.count("[") + text.count("{") for text in texts)
+    if brackets > limits.max_json_containers:
+        raise BadField(
+            "messages",
+            got=f"tool calls whose arguments have {brackets} brackets",
+            want=f"at most {limits.max_json_containers} (max_json_containers)",
+            code="array_above_max_length",
+        )
 
 
 def _parse_message(where: str, item: Mapping[str, Any], limits: Limits, images: list[ImageUrl] | None) -> Message:
@@ -182,17 +212,22 @@ def _parse_content(
     if not content:
         raise BadField(where, got="an empty array", want="at least one part", code="empty_array")
     parts: list[dict[str, str]] = []
+    texts: list[str] = []  # that follow one another
+
+    def end_text() -> None:
+        if texts:
+            parts.append({"type": "text", "text": "\n".join(texts)})
+            texts.clear()
+
     for i, item in enumerate(content):
         own, part = f"{where}[{i}]", mapping(f"{where}[{i}]", item)
         if part.get("type") == "image_url" and images is not None:
             images.append(_parse_image(own, part, of, len(images)))
+            end_text()
             parts.append({"type": "image"})
             continue
-        text = _parse_part(own, part)
-        if parts and "text" in parts[-1]:
-            parts[-1]["text"] += f"\n{text}"
-        else:
-            parts.append({"type": "text", "text": text})
+        texts.append(_parse_part(own, part))
+    end_text()
     return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
 
 
@@ -279,6 +314,10 @@ def parse_documents(value: object, limits: Limits) -> list[dict[str, Any]] | Non
     documents: list[dict[str, Any]] = []
     for i, item in enumerate(array("documents", value, max_items=limits.max_messages, what="documents")):
         entries = mapping(f"documents[{i}]", item)
+        if len(entries) > _MAX_DOCUMENT_FIELDS:
+            raise BadField(
+                f"documents[{i}]", got=f"{len(entries)} fields", want=f"at most {_MAX_DOCUMENT_FIELDS} fields"
+            )
         for key, text in entries.items():
             if not isinstance(text, str | int | float | None):
                 raise BadField(f"documents[{i}].{key[:64]}", got=text, want="a string or a number", code=WRONG_TYPE)

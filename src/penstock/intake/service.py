@@ -22,8 +22,8 @@ from penstock.grammar.vocabulary import Vocabulary
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.adapters import AdapterBook
 from penstock.intake.answer import ChoiceText, Echo, Wanted, text_of
-from penstock.intake.chat import Chats, Wish, Written, text_size
-from penstock.intake.fields import unsupported
+from penstock.intake.chat import Chats, Wish, Written
+from penstock.intake.fields import unsupported, weights
 from penstock.intake.grammar_fields import Asked
 from penstock.intake.images.pixels import installed
 from penstock.intake.images.preparing import Images, Seen
@@ -212,6 +212,7 @@ class ModelIntake:
                 "This model has no chat template. Use /v1/completions.", param="messages", code="no_chat_template"
             )
         self._check_size(sum(content_chars(message["content"]) for message in text.messages), "messages", cut=cut)
+        size = await self._weighed(text)
         conversation = Conversation(
             messages=text.messages,
             documents=text.documents,
@@ -220,11 +221,35 @@ class ModelIntake:
             arguments=text.arguments,
         )
         written = await self._tokenizer.run(
-            text_size((text.messages, text.tooling.tools)) + len(text.messages) * _CHARS_OF_A_MESSAGE,
-            lambda: chats.write(self._tokenizer, conversation, wish),
+            size + len(text.messages) * _CHARS_OF_A_MESSAGE,
+            lambda: chats.write(
+                self._tokenizer, conversation, wish, lambda chars: self._check_size(chars, "messages", cut=cut)
+            ),
         )
         self._check_known(written.tokens, param="messages")
         return written
+
+    async def _weighed(self, text: ChatText) -> int:
+        """Characters of all that a template may write.  Raises RequestError where that is more than could ever be read.
+
+        What a template leaves out (reasoning of earlier turns, documents) counts, too; so there is more room than the
+        context has, and the written text is weighed again.
+        """
+        limits = self._limits
+        most = max(limits.max_tokenize_chars, self._facts.max_model_len * limits.max_chars_per_token)
+        chars = 0
+        given = (text.messages, text.tooling.tools, text.documents, text.arguments)
+        for turn, chars in enumerate(weights(given, most)):  # noqa: B007
+            if turn:
+                await asyncio.sleep(0)
+        if chars > most:
+            raise RequestError(
+                f"The messages, tools and documents have more than {most} characters together, which no context of "
+                f"{self._facts.max_model_len} tokens can hold.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return chars
 
     async def _see(self, tokens: tuple[int, ...], text: ChatText) -> Seen:
         """The prompt with the images of its chat."""
@@ -255,7 +280,7 @@ class ModelIntake:
             raise BadField(param, got=f"{chars} characters", want=want, code="string_above_max_length")
         if cut:
             return
-        least = self._tokenizer.at_least(chars, self._facts.max_model_len)
+        least = self._tokenizer.at_least(chars, self._facts.max_model_len, self._limits.max_chars_per_token)
         if least is not None:
             raise PromptTooLong(
                 prompt_tokens=least, max_tokens=1, limit=self._facts.max_model_len, param=param, at_least=True

@@ -24,7 +24,10 @@ from penstock.intake.vocabulary import TokenTable
 INLINE_CHARS = 2048
 """Up to here encoding takes well under a millisecond, less than the way to a thread and back may take."""
 
-THREADS = 2
+SHORT_CHARS = 64 << 10
+"""Longer texts have threads of their own, so that they hold up none but their like."""
+
+LONG_THREADS = 2
 _LONGEST_TOKEN_FLOOR = 16
 
 T = TypeVar("T")
@@ -56,20 +59,23 @@ class TextTokenizer:
         self.control = ControlText(self._added[token].content for token in self._control_ids)
         self._guarded, self._places = self._guarded_tokenizer()
         self._forbidden = self._control_ids - self._places.keys()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-short")
+        self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="tokenizer-long")
 
     def close(self) -> None:
         """Lets the threads end.  What is being encoded is finished, what waits is forgotten."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def at_least(self, chars: int, limit: int) -> int | None:
+    def at_least(self, chars: int, limit: int, most_per_token: int = 1 << 30) -> int | None:
         """A number of tokens, ``limit`` or more, that any text of ``chars`` characters has; None if it may have fewer.
 
-        Only a text that could be refused has the vocabulary looked through, once: that takes as long as a start may.
+        No text is believed to have more than ``most_per_token`` characters a token.  Only a text that could be refused
+        has the vocabulary looked through, once: that takes as long as a start may.
         """
         if -(-chars // _LONGEST_TOKEN_FLOOR) < limit:
             return None
-        least = -(-chars // self._longest)
+        least = -(-chars // min(self._longest, max(most_per_token, _LONGEST_TOKEN_FLOOR)))
         return least if least >= limit else None
 
     @cached_property
@@ -94,7 +100,8 @@ class TextTokenizer:
         """``work`` on a text of ``size`` characters: here and now when it is short, else on a thread."""
         if size <= INLINE_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        pool = self._short if size <= SHORT_CHARS else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """All of ``text``; spellings of control tokens in it become those tokens."""
