@@ -7,27 +7,23 @@ open.  Knows nothing about JSON bodies or the words of an API (``Shape`` does).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock.edge import sse
 from penstock.edge.counted import Counted
-from penstock.edge.errors import Header
+from penstock.edge.errors import noted
 from penstock.edge.event_ids import After, EventIds, Place
-from penstock.edge.event_stream import tell
-from penstock.edge.exchange import Exchange
+from penstock.edge.event_stream import EventOut
+from penstock.edge.feeds import Feeds, Turns
 from penstock.edge.gate import Visit
 from penstock.edge.kept import Answers
 from penstock.edge.openai_shapes import Charge, Choice, Head, Shape, Usage
-from penstock.errors import RequestError, WorkerLost
+from penstock.errors import RequestError
 from penstock.types import FinishReason, TokenBatch
-from penstock.wire.ports import AnswerPiece, AnswerText, CallPiece, Prepared
-
-_AHEAD = 4
-"""Pieces of all choices that may wait for a client that reads slowly; the rest waits in the token streams."""
+from penstock.wire.ports import AnswerPiece, CallPiece, Prepared, TokenStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +49,7 @@ class Answering:
         self._cached = [0] * len(prepared.requests)
         self._tokens = [0] * len(prepared.requests)
         self._stored = [0] * len(prepared.requests)
+        self._served = [False] * len(prepared.requests)  # choices that have a token of a worker
 
     def used(self) -> Usage:
         """So far; the choices of one prompt share what was cached of it."""
@@ -72,76 +69,125 @@ class Answering:
             self._visit.used(used, rated=self.course.rated.take(told), metered=self.course.metered.take(told))
         return used
 
-    async def choice(self, index: int) -> AsyncGenerator[AnswerPiece, None]:
-        """The pieces of one choice; the last has ``finish``.  One ends where the client's part of it does."""
-        request, text = self._prepared.requests[index], self._prepared.answers[index]
+    def streams(self) -> list[TokenStream]:
+        """The tokens of each choice; to be begun and closed by whoever reads them."""
+        return [self._streams.stream(request) for request in self._prepared.requests]
+
+    def take(self, index: int, came: TokenBatch) -> list[AnswerPiece]:
+        """The pieces that these tokens of a choice make; the last of a choice has ``finish``.  One ends where the
+        client's part of it does."""
+        text, pieces = self._prepared.answers[index], []
+        for batch in self._parts(index, came):
+            pieces.append(text.push(batch))
+            if self._counted(index, batch, came, pieces[-1]):
+                break
+        return pieces
+
+    async def take_slowly(self, index: int, came: TokenBatch) -> list[AnswerPiece]:
+        """As ``take``, of more than the event loop has time for: in a thread."""
+        text, pieces = self._prepared.answers[index], []
+        for batch in self._parts(index, came):
+            pieces.append(await asyncio.to_thread(text.push, batch))
+            if self._counted(index, batch, came, pieces[-1]):
+                break
+        return pieces
+
+    def _parts(self, index: int, came: TokenBatch) -> Sequence[TokenBatch]:
+        if not self._served[index]:
+            self._served[index] = computed = self.course.computed and not came.stored
+            self._visit.started(index, computed=computed)
+        self._cached[index] += came.cached_tokens
         known = self.course.after.places.get(index)
-        stream = self._streams.stream(request)
-        try:
-            async for came in stream:
-                self._visit.started(index, computed=self.course.computed and not came.stored)
-                self._cached[index] += came.cached_tokens
-                for batch in _parted(came, known.tokens - self._tokens[index] if known else 0):
-                    piece = text.push(batch) if batch.prompt_logprobs is None else await _pushed(text, batch)
-                    self._tokens[index] = piece.tokens
-                    if batch.stored:
-                        self._stored[index] = piece.tokens
-                    if piece.finish is not None and came.finish is None:
-                        self._streams.stopped(request.id)
-                    if piece.finish is not None:
-                        self._visit.ended(index, piece.tokens)
-                    yield piece
-                    if piece.finish is not None:
-                        return
-        finally:
-            await stream.aclose()
-        raise WorkerLost("The answer ended before its end.")
+        return _parted(came, known.tokens - self._tokens[index]) if known else (came,)
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, AnswerPiece], None]:
-        """The pieces of all choices as they come."""
-        if len(self._prepared.requests) > 1:
-            async with aclosing(self._merged()) as merged:
-                async for item in merged:
-                    yield item
-            return
-        async with aclosing(self.choice(0)) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-
-    async def _merged(self) -> AsyncGenerator[tuple[int, AnswerPiece], None]:
-        queue: asyncio.Queue[tuple[int, AnswerPiece | BaseException]] = asyncio.Queue(_AHEAD)
-
-        async def pump(index: int) -> None:
-            try:
-                async with aclosing(self.choice(index)) as pieces:
-                    async for piece in pieces:
-                        await queue.put((index, piece))
-            except Exception as error:  # noqa: BLE001 - handed to the one who reads the queue
-                await queue.put((index, error))
-
-        open_choices = len(self._prepared.requests)
-        tasks = [asyncio.create_task(pump(index)) for index in range(open_choices)]
-        try:
-            while open_choices:
-                index, item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                open_choices -= item.finish is not None
-                yield index, item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _counted(self, index: int, batch: TokenBatch, came: TokenBatch, piece: AnswerPiece) -> bool:
+        """Is this piece the last?"""
+        self._tokens[index] = piece.tokens
+        if batch.stored:
+            self._stored[index] = piece.tokens
+        if piece.finish is None:
+            return False
+        if came.finish is None:
+            self._streams.stopped(self._prepared.requests[index].id)
+        self._visit.ended(index, piece.tokens)
+        return True
 
 
 MANY_LOGPROBS = 128
 """Tokens in one piece whose log-probabilities are written on the event loop; those of more are written in a thread."""
 
 
-async def _pushed(text: AnswerText, batch: TokenBatch) -> AnswerPiece:
-    if len(batch.prompt_logprobs or ()) <= MANY_LOGPROBS:
-        return text.push(batch)
-    return await asyncio.to_thread(text.push, batch)
+class _Gathered:
+    """``Taker`` of an answer that is told whole."""
+
+    paused = pending = False
+
+    def __init__(self, answering: Answering, choices: int) -> None:
+        self.pieces: list[list[AnswerPiece]] = [[] for _ in range(choices)]
+        self._answering = answering
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        ready()
+
+    def takes_long(self, batch: TokenBatch) -> bool:
+        return _is_long(batch)
+
+    def take(self, index: int, batch: TokenBatch) -> bool:
+        self.pieces[index] += (came := self._answering.take(index, batch))
+        return came[-1].finish is not None
+
+    async def take_slowly(self, index: int, batch: TokenBatch) -> bool:
+        self.pieces[index] += (came := await self._answering.take_slowly(index, batch))
+        return came[-1].finish is not None
+
+    async def flush(self) -> None:
+        pass
+
+
+class _Streamed:
+    """``Taker`` of one that is told as it comes."""
+
+    def __init__(self, answering: Answering, events: _Events, out: EventOut) -> None:
+        self._answering = answering
+        self._events = events
+        self._out = out
+
+    @property
+    def paused(self) -> bool:
+        return self._out.paused
+
+    @property
+    def pending(self) -> bool:
+        return self._out.pending
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        self._out.when_open(ready)
+
+    def takes_long(self, batch: TokenBatch) -> bool:
+        return _is_long(batch)
+
+    def take(self, index: int, batch: TokenBatch) -> bool:
+        pieces = self._answering.take(index, batch)
+        for piece in pieces:
+            data = self._events.of(index, piece)
+            if data:
+                self._out.write(data)
+        return pieces[-1].finish is not None
+
+    async def take_slowly(self, index: int, batch: TokenBatch) -> bool:
+        pieces = await self._answering.take_slowly(index, batch)
+        for piece in pieces:
+            data = await asyncio.to_thread(self._events.of, index, piece)
+            if data:
+                self._out.write(data)
+        return pieces[-1].finish is not None
+
+    async def flush(self) -> None:
+        await self._out.flush()
+
+
+def _is_long(batch: TokenBatch) -> bool:
+    return batch.prompt_logprobs is not None and len(batch.prompt_logprobs) > MANY_LOGPROBS
 
 
 async def whole(shape: Shape, head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -168,13 +214,11 @@ def _parted(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
     return before, behind
 
 
-async def gather(answering: Answering, choices: int) -> list[Choice]:
+async def gather(answering: Answering, turns: Turns, choices: int) -> list[Choice]:
     """All choices, whole."""
-    gathered: list[list[AnswerPiece]] = [[] for _ in range(choices)]
-    async with aclosing(answering.pieces()) as pieces:
-        async for index, piece in pieces:
-            gathered[index].append(piece)
-    return [_joined(pieces_of_one) for pieces_of_one in gathered]
+    gathered = _Gathered(answering, choices)
+    await Feeds(turns, gathered).run(answering.streams())
+    return [_joined(pieces_of_one) for pieces_of_one in gathered.pieces]
 
 
 def _joined(pieces: Sequence[AnswerPiece]) -> Choice:
@@ -201,23 +245,20 @@ def _whole_calls(parts: Iterable[CallPiece]) -> list[CallPiece]:
     return calls
 
 
-async def stream(
-    exchange: Exchange, answering: Answering, shape: Shape, head: Head, headers: Callable[[], Sequence[Header]]
-) -> None:
-    """Send the answer as events.  ``headers`` are asked for when they are sent."""
+async def stream(answering: Answering, turns: Turns, out: EventOut, shape: Shape, head: Head) -> None:
+    """Send the answer as events."""
     events = _Events(shape, head, answering.course)
-
-    async def told() -> AsyncGenerator[bytes, None]:
-        async with aclosing(answering.pieces()) as pieces:
-            async for index, piece in pieces:
-                many = len(piece.logprobs) > MANY_LOGPROBS
-                yield await asyncio.to_thread(events.of, index, piece) if many else events.of(index, piece)
-
-    def last() -> bytes:
-        usage = sse.event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""
-        return usage + sse.DONE
-
-    await tell(exchange, told(), last, headers)
+    feeds = Feeds(turns, _Streamed(answering, events, out))
+    out.wake = feeds.wake
+    try:
+        await feeds.run(answering.streams())
+    except Exception as error:
+        if not out.started:
+            raise
+        await out.finish(sse.failure(noted(error).body))
+        return
+    usage = sse.event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""
+    await out.finish(usage + sse.DONE)
 
 
 class _Events:

@@ -30,7 +30,9 @@ from penstock.edge.auth import Authenticated, KeyRing, Ring
 from penstock.edge.cross_origin import opened_to
 from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header
+from penstock.edge.event_stream import EventOut
 from penstock.edge.exchange import Exchange
+from penstock.edge.feeds import Turns
 from penstock.edge.forms import FORM_BYTES
 from penstock.edge.gate import Gate, Rules
 from penstock.edge.kept import Answers, KeptAnswers, Met
@@ -144,6 +146,7 @@ class _Service:
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
         self.door = Door(behind.limits, behind.clock)
+        self._turns = Turns()
         self._kept = KeptAnswers(behind.limits, behind.clock)
         self._traced = Traced(behind.tracer, behind.clock)
         rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys)
@@ -268,9 +271,9 @@ class _Service:
             headers = partial(self._headers, envelope.id, more, explained=exchange.header(EXPLAIN) is not None)
             try:
                 if reply.stream:
-                    await stream(exchange, answering, shape, head, headers)
+                    await stream(answering, self._turns, EventOut(exchange, headers), shape, head)
                 else:
-                    choices = await gather(answering, len(prepared.requests))
+                    choices = await gather(answering, self._turns, len(prepared.requests))
                     body = await whole(shape, head, choices, answering.used())
                     await exchange.reply(200, body, *headers())
             finally:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from penstock.edge import sse
+from penstock.edge.body_writer import BodyWriter
 from penstock.edge.errors import Header, noted
 from penstock.edge.exchange import Exchange
 
@@ -24,12 +25,13 @@ async def tell(
 
     ``last`` and ``headers`` are asked for when they are sent.
     """
-    out = _Out(exchange, headers)
+    out = EventOut(exchange, headers)
     try:
         async with aclosing(events) as parts:
             async for data in parts:
                 if data:
-                    await out.send(data)
+                    out.write(data)
+                    await out.flush()
     except Exception as error:
         if not out.started:
             raise
@@ -38,28 +40,76 @@ async def tell(
     await out.finish(last())
 
 
-class _Out:
-    """Where events go: straight out, or, for a client that knows no chunks, out at the end in one piece."""
+class EventOut:
+    """Where the events of one answer go, in order.
+
+    Straight to the connection where the server allows it; else ``flush`` sends what was written, and until then the
+    answer is paused.  For a client that knows no chunks, out at the end in one piece.
+    """
 
     def __init__(self, exchange: Exchange, headers: Callable[[], Sequence[Header]]) -> None:
         self._exchange = exchange
         self._headers = headers
         self._kept: list[bytes] | None = None if exchange.chunked else []
+        self._unsent: list[bytes] = []
+        self._writer: BodyWriter | None = None
+        self._waiting: list[Callable[[], None]] = []  # for what is not sent yet
         self.started = False
+        self.wake: Callable[[], None] = lambda: None  # told when there is something to flush
 
-    async def send(self, data: bytes) -> None:
+    @property
+    def pending(self) -> bool:
+        """Is there something to flush?"""
+        return bool(self._unsent)
+
+    @property
+    def paused(self) -> bool:
+        """Has the client to read first?"""
+        return bool(self._unsent) if self._writer is None else self._writer.paused
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        """Call this once when it is no longer paused; asked while it is."""
+        if self._writer is None:
+            self._waiting.append(ready)
+        else:
+            self._writer.when_writable(ready)
+
+    def write(self, data: bytes) -> None:
+        """An event, or several."""
         self.started = True
         if self._kept is not None:
             self._kept.append(data)
+        elif self._writer is not None:
+            self._writer.write(data)
+        else:
+            self._unsent.append(data)
+            self.wake()
+
+    async def flush(self) -> None:
+        """Send what was written.  The status line goes before the first of it."""
+        if not self._unsent:
             return
-        if not self._exchange.started:
-            await self._exchange.start(200, *sse.HEADERS, *self._headers())
-        await self._exchange.send(data)
+        await self._start()
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        writer = self._exchange.body_writer()
+        if writer is not None:
+            writer.write(data)
+            self._writer = writer
+        else:
+            await self._exchange.send(data)
+        waiting, self._waiting = self._waiting, []
+        for ready in waiting:
+            ready()
 
     async def finish(self, data: bytes) -> None:
+        """The last event."""
         if self._kept is not None:
             await self._exchange.reply(200, b"".join((*self._kept, data)), *sse.HEADERS, *self._headers())
             return
+        await self._start()
+        await self._exchange.finish(b"".join((*self._unsent, data)))
+
+    async def _start(self) -> None:
         if not self._exchange.started:
             await self._exchange.start(200, *sse.HEADERS, *self._headers())
-        await self._exchange.finish(data)

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.config.schema import Limits
 from penstock.edge.admission import BodyHold
+from penstock.edge.body_writer import BODY_WRITER, BodyWriter
 from penstock.edge.errors import JSON_TYPE, ClientGone, Header, noted
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
 
@@ -126,6 +127,11 @@ class Exchange:
     async def send(self, body: bytes) -> None:
         """A part of the body."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def body_writer(self) -> BodyWriter | None:
+        """What writes parts of a body that has begun straight to the connection, where the server has such a thing."""
+        writer: BodyWriter | None = self._scope.get("extensions", {}).get(BODY_WRITER)
+        return writer if writer is not None and writer.usable else None
 
     async def finish(self, body: bytes = b"") -> None:
         """The last part of the body."""

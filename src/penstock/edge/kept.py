@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -78,27 +78,30 @@ class _Tokens:
         self.finished = True
         self._pump.cancel()
 
-    async def read(self) -> AsyncGenerator[TokenBatch, None]:
-        """From the first token on."""
+    def read(self) -> _Reader:
+        """From the first token on.  Whoever asks counts as a reader from now on, until the reader is closed."""
         self._readers += 1
-        at = 0
-        try:
-            while True:
-                while at < len(self.batches):
-                    at += 1
-                    yield self.batches[at - 1]
-                if self.finished:
-                    return
-                if self.failed:
-                    raise self._error or NoWorkers("The answer was given up; send the request again.")
-                await self._news.wait()
-        finally:
-            self._readers -= 1
-            if not self._readers and not self.finished and not self.failed:
-                asyncio.get_running_loop().call_later(self._grace_s, self._unless_read)
+        return _Reader(self)
+
+    async def after(self, at: int) -> TokenBatch | None:
+        """The batch with this number, once it is there; None after the last."""
+        while at >= len(self.batches):
+            if self.finished:
+                return None
+            if self.failed:
+                raise self._error or NoWorkers("The answer was given up; send the request again.")
+            await self._news.wait()
+        return self.batches[at]
+
+    def left(self) -> None:
+        """A reader is closed."""
+        self._readers -= 1
+        if not self._readers and not self.finished and not self.failed:
+            asyncio.get_running_loop().call_later(self._grace_s, self._unless_read)
 
     def _unless_read(self) -> None:
-        if not self._readers:
+        if not self._readers and not self.finished:
+            self.failed = True  # at once: whoever comes before the pump has ended must not wait for it
             self._pump.cancel()
 
     async def _run(self, source: TokenStream) -> None:
@@ -120,6 +123,32 @@ class _Tokens:
         self._news = asyncio.Event()
 
 
+class _Reader:
+    """``TokenStream`` of one who reads kept tokens."""
+
+    def __init__(self, tokens: _Tokens) -> None:
+        self._tokens = tokens
+        self._at = 0
+        self._closed = False
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        batch = None if self._closed else await self._tokens.after(self._at)
+        if batch is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        self._at += 1
+        return batch
+
+    async def aclose(self) -> None:
+        """See ``TokenStream``."""
+        if not self._closed:
+            self._closed = True
+            self._tokens.left()
+
+
 class KeptAnswer:
     """All choices of one request, by their number; ``Answers`` for whoever asks with the same key."""
 
@@ -133,7 +162,7 @@ class KeptAnswer:
         self._asked: dict[RequestId, tuple[int, RequestId]] = {}  # -> choice, and what its first asker called it
         self._names: dict[int, RequestId] = {}
 
-    def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
+    def stream(self, request: ValidRequest) -> TokenStream:
         """See ``Answers``.  The first who asks for a choice has it computed."""
         choice = request.sampling.choice
         self._asked[request.id] = choice, self._names.setdefault(choice, request.id)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -25,6 +26,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.schema import Limits
+from penstock.edge.body_writer import BODY_WRITER
 
 MAX_PIPELINED = 16
 _SEPARATORS = len(": \r\n")
@@ -38,6 +40,42 @@ class _BadHeadError(Exception):
 def guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
     """uvicorn's protocol class with these limits built in (uvicorn makes one object of it a connection)."""
     return type("GuardedConnection", (_GuardedConnection,), {"limits": limits})
+
+
+class ConnectionWriter:
+    """``edge.body_writer.BodyWriter`` of one answer: what uvicorn's ``send`` does with a part of a body, no more."""
+
+    __slots__ = ("_connection", "_cycle")
+
+    def __init__(self, connection: _GuardedConnection) -> None:
+        self._connection = connection
+        self._cycle: RequestResponseCycle | None = None
+
+    def begin(self, cycle: RequestResponseCycle) -> None:
+        """uvicorn's own object for this answer."""
+        self._cycle = cycle
+
+    @property
+    def usable(self) -> bool:
+        """See ``BodyWriter``."""
+        cycle = self._cycle
+        if cycle is None or not cycle.response_started or cycle.response_complete:
+            return False
+        return bool(cycle.chunked_encoding) and cycle.scope["method"] != "HEAD"
+
+    @property
+    def paused(self) -> bool:
+        """See ``BodyWriter``."""
+        return self._connection.flow.write_paused and self._cycle is not None and not self._cycle.disconnected
+
+    def write(self, body: bytes) -> None:
+        """See ``BodyWriter``."""
+        if self._cycle is not None and not self._cycle.disconnected:
+            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def when_writable(self, ready: Callable[[], None]) -> None:
+        """See ``BodyWriter``."""
+        self._connection.when_writable(ready)
 
 
 class _GuardedConnection(HttpToolsProtocol):
@@ -54,6 +92,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._framing_bytes = 0  # received of a body since its last byte: a chunk's line, or trailer fields
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._wait_to_write: list[Callable[[], None]] = []
 
     # --- the head ----------------------------------------------------------------------------------------------------
 
@@ -68,6 +107,7 @@ class _GuardedConnection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+        self._writable()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -136,7 +176,10 @@ class _GuardedConnection(HttpToolsProtocol):
         self._in_head = self._head_begun = False
         self._head_bytes = 0
         self._stop_head_timer()
+        writer = ConnectionWriter(self)
+        self.scope["extensions"] = {BODY_WRITER: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
+        writer.begin(self.cycle)
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if self.pipeline:
             # uvicorn reads no further behind a running request, and so would not hear that the client has gone.
@@ -225,8 +268,18 @@ class _GuardedConnection(HttpToolsProtocol):
         super().pause_writing()
         self._watch_reader(self.transport.get_write_buffer_size())
 
+    def when_writable(self, ready: Callable[[], None]) -> None:
+        """See ``BodyWriter``."""
+        self._wait_to_write.append(ready)
+
+    def _writable(self) -> None:
+        waiting, self._wait_to_write = self._wait_to_write, []
+        for ready in waiting:
+            ready()
+
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._writable()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

@@ -209,6 +209,7 @@ class Flight:
             or not item.tokens
             or item.finish is not None
             or item.phases
+            or item.prompt_logprobs is not None
             or self._early
             or self.guilt.deaths
             or self.phase is not Phase.FLYING
@@ -223,7 +224,7 @@ class Flight:
         if writer is None or writer.leg is Leg.PREFILL or not writer.spoken or writer.joins or writer.ended:
             return False
         writer.heard = self._idle_since = self.moved = now
-        self._attempts = 0
+        self._attempts = self._failures = 0
         self.emitted.extend(item.tokens)
         return True
 

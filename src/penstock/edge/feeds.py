@@ -1,0 +1,273 @@
+"""Brings tokens to answers: one callback of the event loop for all streams that have some.
+
+::
+
+    router: tokens wait --notify--> ``Turns`` --so much a turn--> ``poll`` --> text --> event --> connection
+
+A stream that can be polled (``PolledTokens``) costs no switch of tasks a token, and whatever waits of it comes as one
+batch.  Any other, such as one that is kept for requests to join, is read by a task of its own.  Knows nothing about
+text and HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from penstock.errors import WorkerLost
+from penstock.types import TokenBatch
+from penstock.wire.ports import PolledTokens, TokenStream
+
+UNITS_PER_TURN = 1024
+"""Work that one turn of the event loop does for answers; a unit is one to five microseconds."""
+
+BEGIN_UNITS = 128
+BATCH_UNITS = 8
+"""To begin a stream, which places it at a worker, and to send a batch, whatever is in it.  A token or an alternative of
+it is one more."""
+
+
+class Turns:
+    """Work for many answers, so much in one turn of the event loop, in order.  One for an application."""
+
+    def __init__(self, units: int = UNITS_PER_TURN) -> None:
+        self._units = units
+        self._waiting: deque[Callable[[], int]] = deque()
+        self._is_due = False
+
+    def __len__(self) -> int:
+        """Pieces of work that wait."""
+        return len(self._waiting)
+
+    def add(self, work: Callable[[], int]) -> None:
+        """Do this soon.  It returns the units that it took, and raises nothing."""
+        self._waiting.append(work)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        left, waiting = self._units, self._waiting
+        for _ in range(len(waiting)):  # what is added meanwhile is for another turn
+            left -= waiting.popleft()()
+            if left <= 0:
+                break
+        self._is_due = bool(waiting)
+        if waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
+class Taker(Protocol):
+    """What becomes of the tokens of one answer, which may have several choices."""
+
+    @property
+    def paused(self) -> bool:
+        """Is nothing to be taken now?"""
+        ...
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        """Call this once when it is no longer paused; asked while it is."""
+        ...
+
+    def takes_long(self, batch: TokenBatch) -> bool:
+        """Is this for ``take_slowly``?"""
+        ...
+
+    def take(self, index: int, batch: TokenBatch) -> bool:
+        """Tokens of a choice.  True: no more of that choice is wanted."""
+        ...
+
+    async def take_slowly(self, index: int, batch: TokenBatch) -> bool:
+        """As ``take``, of what would hold the event loop for too long."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Is there something for ``flush``?"""
+        ...
+
+    async def flush(self) -> None:
+        """Do what ``take`` could not, because it has to wait."""
+        ...
+
+
+class Feeds:
+    """The streams of one answer."""
+
+    def __init__(self, turns: Turns, taker: Taker) -> None:
+        self._turns = turns
+        self._taker = taker
+        self._open = 0
+        self._error: Exception | None = None
+        self._sleeper: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, streams: Sequence[TokenStream]) -> None:
+        """Until the taker wants no more of any of them.  Raises what ends one, and closes all, however it ends."""
+        taker, polled = self._taker, list[_Polled]()
+        self._open = len(streams)
+        try:
+            for index, stream in enumerate(streams):
+                if isinstance(stream, PolledTokens):
+                    polled.append(_Polled(self, index, stream))
+                    self._turns.add(polled[-1].pull)
+                else:
+                    self._spawn(self._read(index, stream))
+            while True:
+                if taker.pending:
+                    await taker.flush()
+                elif self._error is not None:
+                    raise self._error
+                elif not self._open:
+                    return
+                else:
+                    await self._sleep()
+        finally:
+            for one in polled:
+                one.close()
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+
+    def wake(self) -> None:
+        """There is something to flush, to raise or to return for."""
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
+
+    def ended(self) -> None:
+        """A choice is complete."""
+        self._open -= 1
+        if not self._open:
+            self.wake()
+
+    def failed(self, error: Exception) -> None:
+        """A choice cannot be completed."""
+        self._error = self._error or error
+        self.wake()
+
+    def slowly(self, index: int, batch: TokenBatch, then: Callable[[bool], None]) -> None:
+        """Have the taker take this in a task."""
+
+        async def take() -> None:
+            try:
+                then(await self._taker.take_slowly(index, batch))
+            except Exception as error:  # noqa: BLE001 - raised by ``run``
+                self.failed(error)
+
+        task = self._spawn(take())
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sleep(self) -> None:
+        self._sleeper = asyncio.get_running_loop().create_future()
+        try:
+            await self._sleeper
+        finally:
+            self._sleeper = None
+
+    def _spawn(self, work: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        return task
+
+    async def _read(self, index: int, stream: TokenStream) -> None:
+        """A stream that cannot be polled."""
+        taker = self._taker
+        try:
+            async with aclosing(stream):
+                async for batch in stream:
+                    long = taker.takes_long(batch)
+                    if await taker.take_slowly(index, batch) if long else taker.take(index, batch):
+                        break
+                    while taker.paused:
+                        await _opened(taker)
+                else:
+                    raise WorkerLost("The answer ended before its end.")
+            self.ended()
+        except Exception as error:  # noqa: BLE001 - raised by ``run``
+            self.failed(error)
+
+    @property
+    def taker(self) -> Taker:
+        """Whom they feed."""
+        return self._taker
+
+    @property
+    def turns(self) -> Turns:
+        """When."""
+        return self._turns
+
+
+async def _opened(taker: Taker) -> None:
+    """Wait until it is no longer paused."""
+    opened = asyncio.get_running_loop().create_future()
+    taker.when_open(lambda: None if opened.done() else opened.set_result(None))
+    await opened
+
+
+class _Polled:
+    """One choice's stream, which is asked when it has something."""
+
+    __slots__ = ("_begun", "_feeds", "_index", "_over", "_tokens")
+
+    def __init__(self, feeds: Feeds, index: int, tokens: PolledTokens) -> None:
+        self._feeds = feeds
+        self._index = index
+        self._tokens = tokens
+        self._begun = False
+        self._over = False
+
+    def pull(self) -> int:
+        """Bring what waits to the taker.  Returns units."""
+        taker = self._feeds.taker
+        if self._over:
+            return 1
+        if taker.paused:
+            taker.when_open(self._ready)
+            return 1
+        cost = BATCH_UNITS if self._begun else BEGIN_UNITS
+        self._begun = True
+        ends = False
+        try:
+            batch = self._tokens.poll()
+            if batch is not None:
+                cost += units_of(batch)
+                if taker.takes_long(batch):
+                    self._feeds.slowly(self._index, batch, self._went_on)
+                    return cost
+                ends = taker.take(self._index, batch)
+        except Exception as error:  # noqa: BLE001 - raised by ``Feeds.run``
+            self.close()
+            self._feeds.failed(error)
+            return cost
+        self._went_on(ends)
+        return cost
+
+    def close(self) -> None:
+        """Free what the stream holds.  Harmless when said twice."""
+        if not self._over:
+            self._over = True
+            self._tokens.close()
+
+    def _went_on(self, ends: bool) -> None:
+        if ends:
+            self.close()
+            self._feeds.ended()
+        elif not self._over:
+            self._tokens.notify(self._ready)
+
+    def _ready(self) -> None:
+        self._feeds.turns.add(self.pull)
+
+
+def units_of(batch: TokenBatch) -> int:
+    """The work that a batch is, beside ``BATCH_UNITS``."""
+    logprobs = batch.logprobs
+    if logprobs is None:
+        return len(batch.tokens)
+    return sum(1 + len(each.top) for each in logprobs)
