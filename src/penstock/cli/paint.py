@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NoReturn, TextIO
 
@@ -58,9 +59,33 @@ def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def count_bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """The same of things that are counted one by one."""
-    with _bar(what, total, unit) as add:
-        yield add
+    """The same of things that are counted one by one; where standard error is no terminal, a line every ten seconds."""
+    if sys.stderr.isatty():
+        with _bar(what, total, unit) as add:
+            yield add
+    else:
+        yield _ProgressLines(what, total, unit).add
+
+
+class _ProgressLines:
+    """How far a long run is, for logs: silent for its first ten seconds."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, what: str, total: int, unit: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._total, self._unit, self._now = what, total, unit, now
+        self._begun = self._told = now()
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        now = self._now()
+        if now - self._told >= self.EVERY_S:
+            self._told = now
+            share = self._done / self._total if self._total else 1.0
+            done = f"{self._done:,} of {self._total:,} {self._unit} ({share:.0%})"
+            print(f"{self._what}: {done}, {now - self._begun:.0f} s", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

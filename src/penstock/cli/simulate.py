@@ -11,18 +11,23 @@ import msgspec
 from penstock.cli.paint import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
+from penstock.launch.locate import config_folder
+from penstock.parallel.devices import parse_devices
 from penstock.router.policy.named import NAMES as POLICIES
 from penstock.sim.cluster import Run, Setup, as_json, simulate
-from penstock.sim.fleet import DEFAULT, NAMES, load_fleet, parse_workers
+from penstock.sim.fleet import DEFAULT, NAMES, FleetFile, load_fleet, parse_workers
 from penstock.sim.measures import Targets
-from penstock.sim.plot import draw
+from penstock.sim.plot import draw, pyplot
+from penstock.sim.roofline import fleet_of
 from penstock.sim.trace import read_trace
+from penstock.weights.outline import read_outline
 
 EPILOG = f"""\
 examples:
   penstock simulate conversation_trace.jsonl.gz
   penstock simulate conversation_trace.jsonl.gz --workers 32 --rate-scale 4 --policy round-robin --json
   penstock simulate AzureLLMInferenceTrace_conv.csv --workers 12:4 --plot run.png
+  penstock simulate conversation_trace.jsonl.gz --model ~/models/llama --devices 8xH100
 
 TRACE is a Mooncake JSONL or an Azure CSV, plain or gzipped.  Fleets of the package: {", ".join(NAMES)};
 `penstock calibrate` writes one of this machine.  docs/simulator.md says what is real here and what is modelled.
@@ -40,7 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.set_defaults(run=run)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="Mooncake JSONL or Azure CSV, plain or gzipped")
-    parser.add_argument("--fleet", default=DEFAULT, metavar="FILE", help="TOML, or a name; default: %(default)s")
+    parser.add_argument("--fleet", metavar="FILE", help=f"TOML, or a name; default: {DEFAULT}")
+    parser.add_argument("--model", metavar="MODEL", help="compute the fleet: for this model, with --devices")
+    parser.add_argument("--devices", metavar="NxNAME", help="and on these, as 8xH100 (from data sheets)")
     parser.add_argument("--workers", metavar="N", help="so many instead; 12:4 for prefill and decode workers")
     parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="default: %(default)s")
     parser.add_argument("--always-split", action="store_true", help="no decode worker reads a prompt")
@@ -59,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, flag)
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and below 1e9, got {value:g}")
-    fleet = load_fleet(args.fleet)
+    if args.plot is not None:
+        pyplot()  # what is missing is said before the run, not behind it
+    fleet = chosen_fleet(args)
     if args.workers is not None:
         fleet = fleet.of(*parse_workers(args.workers))
     setup = Setup(
@@ -78,6 +87,15 @@ def run(args: argparse.Namespace) -> int:
     figures = as_json(done)
     print(msgspec.json.encode(figures).decode() if args.json else show(done, figures, Paint()))
     return 0
+
+
+def chosen_fleet(args: argparse.Namespace) -> FleetFile:
+    """The fleet of a file, or one computed from a model and devices.  Raises ConfigError, ModelError."""
+    if args.model is None and args.devices is None:
+        return load_fleet(args.fleet or DEFAULT)
+    if args.model is None or args.devices is None or args.fleet is not None:
+        raise ConfigError("--model and --devices go together, and without --fleet")
+    return fleet_of(read_outline(config_folder(args.model)), parse_devices(args.devices))
 
 
 def shown_ways(figures: dict[str, Any]) -> str:

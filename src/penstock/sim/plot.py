@@ -26,7 +26,7 @@ def pyplot(flag: str = "--plot") -> Any:
     try:
         return importlib.import_module("matplotlib.pyplot")
     except ImportError:
-        raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib") from None
+        raise ConfigError(f"{flag} needs matplotlib: pip install 'penstock[plot]'") from None
 
 
 def draw(run: Run, path: Path) -> None:

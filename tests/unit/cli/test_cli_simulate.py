@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import simulate as command
 from penstock.cli.main import main
+from penstock.cli.paint import _ProgressLines
+from penstock.parallel.devices import parse_devices
 from penstock.sim.fleet import load_fleet
+from penstock.sim.roofline import fleet_of
+from penstock.weights.outline import read_outline
+from tiny_models import llama_config
+
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
 
 LINE = '{{"timestamp": {at}, "input_length": {tokens}, "output_length": 20, "hash_ids": [{ids}]}}\n'
 
@@ -42,9 +61,48 @@ def test_a_run_for_people_with_a_picture(trace: str, tmp_path: Path, capsys: pyt
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_a_plot_needs_is_looked_for_before_the_run(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setattr(command, "simulate", lambda *_: pytest.fail("the run began"))
+    assert main(["simulate", trace, "--plot", "run.png"]) == 2
+    assert "pip install 'penstock[plot]'" in capsys.readouterr().err
+
+
+def test_a_fleet_of_a_model_on_devices(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", trace, "--model", str(CONFIGS / "llama_3_2_1b.json"), "--devices", "4xA100"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "fleet 4xA100 (4 both); computed, not measured: llama_3_2_1b.json on A100, 1 a worker" in shown
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_fleets_of_the_package_agree_with_the_roofline(name: str, tmp_path: Path) -> None:
+    """Both are arithmetic over the same data sheets."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama_config(**LLAMA_8B)))
+    given, found = load_fleet(name), fleet_of(read_outline(path), parse_devices(f"8x{name.upper()}"))
+    for field in ("step_s", "row_s", "context_s", "read_step_s", "token_s", "pair_s"):
+        assert getattr(found.steps, field) == pytest.approx(getattr(given.steps, field), rel=0.15), field
+    assert found.memory.token_bytes == given.memory.token_bytes
+
+
+def test_long_runs_without_a_terminal_say_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 3.0, 11.0, 12.0, 22.0])
+    lines = _ProgressLines("talk", 8, "requests", lambda: next(seconds))
+    for _ in range(4):
+        lines.add(2)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["talk: 4 of 8 requests (50%), 11 s", "talk: 8 of 8 requests (100%), 22 s"]
+
+
 @pytest.mark.parametrize(
     ("words", "because"),
     [
+        (["--model", "x"], "--model and --devices go together"),
+        (["--model", str(CONFIGS / "kimi_k2_bf16.json"), "--devices", "8xH100"], "does not fit on 8 x H100"),
+        (["--model", str(CONFIGS / "bge_large.json"), "--devices", "8xH100"], "only models that generate text"),
         (["--rate-scale", "0"], "--rate-scale must be above 0"),
         (["--fleet", "nowhere.toml"], "fleet nowhere.toml"),
         (["--workers", "many"], "--workers many"),
