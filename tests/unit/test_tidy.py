@@ -143,7 +143,11 @@ def test_every_limit_is_documented_with_its_default(field: msgspec.structs.Field
 def test_no_limit_is_documented_that_does_not_exist():
     page = text(ROOT / "docs/limits.md")
     documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    fields = {f.name for s in (*STRUCTS.values(), schema.SchedulerConfig) for f in msgspec.structs.fields(s)}
+    fields = {
+        f.name
+        for s in (*STRUCTS.values(), schema.SchedulerConfig, schema.WorkerConfig)
+        for f in msgspec.structs.fields(s)
+    }
     assert documented <= fields
 
 

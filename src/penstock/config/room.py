@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.beside import beside_bytes
 from penstock.config.gpu import RUNTIME_BYTES, DeviceChoice
+from penstock.config.schema import COMPILED_GRAMMARS_BYTES
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ class Room:
         return "this machine" if self.choice.gpu is None else self.choice.gpu.name
 
     @property
+    def grammars_bytes(self) -> int:
+        """What compiled grammars of answers may take in all workers; they stand in host memory."""
+        answers = self.model.pooling is None and self.choice.gpu is None
+        return self.workers * COMPILED_GRAMMARS_BYTES if answers else 0
+
+    @property
     def steps_bytes(self) -> int:
         """What computing takes.  On the host it is small beside what is left there."""
         return 0 if self.choice.gpu is None else self.model.activation_bytes + RUNTIME_BYTES
@@ -62,7 +69,7 @@ class Room:
     def budget(self, asked: int | None, needed: int) -> tuple[int, str]:
         """(bytes of KV pages in each worker, where that comes from).  ``needed`` holds one full context."""
         room, workers = self.room(), self.workers
-        half = room // (2 * workers) if self.choice.gpu is None else room
+        half = max(room // 4, (room - self.grammars_bytes) // 2) // workers if self.choice.gpu is None else room
         if asked is None:
             share = min(int(room * KV_SHARE) // workers, KV_CONTEXTS * needed)
             budget = max(share, min(half, needed)) if self.choice.gpu is None else room

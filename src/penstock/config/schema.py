@@ -107,6 +107,10 @@ class Loan(Config, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()  # where they are; empty: wherever the system decides
 
 
+COMPILED_GRAMMARS_BYTES = 256 << 20
+"""Of compiled grammars in one worker, those that answers follow and those that are kept for others."""
+
+
 class WorkerConfig(Config, frozen=True, kw_only=True):
     """Everything one worker process needs; given to it by the process that forks it."""
 
@@ -128,6 +132,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     drain_s: float = 28.0  # to let others go on with its answers before it ends
     loans: tuple[Loan, ...] = ()  # whose cores it may borrow
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
+    compiled_grammars_bytes: int = COMPILED_GRAMMARS_BYTES
+    max_compiling_grammars: int = 256  # that wait to be compiled in a worker
     gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
     report_min_s: float = 0.1  # between two reports at least, while anything changes
     report_waiting_s: float = 0.2  # between two answers to a gateway's Hellos at least, while requests wait here
@@ -163,7 +169,8 @@ class Limits(Config, frozen=True, kw_only=True):
     max_grammar_choices: int = 4096  # strings in structured_outputs.choice
     max_grammar_s: float = 1.0  # CPU time to compile one
     max_grammar_memory_bytes: int = 512 << 20  # to compile one
-    max_queued_grammars: int = 64  # that wait to be checked
+    max_queued_grammars: int = 64  # that wait to be checked, of all tenants
+    max_grammar_verdicts_bytes: int = 16 << 20  # of grammars that were checked and are remembered
     max_images: int = 8  # of one chat
     max_image_bytes: int = 12 << 20  # of one image as it is sent or fetched
     max_image_pixels: int = 32_000_000  # of one image as it is stored; looked at before it is decoded

@@ -7,6 +7,7 @@ by an address space limit.  It ends with its standard input.  Imports no NumPy, 
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -16,7 +17,7 @@ from random import Random
 import msgspec
 from llguidance import LLTokenizer
 
-from penstock.grammar.frames import Limits, Verdict, framed, read_frame
+from penstock.grammar.frames import OUT_OF_MEMORY, Limits, Verdict, framed, read_frame
 from penstock.grammar.matcher import CompiledGrammar, Matcher, shortened
 from penstock.grammar.sources import from_ebnf
 from penstock.grammar.vocabulary import Vocabulary, token_trie
@@ -42,22 +43,29 @@ def main() -> None:
     decoder = msgspec.msgpack.Decoder(Grammar)
     while (frame := read_frame(source.read)) is not None:
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-        verdict = verdict_on(decoder.decode(frame), trie, vocabulary.end_tokens)
+        try:
+            verdict = verdict_on(decoder.decode(frame), trie, vocabulary.end_tokens)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(framed(msgspec.msgpack.encode(verdict)))
         answers.flush()
 
 
 def verdict_on(grammar: Grammar, trie: LLTokenizer, end_tokens: tuple[int, ...]) -> Verdict:
-    """Compiles it and walks along it for a while."""
+    """Compiles it and walks along it for a while.  Raises MemoryError."""
     try:
         if grammar.kind is GrammarKind.EBNF:
             grammar = msgspec.structs.replace(grammar, kind=GrammarKind.LARK, text=from_ebnf(grammar.text))
         compiled = CompiledGrammar(grammar, trie)
     except RecursionError:
         return Verdict(refused="nested too deeply")
+    except MemoryError:
+        raise
     except ValueError as error:
         return Verdict(refused=shortened(str(error)))
+    except Exception as error:  # noqa: BLE001 - the next grammar is not to wait for a new process
+        return Verdict(refused=f"it cannot be compiled ({type(error).__name__})")
     if compiled.failure:
         return Verdict(refused=compiled.failure)
     failure = walk(compiled.matcher(), end_tokens)

@@ -6,6 +6,7 @@ another is not.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ import time
 import msgspec
 
 from penstock import children
-from penstock.grammar.frames import Limits, Verdict, framed, read_frame
+from penstock.grammar.frames import OUT_OF_MEMORY, Limits, Verdict, framed, read_frame
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.types import Grammar
 
@@ -24,6 +25,8 @@ PATIENCE = 8.0
 
 START_S = 30.0
 """For the process to come up and read the vocabulary."""
+
+log = logging.getLogger(__name__)
 
 
 class CheckTimeoutError(Exception):
@@ -60,9 +63,17 @@ class Checker:
         if answer is not None:
             return msgspec.msgpack.decode(answer, type=Verdict)
         self.kill()
-        if self._process.returncode == -signal.SIGPROF:
-            return Verdict(refused=f"it takes more than {self._limits.cpu_s:g} s to compile")
-        return Verdict(refused=f"it needs more than {self._limits.memory_bytes >> 20} MiB to compile")
+        return Verdict(refused=self._cause_of_death(self._process.returncode))
+
+    def _cause_of_death(self, status: int) -> str:
+        """Why a grammar is refused whose check ended the process.  An allocation that fails ends the library by
+        SIGABRT, or by SIGSEGV where it is the stack's."""
+        if status == -signal.SIGPROF:
+            return f"it takes more than {self._limits.cpu_s:g} s to compile"
+        if status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGKILL):
+            return f"it needs more than {self._limits.memory_bytes >> 20} MiB to compile"
+        log.warning("the checker of grammars ended with status %d over one of them", status)
+        return "the process that checks grammars failed on it"
 
     @property
     def running(self) -> bool:

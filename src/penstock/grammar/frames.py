@@ -12,6 +12,9 @@ from penstock.types import Grammar
 MAX_BYTES = 256 << 20
 """Of one frame: a vocabulary of a million tokens fits."""
 
+OUT_OF_MEMORY = 17
+"""Exit status of a checker whose interpreter got no more memory."""
+
 _HEAD = struct.Struct("<I")
 
 

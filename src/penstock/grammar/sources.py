@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from penstock.grammar.closing import close_objects
 from penstock.grammar.json_schema import OPTIONS, followable
@@ -57,8 +57,12 @@ def from_ebnf(text: str) -> str:
     try:
         # The library marks what it has made with options, which are set by ``source_of``.
         return gbnf_to_lark(text).removeprefix(f"{OPTIONS_MARK} {{}}")
-    except GbnfToLarkError as error:
-        raise ValueError(str(error)) from None
+    except (RecursionError, MemoryError):
+        raise
+    except IndexError:
+        raise ValueError("it ends in the middle of a text") from None
+    except Exception as error:  # noqa: BLE001 - what the library raises for rules without a definition
+        raise ValueError(str(error) or type(error).__name__) from None
 
 
 def json_rule(schema: object, *, compact: bool = False, closed: bool = False) -> str:

@@ -100,7 +100,12 @@ class ModelIntake:
         suggested = msgspec.to_builtins(self._facts.sampling)
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len, sampling=suggested)
         bounds = GrammarLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
-        self._grammars = GrammarChecks(self.vocabulary, bounds, max_waiting=limits.max_queued_grammars)
+        self._grammars = GrammarChecks(
+            self.vocabulary,
+            bounds,
+            max_waiting=limits.max_queued_grammars,
+            max_remembered_bytes=limits.max_grammar_verdicts_bytes,
+        )
 
     def close(self) -> None:
         """Ends the checks of grammars, and lets the tokenizer's threads end."""
@@ -144,7 +149,7 @@ class ModelIntake:
         call, keep = checked.call, checked.call.keep
         wish = Wish(tooling=checked.text.tooling, constrained=call.grammar is not None, closed=call.closed)
         written = await self._write_chat(checked.text, wish, cut=keep is not None)
-        call = await self._with_calls_demanded(call, written.grammars)
+        call = await self._with_calls_demanded(call, written.grammars, envelope.caller.tenant)
         prompt = await self._see(_last(written.tokens, keep), checked.text)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt.tokens)
@@ -327,7 +332,7 @@ class ModelIntake:
             stop_shown=call.stop_shown,
         )
 
-    async def _checked_grammar(self, call: Call) -> Grammar | None:
+    async def _checked_grammar(self, call: Call, tenant: str) -> Grammar | None:
         """The grammar as workers are to have it.  Raises RequestError for one that cannot be followed."""
         asked = call.grammar
         if asked is None:
@@ -335,17 +340,17 @@ class ModelIntake:
         if not self._facts.end_tokens:
             raise unsupported(asked.field, "this model has no end token, so no answer could be complete.")
         try:
-            return await self._grammars.check(asked.grammar)
+            return await self._grammars.check(asked.grammar, tenant)
         except GrammarRefused as error:
             raise RequestError(
                 f"Invalid '{asked.field}': {error}.", param=asked.field, code="invalid_grammar"
             ) from None
 
-    async def _with_calls_demanded(self, call: Call, grammars: Sequence[Grammar]) -> Call:
+    async def _with_calls_demanded(self, call: Call, grammars: Sequence[Grammar], tenant: str) -> Call:
         """The call under the first of ``grammars`` that can be followed, instead of what it asked for."""
         for grammar in grammars if self._facts.end_tokens else ():
             with suppress(GrammarRefused):
-                asked = Asked(await self._grammars.check(grammar), "tools")
+                asked = Asked(await self._grammars.check(grammar, tenant), "tools")
                 ends = tuple(dict.fromkeys((*self._facts.end_tokens, *call.sampling.stop_token_ids)))
                 sampling = msgspec.structs.replace(call.sampling, stop_token_ids=ends)
                 return msgspec.structs.replace(call, grammar=asked, sampling=sampling)
@@ -359,7 +364,7 @@ class ModelIntake:
         envelope: Envelope,
         adapter: AdapterRef | None,
     ) -> Prepared:
-        grammar = await self._checked_grammar(call)
+        grammar = await self._checked_grammar(call, envelope.caller.tenant)
         content = "" if adapter is None else adapter.fingerprint
         salt = envelope.caller.salt + call.cache_salt
         root = chain_root(envelope.identity, adapter=content, tenant_salt=salt)

@@ -104,7 +104,9 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         os.sched_setaffinity(0, config.cpus)
     own, peers = _memories(config, inherited)
     transport, clock = ZmqTransport(inherited.keys), MonotonicClock()
-    grammars = Grammars(inherited.vocabulary)
+    grammars = Grammars(
+        inherited.vocabulary, max_bytes=config.compiled_grammars_bytes, max_compiling=config.max_compiling_grammars
+    )
     encoders = Encoders(Peers(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
     images = ImageStage(
         encoder_of(inherited.model),

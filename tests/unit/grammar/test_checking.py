@@ -18,7 +18,7 @@ from grammar_world import BYTES, grammar_of, schema_grammar
 from penstock.errors import GrammarRefused, QueueFull
 from penstock.grammar.checking import GrammarChecks
 from penstock.grammar.child import Checker
-from penstock.grammar.frames import Limits
+from penstock.grammar.frames import Limits, Verdict
 from penstock.types import Grammar, GrammarKind
 
 LIMITS = Limits(cpu_s=0.4, memory_bytes=512 << 20)
@@ -176,8 +176,91 @@ def test_closing_does_not_wait_for_a_check():
             refused.append(error)
 
     thread = in_thread(check)
-    while checks._waiting == 0:
+    while checks.waiting == 0:
         time.sleep(0.001)
     checks.close()
     thread.join(timeout=PATIENCE_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('x ::= "a"', "No 'root' rule found"),
+        ("root ::= y", "Rule 'y' not found"),
+        ('root ::= "\\', "ends in the middle"),
+    ],
+)
+async def test_ebnf_that_is_none_is_refused_in_its_own_words_by_the_same_process(
+    checks: GrammarChecks, text: str, reason: str
+):
+    with pytest.raises(GrammarRefused, match=reason):
+        await checks.check(grammar_of("ebnf", text))
+    process = checks._checker
+    with pytest.raises(GrammarRefused, match="Rule 'nothing' not found"):
+        await checks.check(grammar_of("ebnf", "root ::= nothing"))
+    assert checks._checker is process
+
+
+class Slow:
+    """A checker that answers when it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, checks: GrammarChecks) -> None:
+        self.asked: list[str] = []
+        self.go_on = threading.Semaphore(0)
+        monkeypatch.setattr(checks, "_ask", self._ask)
+
+    def _ask(self, grammar: Grammar) -> Verdict:
+        self.asked.append(grammar.text)
+        assert self.go_on.acquire(timeout=PATIENCE_S)
+        return Verdict(grammar=grammar)
+
+
+async def test_no_tenant_waits_for_all_grammars_of_another(monkeypatch: pytest.MonkeyPatch):
+    checks = GrammarChecks(lambda: BYTES, LIMITS, max_waiting=64)
+    slow = Slow(monkeypatch, checks)
+    many = [asyncio.create_task(checks.check(grammar_of("regex", f"a{n}"), "many")) for n in range(20)]
+    await asyncio.sleep(0)
+    few = asyncio.create_task(checks.check(grammar_of("regex", "b"), "few"))
+    same = asyncio.create_task(checks.check(grammar_of("regex", "b"), "few"))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        slow.go_on.release()
+    assert await few == await same
+    assert slow.asked[:2] == ["a0", "b"]
+    for task in many[5:]:
+        task.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert checks.waiting == 4, "who has left waits no more"
+    for _ in many:
+        slow.go_on.release()
+    await asyncio.gather(*many[:5])
+    assert len(slow.asked) == 6
+    checks.close()
+
+
+async def test_a_full_queue_has_room_for_a_tenant_that_has_little_in_it(monkeypatch: pytest.MonkeyPatch):
+    checks = GrammarChecks(lambda: BYTES, LIMITS, max_waiting=4)
+    slow = Slow(monkeypatch, checks)
+    many = [asyncio.create_task(checks.check(grammar_of("regex", f"a{n}"), "many")) for n in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await checks.check(grammar_of("regex", "a9"), "many")
+    few = asyncio.create_task(checks.check(grammar_of("regex", "b"), "few"))
+    for _ in range(5):
+        slow.go_on.release()
+    await few
+    told = await asyncio.gather(*many, return_exceptions=True)
+    assert [isinstance(one, QueueFull) for one in told] == [False, False, False, True], "the last of many gave way"
+    checks.close()
+
+
+async def test_texts_that_are_remembered_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch):
+    checks = GrammarChecks(lambda: BYTES, LIMITS, max_waiting=4, max_remembered_bytes=4000)
+    slow = Slow(monkeypatch, checks)
+    for number in range(20):
+        slow.go_on.release()
+        await checks.check(grammar_of("regex", f"{number:02}" * 100))
+    assert checks._known_bytes == 5 * 800 == sum(4 * len(one.grammar.text) for one in checks._known.values())
+    checks.close()

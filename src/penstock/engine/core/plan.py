@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -31,6 +31,15 @@ from penstock.wire.messages import PageSource
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
+    from penstock.grammar.matcher import Matcher
+
+
+class GrammarInUse(Protocol):
+    """A compiled grammar; it is there for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
+
+    def matcher(self) -> Matcher:
+        """At the beginning of an answer."""
+        ...
 
 
 # --- events: what happened -------------------------------------------------------------------------------------------
@@ -56,6 +65,7 @@ class Arrive:
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
     ahead: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
+    in_use: GrammarInUse | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
     apart: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
 
 

@@ -54,6 +54,7 @@ class Request:
         "emitted",
         "epoch",
         "first_token",
+        "grammar",
         "hashes",
         "held",
         "id",
@@ -93,6 +94,7 @@ class Request:
         self.output: list[int] = list(event.emitted)  # emitted elsewhere, then drawn here
         self.emitted = len(self.output)
         self.sampling = event.sampling
+        self.grammar = event.in_use  # held as long as the request is here
         self.pooling = event.pooling
         self.arrival = event.arrival
         self.claim = event.claim

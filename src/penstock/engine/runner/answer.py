@@ -189,7 +189,7 @@ class Answers:
     """All answers by request."""
 
     def __init__(self, matcher_of: Callable[[Grammar], Matcher] = no_grammars) -> None:
-        """``matcher_of``: a grammar's matcher at the beginning of an answer."""
+        """``matcher_of``: a grammar's matcher at the beginning of an answer, for requests that hold none themselves."""
         self._by_id: dict[str, Answer] = {}
         self._matcher_of = matcher_of
 
@@ -200,8 +200,11 @@ class Answers:
         """The state of this very request object, made anew if it belonged to an earlier one of the same id."""
         answer = self._by_id.get(request.id)
         if answer is None or answer.request is not request:
-            grammar = request.sampling.grammar
-            constraint = None if grammar is None else Constraint(request, partial(self._matcher_of, grammar))
+            grammar, constraint = request.sampling.grammar, None
+            if grammar is not None:
+                in_use = request.grammar
+                begin = partial(self._matcher_of, grammar) if in_use is None else in_use.matcher
+                constraint = Constraint(request, begin)
             answer = self._by_id[request.id] = Answer(request, constraint)
         return answer
 

@@ -10,26 +10,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Arrive, Cancelled, Event
-from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused
+from penstock.engine.core.plan import Arrive, Cancelled, Event, GrammarInUse
+from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, PenstockError, QueueFull
 from penstock.types import AdapterRef, Grammar, Medium, RequestId
 
 MAX_CHECKED_PER_TURN = 256
 """Requests that wait here and are looked at in one turn: some 0.5 ms.  The next turn goes on with the others."""
 
 
-class Readiness(Protocol):
+class GrammarOnItsWay(GrammarInUse, Protocol):
+    """A grammar that is being compiled, for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
+
+    def ready(self) -> bool:
+        """Can it be followed now?  If not, it is being compiled.  Raises GrammarRefused when it never can."""
+        ...
+
+
+class GrammarCompiler(Protocol):
     """What compiles grammars (``grammar.worker.Grammars``)."""
 
-    def ready(self, grammar: Grammar) -> bool:
-        """Can it be followed now?  If not, it is being compiled.  Raises GrammarRefused when it never can."""
+    def request(self, grammar: Grammar) -> GrammarOnItsWay:
+        """Have it compiled.  Raises QueueFull where too many are."""
         ...
 
 
@@ -108,12 +116,12 @@ class NoAdapters:
         """See ``AdapterReadiness``."""
 
 
-class AlwaysReady:
+class NoGrammars:
     """For engines that follow no grammar."""
 
-    def ready(self, grammar: Grammar) -> bool:
-        """See ``Readiness``."""
-        return True
+    def request(self, grammar: Grammar) -> GrammarOnItsWay:
+        """See ``GrammarCompiler``."""
+        raise GrammarRefused("this engine follows no grammar")
 
 
 class ImageReadiness(Protocol):
@@ -162,7 +170,7 @@ class NoImages:
 class Ready:
     """What makes requests ready."""
 
-    grammars: Readiness = field(default_factory=AlwaysReady)
+    grammars: GrammarCompiler = field(default_factory=NoGrammars)
     images: ImageReadiness = field(default_factory=NoImages)
     adapters: AdapterReadiness = field(default_factory=NoAdapters)
     pages: PageReadiness = field(default_factory=PagesHere)
@@ -188,6 +196,7 @@ class Held:
         self._pages = ready.pages
         self._refuse = refuse
         self._room = room
+        self._compiling: dict[RequestId, GrammarOnItsWay] = {}  # of those that wait
         self._kept: dict[RequestId, deque[Event]] = {}  # looked at longest ago first; each begins with an arrival
 
     def __bool__(self) -> bool:
@@ -239,26 +248,41 @@ class Held:
                     if not self._ready(event):
                         self._kept[request] = waiting
                         return
-                except (GrammarRefused, ImageRefused, AdapterRefused) as error:
+                except tuple(_REFUSERS) as error:
                     # What is said of it later concerns nobody: it never came.
                     self._forget(request)
-                    self._refuse(event, f"{_REFUSERS[type(error)]}: {error}")
+                    self._refuse(event, _REFUSERS[type(error)].format(error))
                     waiting.popleft()
                     continue
                 self._pages.passed(request)
-            passed.append(waiting.popleft())
+                in_use = self._compiling.pop(request, None)
+                event = event if in_use is None else replace(event, in_use=in_use)
+            waiting.popleft()
+            passed.append(event)
 
     def _ready(self, event: Arrive) -> bool:
         """Can the scheduler be told of this request?"""
         grammar, adapter = event.sampling.grammar, event.adapter
         ready = self._pages.ready(event)  # asked first: who has an image's pages need not encode it
-        ready = (grammar is None or self._grammars.ready(grammar)) and ready and self._images.ready(event)
+        ready = (grammar is None or self._compiled(event.id, grammar)) and ready and self._images.ready(event)
         # Asked last: who is told that an adapter is there comes at once.
         return ready and (adapter is None or self._adapters.ready(adapter))
 
+    def _compiled(self, request: RequestId, grammar: Grammar) -> bool:
+        wanted = self._compiling.get(request)
+        if wanted is None:
+            wanted = self._compiling[request] = self._grammars.request(grammar)
+        return wanted.ready()
+
     def _forget(self, request: RequestId) -> None:
+        self._compiling.pop(request, None)
         self._images.forget(request)
         self._pages.forget(request)
 
 
-_REFUSERS = {GrammarRefused: "grammar", ImageRefused: "image", AdapterRefused: "adapter"}
+_REFUSERS: dict[type[PenstockError], str] = {
+    GrammarRefused: "grammar: {}",
+    ImageRefused: "image: {}",
+    AdapterRefused: "adapter: {}",
+    QueueFull: "queue_full",
+}

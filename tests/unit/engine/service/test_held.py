@@ -6,11 +6,27 @@ from dataclasses import replace
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
 from penstock.engine.service.held import MAX_CHECKED_PER_TURN, Held, PagesHere, Ready
-from penstock.errors import AdapterRefused, GrammarRefused
+from penstock.errors import AdapterRefused, GrammarRefused, QueueFull
+from penstock.grammar.matcher import Matcher
 from penstock.types import AdapterRef, BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
 
 SLOW = Grammar(kind=GrammarKind.REGEX, text="slow")
 NEVER = Grammar(kind=GrammarKind.REGEX, text="never")
+
+
+class Compiling:
+    """One of its grammars."""
+
+    def __init__(self, compiler: Compiler, grammar: Grammar) -> None:
+        self.compiler, self.grammar = compiler, grammar
+
+    def ready(self) -> bool:
+        if self.grammar is NEVER:
+            raise GrammarRefused("no")
+        return self.grammar in self.compiler.done
+
+    def matcher(self) -> Matcher:
+        raise NotImplementedError
 
 
 class Compiler:
@@ -18,11 +34,12 @@ class Compiler:
 
     def __init__(self) -> None:
         self.done: set[Grammar] = set()
+        self.full = False
 
-    def ready(self, grammar: Grammar) -> bool:
-        if grammar is NEVER:
-            raise GrammarRefused("no")
-        return grammar in self.done
+    def request(self, grammar: Grammar) -> Compiling:
+        if self.full:
+            raise QueueFull("no room")
+        return Compiling(self, grammar)
 
 
 def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0, adapter: AdapterRef | None = None) -> Arrive:
@@ -160,3 +177,23 @@ def test_no_more_wait_here_than_there_is_room_for():
     assert told == [("c", "queue_full")]
     pages.here = True
     assert [event.id for event in held.sift([])] == ["a", "a", "b"]
+
+
+def test_a_grammar_is_held_from_its_request_s_arrival_until_that_has_gone():
+    compiler = Compiler()
+    held = Held(Ready(compiler), lambda event, reason: None)
+    held.sift([arrive("a", SLOW)])
+    compiler.done.add(SLOW)
+    (passed,) = held.sift([])
+    assert isinstance(passed, Arrive)
+    assert isinstance(passed.in_use, Compiling)
+    assert passed.in_use.grammar is SLOW
+
+
+def test_who_finds_no_room_for_a_grammar_is_told_so():
+    told: list[str] = []
+    compiler = Compiler()
+    compiler.full = True
+    held = Held(Ready(compiler), lambda event, reason: told.append(reason))
+    assert held.sift([arrive("a", SLOW), granted("a"), arrive("b")]) == [granted("a"), arrive("b")]
+    assert told == ["queue_full"], "gateways try others, and then say 429"
