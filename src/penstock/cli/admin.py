@@ -29,6 +29,7 @@ examples:
 
 ROLES = ("prefill", "decode", "both")
 LOOK_S = 0.05
+LAST_OF_ITS_ROLE = "last_of_its_role"
 """Between two looks at a worker that restarts."""
 
 
@@ -108,6 +109,8 @@ class _Service:
         text = error.get("message") if isinstance(error, dict) else None
         if text is None:
             raise WorkerError(f"{self._url} answered {status}, but not as a Penstock does")
+        if isinstance(error, dict) and error.get("code") == LAST_OF_ITS_ROLE:
+            text = text.partition(", or insist with")[0].rstrip(".") + ", or add --force."
         raise ConfigError(text) if status < 500 else WorkerError(text)
 
     def wait_restarted(self, worker: str, before: int) -> dict[str, Any]:

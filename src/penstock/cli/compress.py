@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import time
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
     parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    parser.add_argument("-v", "--verbose", action="store_true", help="a row for every tensor, not for every kind")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bits a weight of every tensor (matplotlib)")
 
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {threads}")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'penstock[plot]'")
     source = model_folder(args.model)
     check_folders(source, args.out, force=args.force)
     began = time.perf_counter()
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             source, args.out, threads=threads, report=lambda one: add(one.original_bytes), layout=layout
         )
     took = time.perf_counter() - began
-    print(report_table(done))
+    print(report_table(done) if args.verbose else summary_table(done))
     before, after = sum(one.original_bytes for one in done), sum(one.nbytes for one in done)
     print(
         f"{args.out}: {after / 1e6:,.1f} MB, {100 * after / max(1, before):.1f} % of {before / 1e6:,.1f} MB, "
@@ -108,6 +110,23 @@ def report_table(done: list[Done]) -> str:
         for one in done
     ]
     return table(rows, headers=("tensor", "type", "shape", "bits a weight", "of its size"))
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def summary_table(done: list[Done]) -> str:
+    """One line a kind: the tensors whose names differ in the number of a layer or an expert only."""
+    kinds: dict[str, list[Done]] = {}
+    for one in done:
+        kinds.setdefault(_NUMBER.sub("*", one.name), []).append(one)
+    rows = []
+    for name, own in kinds.items():
+        before, after = sum(one.original_bytes for one in own), sum(one.nbytes for one in own)
+        share = f"{100 * after / max(1, before):.1f} %" if any(one.original.code for one in own) else "plain"
+        rows.append((name, str(len(own)), f"{before / 1e6:,.1f}", f"{after / 1e6:,.1f}", share))
+    headers = ("tensors", "count", "MB before", "MB after", "of its size")
+    return table(rows, headers=headers, right=(1, 2, 3, 4))
 
 
 def draw(done: list[Done], path: Path) -> None:

@@ -12,8 +12,9 @@ import json
 import os
 import platform
 import resource
+import shlex
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -66,6 +67,10 @@ class Check:
     mend: str = ""
 
 
+MODEL_CHECK = "penstock serve"
+"""The last check: what would be served."""
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
@@ -89,8 +94,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
     else:
         print(report(checks))
-        print("\nready to serve: penstock serve" if serves else "\ncannot serve before what is missing is mended")
+        print(f"\n{last_line(checks, args.model)}")
     return 0 if serves else 1
+
+
+def last_line(checks: Sequence[Check], model: str | None) -> str:
+    """What to type now."""
+    missing = [check.name for check in checks if check.verdict is Verdict.MISSING]
+    if not missing:
+        return f"ready to serve: penstock serve{f' {shlex.quote(model)}' if model else ''}"
+    if missing == [MODEL_CHECK]:
+        return "this machine can serve, but not this model: try penstock doctor FOLDER with another, or penstock doctor"
+    return f"cannot serve: install or change what is missing ({', '.join(missing)}), then run penstock doctor again"
 
 
 def report(checks: Iterable[Check]) -> str:
@@ -323,7 +338,7 @@ def check_kernels(wanted: str | None = None) -> Check:
 
 def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     """What ``penstock serve`` would decide here and now, flags aside; asks no network.  ``gpu``: was found already."""
-    name = "penstock serve"
+    name = MODEL_CHECK
     try:
         from penstock.launch.compose import decide
         from penstock.launch.locate import locate
@@ -334,6 +349,9 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
         plan = decide(load_serve({}), located.name, spec, report=gpu)
     except ImportError as error:
         return Check(name, Verdict.MISSING, f"cannot be imported: {error}", "install the packages named above")
+    except ModelError as error:
+        mend = "try penstock doctor ~/models/NAME" if not Path(model or "").is_dir() else ""
+        return Check(name, Verdict.MISSING, str(error), mend)
     except PenstockError as error:
         return Check(name, Verdict.MISSING, str(error))
     kv = show_bytes(plan.scheduler.pages * plan.page_bytes) + " of KV pages"

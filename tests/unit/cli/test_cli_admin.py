@@ -97,6 +97,16 @@ def test_refusals_are_said_in_the_services_words(
     assert capsys.readouterr().err == "penstock: error: It is the last one.\n"
 
 
+def test_the_last_worker_of_a_role_is_insisted_on_with_a_flag(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the words of ``router.orders``, whose request field is a flag here."""
+    text = 'Give another worker the role decode or both first, or insist with "force": true.'
+    service.refusal = 409, {"error": {"message": text, "code": "last_of_its_role"}}
+    assert main(["admin", "drain", "decode-0", "--url", service.url]) == 2
+    assert capsys.readouterr().err.endswith("the role decode or both first, or add --force.\n")
+
+
 def test_a_key_that_is_wanted_and_an_answer_that_is_none(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     service.refusal = 401, {}
     assert main(["admin", "resume", "decode-0", "--url", service.url]) == 2

@@ -39,7 +39,8 @@ def test_there_and_back(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     small, again = tmp_path / "small", tmp_path / "again"
     assert main(["compress", str(plain), str(small), "--verify", "--threads", "2"]) == 0
     report = capsys.readouterr().out
-    assert "bits a weight" in report
+    (gate,) = [line.split() for line in report.splitlines() if "gate_proj" in line]
+    assert gate[:2] == ["model.layers.*.mlp.gate_proj.weight", "3"]
     assert "verified: all 30 tensors" in report
     assert size(small) < 0.85 * size(plain)
     assert not list(small.glob("*.partial")) + list(small.glob("*.journal"))
@@ -48,6 +49,13 @@ def test_there_and_back(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {path.name for path in plain.iterdir()} == {path.name for path in small.iterdir()}
     for name in ("config.json", "tokenizer.json"):
         assert (small / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_every_tensor_is_listed_if_asked_for(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compress", str(plain), str(tmp_path / "small"), "--verbose"]) == 0
+    report = capsys.readouterr().out
+    assert "bits a weight" in report
+    assert sum("gate_proj" in line for line in report.splitlines()) == 3
 
 
 def test_fingerprint_and_memory(plain: Path, tmp_path: Path) -> None:

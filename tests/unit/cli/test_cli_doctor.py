@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bundled import storyteller
 from penstock.cli import doctor
 from penstock.cli.doctor import Check, Verdict
+from penstock.cli.main import main
 from penstock.config.gpu import GpuReport
 from penstock.launch.gpu import gpu_report
 
@@ -60,6 +62,24 @@ def test_a_missing_driver_is_no_fault():
     check = doctor.check_gpu(gpu_report("libno-such-cuda.so.1"))
     assert check.verdict is Verdict.OK
     assert check.found == "there is no CUDA driver; the processor is used"
+
+
+def test_a_folder_that_there_is_not_is_no_fault_of_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(tmp_path / "nope")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("-> try penstock doctor ~/models/NAME") for line in lines)
+    assert lines[-1].startswith("this machine can serve, but not this model: ")
+
+
+def test_the_last_line_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(storyteller())]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"ready to serve: penstock serve {storyteller()}"
+    missing = [Check("memfd", Verdict.MISSING, "no"), Check(doctor.MODEL_CHECK, Verdict.MISSING, "no")]
+    assert doctor.last_line(missing, None).startswith(
+        "cannot serve: install or change what is missing (memfd, penstock"
+    )
 
 
 def test_kernels_that_do_not_exist_cannot_serve():
