@@ -96,7 +96,7 @@ def download_in_child(name: str) -> str:
 
 
 def _download(name: str, wanted: tuple[str, ...] = _WANTED) -> str:
-    import httpx
+    import httpx2
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -110,15 +110,21 @@ def _download(name: str, wanted: tuple[str, ...] = _WANTED) -> str:
         raise ModelError(
             f"{name}: the Hub has no such model, or it is private (then log in: `hf auth login`)"
         ) from None
-    except errors.LocalEntryNotFoundError:
-        raise ModelError(_unreachable(name)) from None
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(_not_cached(name, offline=isinstance(error.__cause__, errors.OfflineModeIsEnabled))) from None
+    # ValueError: a name or an address that the Hub's library takes for none; RuntimeError: what fetches large files.
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, RuntimeError) as error:
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(f"{name}: cannot fetch it from the Hub: {first}") from None
 
 
-def _unreachable(name: str) -> str:
+def _not_cached(name: str, *, offline: bool) -> str:
+    if offline:
+        return (
+            f"{name}: the model is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it; "
+            "unset that once, or give the folder of a model instead of a name"
+        )
     return (
         f"{name}: the Hub cannot be reached and the model is not in the local cache; "
-        "connect once, or give the folder of a model: penstock serve PATH"
+        "connect once, or give the folder of a model instead of a name"
     )

@@ -146,7 +146,7 @@ def test_a_plot_needs_matplotlib(plain: Path, tmp_path: Path, capsys: pytest.Cap
         import matplotlib as _  # noqa: F401
     except ImportError:
         assert main(["compress", str(plain), str(tmp_path / "small"), "--plot", str(plot)]) == 2
-        assert "pip install matplotlib" in capsys.readouterr().err
+        assert "pip install 'penstock[plot]'" in capsys.readouterr().err
     else:
         assert main(["compress", str(plain), str(tmp_path / "small"), "--plot", str(plot)]) == 0
         assert plot.stat().st_size > 1000

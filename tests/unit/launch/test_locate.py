@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
+import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
@@ -69,7 +69,7 @@ def test_a_gguf_file_is_one(tmp_path: Path) -> None:
     assert locate(str(file), no_download) == Located(file.resolve(), "story-Q8_0")
 
 
-RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+RESPONSE = httpx2.Response(403, request=httpx2.Request("GET", "https://huggingface.co"))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,13 @@ RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface
         (errors.GatedRepoError("no", response=RESPONSE), "is gated: accept its terms at https://huggingface.co/org/m"),
         (errors.RepositoryNotFoundError("no", response=RESPONSE), "the Hub has no such model, or it is private"),
         (errors.LocalEntryNotFoundError("no"), "the Hub cannot be reached and the model is not in the local cache"),
-        (httpx.ConnectError("no route\nto host"), "cannot fetch it from the Hub: no route"),
+        (errors.HfHubHTTPError("503 at the Hub", response=RESPONSE), "cannot fetch it from the Hub: 503 at the Hub"),
+        (errors.OfflineModeIsEnabled("no outgoing traffic"), "cannot fetch it from the Hub: no outgoing traffic"),
+        (errors.HFValidationError("no repo id"), "cannot fetch it from the Hub: no repo id"),
+        (httpx2.ConnectError("no route\nto host"), "cannot fetch it from the Hub: no route"),
+        (httpx2.ProxyError(""), "cannot fetch it from the Hub: ProxyError"),
+        (httpx2.InvalidURL("no address"), "cannot fetch it from the Hub: no address"),
+        (RuntimeError("a part of a file was lost"), "a part of a file was lost"),
         (OSError(28, "No space left on device"), "No space left on device"),
     ],
     ids=lambda value: type(value).__name__,
@@ -94,6 +100,53 @@ def test_what_goes_wrong_at_the_hub_is_one_line(
         module._download("org/m")
     assert because in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def commit_to_cache(cache: Path, name: str) -> Path:
+    """As the Hub's library keeps a model that was fetched whole; the folder that it was fetched to."""
+    repo = cache / ("models--" + name.replace("/", "--"))
+    commit = "a" * 40
+    folder = repo / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("environ", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+def test_without_a_network_a_model_comes_from_the_cache_or_is_refused_in_one_line(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """By the Hub's library itself, in a process that cannot import what only tests install."""
+    folder = commit_to_cache(tmp_path / "hub", "org/here")
+    script = """
+import sys
+sys.modules["httpx"] = None
+from penstock.cli.main import main
+from penstock.launch.locate import config_folder, download_in_child
+print(config_folder("org/here"), download_in_child("org/here"))
+for words in (["plan", "org/away"], ["serve", "org/away", "--port", "0"], ["plan", "org/..away"]):
+    print(main(words))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "HF_HOME": str(tmp_path),
+            "PATH": "/bin",
+            **environ,
+        },
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.stdout.split() == [str(folder), str(folder), "2", "2", "2"], done.stderr
+    assert "Traceback" not in done.stderr
+    away = [line for line in done.stderr.splitlines() if line.startswith("penstock: error: org/away: ")]
+    assert len(away) == 2
+    assert all("not in the local cache" in line and "give the folder of a model" in line for line in away)
 
 
 @pytest.mark.parametrize(
