@@ -183,7 +183,9 @@ class Town:
 
     # --- the clients' part ------------------------------------------------------------------------------------------
 
-    def ask(self, name: str = "r", *, prompt: int | tuple[int, ...] = 40, **sampling: object) -> Client:
+    def ask(
+        self, name: str = "r", *, prompt: int | tuple[int, ...] = 40, open_ended: bool = False, **sampling: object
+    ) -> Client:
         """A client asks; ``prompt`` is its tokens, or how many of them."""
         tokens = tuple(range(prompt)) if isinstance(prompt, int) else prompt
         params: dict[str, object] = {"seed": 7, "max_tokens": 8} | sampling
@@ -193,6 +195,7 @@ class Town:
             block_hashes=tuple(block_hashes(chain_root(IDENTITY), tokens)),
             sampling=SamplingParams(**params),
             arrival=self.clock.now(),
+            open_ended=open_ended,
         )
         return self.serve(request)
 

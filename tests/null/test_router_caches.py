@@ -14,7 +14,7 @@ def hits(town: Town, tokens: tuple[int, ...]) -> dict[str, int]:
     """Leading blocks of a prompt that the router believes each worker to have."""
     hashes = tuple(block_hashes(chain_root(IDENTITY), tokens))
     fleet = town.router.fleet
-    return dict(zip(fleet.ids, town.router._prefixes.hits(hashes, len(fleet)).tolist(), strict=True))
+    return dict(zip(fleet.ids, town.router._placement.prefixes.hits(hashes, len(fleet)).tolist(), strict=True))
 
 
 def truth(town: Town, tokens: tuple[int, ...]) -> dict[str, int]:
@@ -43,7 +43,7 @@ async def test_a_chat_goes_on_where_its_beginning_lies_answers_included():
         assert len(homes) == 1
         await town.wait(0.5)
         assert hits(town, known) == truth(town, known)
-        assert town.router._prefixes.gaps == 0
+        assert town.router._placement.prefixes.gaps == 0
         await town.assert_idle()
 
 

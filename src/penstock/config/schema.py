@@ -238,6 +238,9 @@ class RoutingConfig(Config, frozen=True, kw_only=True):
     )
     max_indexed_blocks: Annotated[int, msgspec.Meta(ge=1)] = 1 << 24  # of all workers' caches together; 20 bytes each
     max_indexed_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1024  # whose caches are told apart
+    expected_answer_tokens: Annotated[int, msgspec.Meta(ge=1)] = (
+        256  # of an answer that nobody named a length for, before any has ended
+    )
     remembered_requests: Annotated[int, msgspec.Meta(ge=0)] = 1024  # whose decisions can be asked for
     remembered_decisions: Annotated[int, msgspec.Meta(ge=0)] = 16  # the latest, of each of those
 

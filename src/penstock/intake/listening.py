@@ -191,6 +191,7 @@ class Listening:
             prompt=prompt,
             block_hashes=tuple(block_hashes(root, prompt, images=(place,))),
             sampling=sampling,
+            open_ended=sampling.max_tokens > 1,  # as long as what is heard: nobody names a length
             arrival=self._envelope.arrival,
             images=(place,),
             pictures=(sound,),

@@ -87,7 +87,8 @@ _DOMAIN, _FETCH = 32, 33
 _OWN = slice(34, 38)  # the times as they were reported
 _WAIT = 38
 _TIERS = slice(39, 39 + LOWER_TIERS)  # inf: it has not so many
-_ROWS = 39 + LOWER_TIERS
+_CONTEXT = 39 + LOWER_TIERS  # tokens of prompt and answer together
+_ROWS = 40 + LOWER_TIERS
 
 
 class Columns:
@@ -153,6 +154,7 @@ class Columns:
         table[_RATES, slot] = (*(self._level(times) if report.measured else times), page_s)
         table[_MEASURED, slot] = report.measured
         table[_GATEWAYS, slot] = report.gateways
+        table[_CONTEXT, slot] = report.max_model_len
         domain = self._domains.setdefault(report.domain, len(self._domains) + 1) if report.domain else 0
         table[_DOMAIN, slot], table[_FETCH, slot] = domain, report.fetch_s
         if report.tier_s or self.tiers:
@@ -274,6 +276,11 @@ class Columns:
         """Which of these have not been heard of since then; None: all have."""
         heard = self._table[_HEARD].take(slots)
         return heard < since if heard.min(initial=since) < since else None
+
+    def contexts(self, slots: Slots) -> Numbers:
+        """How many tokens of prompt and answer together each of these has room for."""
+        contexts: Numbers = self._table[_CONTEXT].take(slots)
+        return contexts
 
     def turns(self, slots: Slots) -> Numbers:
         """When each of these was sent something last: the number of the sending."""

@@ -45,6 +45,7 @@ class Ask:
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
     avoid: Pairs = _NOBODY  # those that gave it back
     doubt: Pairs = _NOBODY  # those to be taken only where there is no other
+    beyond: int = 0  # only workers with more of a context than this: it has become too long for such a one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,8 @@ class Decision:
     weighed: tuple[Weighed, ...] = ()
     standing: bytes = b""  # by slot (``Fleet.standing``)
     set_aside: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
+    expected: int = 0  # tokens that will probably be written, where nobody named a length
+    longest: float = math.inf  # where nobody was chosen: the longest context that any worker may have
 
     @property
     def prefill(self) -> Chosen | None:
@@ -152,12 +155,13 @@ def decide(
     sharers = prefixes.promises.sharers(request.block_hashes, best) if best else 0
     below = prefixes.below(request.block_hashes, len(fleet)) if fleet.columns.tiers else ()
     seen = _Seen(ask, how, (hits, fleet.columns.reach(hits, stored), *below), sharers, write)
-    for identity in _identities(ask, fleet, how.mixed_numerics):
-        set_aside: dict[int, str] = {}
-        choice = how.policy.choose(seen.view(fleet, identity, now, set_aside))
-        if choice.legs:
-            return _decision(seen, fleet, (identity, now), choice, set_aside)
-    return _decision(seen, fleet, (ask.identity, now), Choice(), _aside(ask, fleet, now))
+    for room in seen.rooms():
+        for identity in _identities(ask, fleet, how.mixed_numerics):
+            set_aside: dict[int, str] = {}
+            choice = how.policy.choose(seen.view(fleet, identity, now, set_aside, room))
+            if choice.legs:
+                return _decision(seen, fleet, (identity, now), choice, set_aside)
+    return _decision(seen, fleet, (ask.identity, now), Choice(), _aside(seen, fleet, now))
 
 
 def relieve(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How, *, write: float) -> Decision:
@@ -169,11 +173,12 @@ def relieve(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How,
     seen, set_aside = _Seen(ask, how, (hits, hits), 0, write), dict[int, str]()
     if ask.identity is None:
         return _decision(seen, fleet, (None, now), Choice(), set_aside)
-    view = seen.view(fleet, ask.identity, now, set_aside)
-    able = [slot for slot in (*view.decode.tolist(), *view.whole.tolist()) if fleet.hands_over(slot)]
     choice = Choice()
-    if able:
-        choice = how.policy.writer(replace(view, decode=np.array(able, dtype=np.intp)))
+    for room in seen.rooms():
+        view = seen.view(fleet, ask.identity, now, set_aside, room)
+        able = [slot for slot in (*view.decode.tolist(), *view.whole.tolist()) if fleet.hands_over(slot)]
+        if able and not choice.legs:
+            choice = how.policy.writer(replace(view, decode=np.array(able, dtype=np.intp)))
     return _decision(seen, fleet, (ask.identity, now), choice, set_aside)
 
 
@@ -192,6 +197,15 @@ def could_serve(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -> boo
     return Role.BOTH in there or (Role.PREFILL in there and Role.DECODE in there)
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How much of a context workers must have."""
+
+    reads: int  # whoever reads the prompt only
+    writes: int  # whoever writes the answer
+    longest: bool = False  # of those, only who has most
+
+
 class _Seen:
     """A request as a policy is to see it, whatever the identity."""
 
@@ -203,13 +217,41 @@ class _Seen:
         self.known = len(request.prompt) + ask.emitted
         self.write = max(1, min(left, math.ceil(write) if write < left else left))
         self.left = left
+        self.expected = self.write if request.open_ended else 0
+        self.to_write = self.expected or left  # as it counts in a worker's load
         start = request.block_hashes[0] if request.block_hashes else request.id.encode()
         self.key = _hash(request.session.encode() if request.session else start)
         self.luck = _hash(f"{request.id} {ask.emitted} {len(ask.avoid)} {len(ask.doubt)}".encode())
 
-    def view(self, fleet: Fleet, identity: ModelIdentity, now: float, set_aside: dict[int, str]) -> View:
+    def rooms(self) -> tuple[_Room, ...]:
+        """What is asked of workers' contexts, the most first.
+
+        A length that somebody named must fit.  Without one the answer begins wherever it will probably fit, or else
+        where there is most room for it; should it become longer, it goes on elsewhere.
+        """
+        request, beyond = self.ask.request, self.ask.beyond + 1
+        if request.pooling is not None:
+            return (_Room(self.known, self.known),)
+        least = self.known + 1
+        if not request.open_ended:
+            return (_Room(least, max(self.known + self.left, beyond)),)
+        # Whoever goes on behind a token that another draws needs room for one of its own.
+        fewest = self.known + min(2, self.left)
+        probable = _Room(least, max(self.known + self.write, fewest, beyond))
+        return (probable, _Room(least, max(fewest, beyond), longest=True))
+
+    def view(self, fleet: Fleet, identity: ModelIdentity, now: float, set_aside: dict[int, str], room: _Room) -> View:
         """With the candidates of this identity."""
-        slots = {role: _candidates(self.ask, fleet, fleet.slots_of(role, identity), now, set_aside) for role in SERVING}
+        slots = {
+            role: _candidates(
+                self.ask,
+                fleet,
+                _with_room(fleet, fleet.slots_of(role, identity), role, room, set_aside),
+                now,
+                set_aside,
+            )
+            for role in SERVING
+        }
         return View(
             columns=fleet.columns,
             known=self.known,
@@ -281,11 +323,29 @@ def _among(pairs: Pairs, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] | None
     return np.isin(slots, current) if current else None
 
 
-def _aside(ask: Ask, fleet: Fleet, now: float) -> dict[int, str]:
+def _with_room(fleet: Fleet, slots: Slots, role: Role, room: _Room, set_aside: dict[int, str]) -> Slots:
+    """Those whose contexts are long enough."""
+    if not len(slots):
+        return slots
+    contexts = fleet.columns.contexts(slots)
+    least: float = room.reads if role is Role.PREFILL else room.writes
+    if room.longest and role is not Role.PREFILL:
+        least = max(least, contexts.max())
+    small = contexts < least
+    if not small.any():
+        return slots
+    for slot, context in zip(slots[small].tolist(), contexts[small].tolist(), strict=True):
+        set_aside[slot] = f"has a context of {context:.0f} tokens, and {least:.0f} are wanted"
+    return slots[~small]
+
+
+def _aside(seen: _Seen, fleet: Fleet, now: float) -> dict[int, str]:
     """Who was ready and yet no candidate, when nobody was chosen."""
     set_aside: dict[int, str] = {}
+    ask, room = seen.ask, seen.rooms()[-1]
     for role in SERVING:
-        _candidates(ask, fleet, fleet.slots_of(role, ask.identity), now, set_aside)
+        slots = _with_room(fleet, fleet.slots_of(role, ask.identity), role, room, set_aside)
+        _candidates(ask, fleet, slots, now, set_aside)
     return set_aside
 
 
@@ -304,6 +364,8 @@ def _decision(
         weighed=choice.weighed,
         standing=fleet.standing(identity),
         set_aside=tuple(set_aside.items()),
+        expected=seen.expected,
+        longest=math.inf if choice.legs else fleet.longest_context(seen.ask.identity),
     )
 
 
@@ -319,7 +381,7 @@ def _chosen(seen: _Seen, fleet: Fleet, leg: Leg, slot: int) -> Chosen:
         batch=seen.ask.request.claim.service is not ServiceClass.INTERACTIVE,
         page_tokens=seen.how.page_tokens,
     )
-    tokens = due.tokens + (seen.left if leg is not Leg.PREFILL else 0)
+    tokens = due.tokens + (seen.to_write if leg is not Leg.PREFILL else 0)
     return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], tokens, due)
 
 

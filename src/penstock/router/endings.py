@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,9 @@ from penstock.config.schema import FailoverConfig, Limits
 from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
 from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
 from penstock.wire.codec import MAX_FRAME_BYTES
-from penstock.wire.messages import NO_HELLO
+from penstock.wire.messages import NO_HELLO, TOO_LONG
 
-NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", "too_long", NO_HELLO})
+NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", TOO_LONG, NO_HELLO})
 """Reasons of workers that are well and give a request back."""
 
 
@@ -49,10 +50,15 @@ def aged(claim: Claim, waited_s: float, *, started: bool) -> Claim:
     return msgspec.structs.replace(claim, max_wait_s=left)
 
 
-def too_long(request: ValidRequest, *, started: bool) -> PenstockError:
-    """Nobody has the memory for it."""
+def too_long(request: ValidRequest, longest: float, *, started: bool) -> PenstockError:
+    """Nobody has the memory for it.  ``longest``: the longest context of any worker, if that is why."""
     known, left = len(request.prompt), request.sampling.max_tokens
-    text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
+    if request.open_ended:
+        text = f"No worker has the KV memory for {known} tokens of prompt and an answer."
+    else:
+        text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
+    if longest < math.inf:
+        text += f" The longest context of any worker is {longest:.0f} tokens."
     return WorkerLost(text) if started else RequestError(text, code="context_length_exceeded")
 
 

@@ -28,9 +28,9 @@ from penstock.router.leg_run import UNHEARD_S, LegRun
 from penstock.router.poison import Guilt
 from penstock.router.prompt_told import PromptTold
 from penstock.router.submission import is_apart, joining, news_of, submissions
-from penstock.types import BlockHash, Leg, TokenBatch, ValidRequest, WorkerId
+from penstock.types import BlockHash, FinishReason, Leg, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.duties import HANDED_OVER, NO_FAULT
-from penstock.wire.messages import TOO_LARGE, UNKNOWN, PageSource, TokenItem
+from penstock.wire.messages import TOO_LARGE, TOO_LONG, UNKNOWN, PageSource, TokenItem
 
 HOLD_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
@@ -66,6 +66,7 @@ class Flight:
         "_base",
         "_doubt",
         "_early",
+        "_expected",
         "_failures",
         "_first_held",
         "_idle_since",
@@ -94,6 +95,7 @@ class Flight:
         self._started = False  # has anything been delivered?
         self._attempts = 0  # submissions since the last new token
         self._failures = 0  # submissions that have failed since then
+        self._expected = 0  # tokens that will probably be written, where nobody named a length
         self._legs: list[LegRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
         self._early: dict[int, tuple[TokenItem, LegRun]] = {}  # index -> what came before its turn, and from whom
@@ -126,11 +128,12 @@ class Flight:
         if self.phase is not Phase.WAITING:
             return ()
         if not decision.legs or decision.identity is None:
-            return self._unplaced(now)
+            return self._unplaced(decision.longest, now)
         self.phase = Phase.FLYING
         self.identity = decision.identity
         self._base = len(self.emitted)
         self._attempts += 1
+        self._expected = decision.expected
         self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
         self._idle_since = now
         claim = aged(self.request.claim, now - self.moved, started=self._started)
@@ -150,10 +153,20 @@ class Flight:
         """Has it failed before without a new token in between?  A first failover costs the retry budget nothing."""
         return self._failures > 1
 
-    def _unplaced(self, now: float) -> Effects:
-        """Nobody can serve now.  Wait, unless those who could have said that waiting will not help."""
-        if self._last_reason == "too_long":
-            return self._fail(too_long(self.request, started=self._started))
+    def _unplaced(self, longest: float, now: float) -> Effects:
+        """Nobody can serve now.  Wait, unless those who could have said that waiting will not help.
+
+        ``longest``: the longest context of any worker.  An answer that nobody named a length for ends with that.
+        """
+        request = self.request
+        more = 1 if request.open_ended else request.sampling.max_tokens - len(self.emitted)
+        known = len(request.prompt) + len(self.emitted)
+        hopeless = request.pooling is None and known + more > longest
+        if hopeless and request.open_ended and self.emitted:
+            self.phase = Phase.DONE
+            return (Deliver(TokenBatch(tokens=(), finish=FinishReason.LENGTH)),)
+        if hopeless or (self._last_reason == TOO_LONG and not request.open_ended):
+            return self._fail(too_long(request, longest, started=self._started))
         if self._last_reason == "queue_full" and not self._started:
             return self._fail(QueueFull("All workers' queues are full. Please try again.", retry_after=1))
         soon = min((until for until in self._avoid.values() if until > now), default=math.inf)
@@ -165,11 +178,13 @@ class Flight:
         settled = self._started and not self._early and not any(o.joins and not o.ended for o in self._legs)
         return settled and leg is not None and not leg.ended and leg.leg is not Leg.PREFILL
 
-    def joined(self, chosen: Chosen, source: PageSource, root: BlockHash, now: float) -> Effects:
-        """This worker is to go on with the answer, which ``source`` writes meanwhile."""
+    def joined(self, chosen: Chosen, source: PageSource, root: BlockHash, now: float, *, expected: int = 0) -> Effects:
+        """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
         self._legs.append(LegRun(Leg.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
-        submit = joining(self.request, self.epoch, self.emitted, source, root, identity=self.identity, now=now)
+        submit = joining(
+            self.request, self.epoch, self.emitted, source, root, identity=self.identity, now=now, expected=expected
+        )
         return (Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
 
     # --- what workers say -------------------------------------------------------------------------------------------
@@ -230,7 +245,8 @@ class Flight:
 
     def left_after_own(self, item: TokenItem) -> int:
         """How many tokens whoever writes the answer has still to compute once it has sent ``item``."""
-        return max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
+        left = max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
+        return min(left, self._expected) if self.request.open_ended else left
 
     def left_after(self, item: TokenItem, worker: WorkerId) -> int:
         """How many tokens ``worker`` has still to compute once it has sent ``item``."""
@@ -305,7 +321,7 @@ class Flight:
         leg = self._leg(worker, incarnation, epoch)
         if leg is None or leg.ended or (reason == UNKNOWN and not leg.silent):
             return ()
-        if reason == "too_long":
+        if reason == TOO_LONG:
             self._avoid[worker, incarnation] = math.inf
         elif reason in ("queue_full", "draining"):  # a worker that drains may be back
             self._avoid[worker, incarnation] = now + BUSY_S

@@ -9,6 +9,7 @@ Knows nothing about links, requests' content or policies.  Pure: time is handed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -51,6 +52,7 @@ class Fleet:
         self.counters: list[dict[str, float]] = []  # all that this incarnation has told
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
+        self._contexts: list[tuple[ModelIdentity, int] | None] = []  # the last that any incarnation has reported
         self._gaps: list[float] = []  # the longest silence of this incarnation that was not its end
         self._begun: list[float] = []  # when it was given work of ours and had none
         self._steps: list[int] = []  # that this incarnation has told
@@ -132,6 +134,7 @@ class Fleet:
             self.moved[slot] = now
         self._count_steps(slot, report.steps + int(counters.get("image_slices", 0)))
         self.reports[slot] = report
+        self._contexts[slot] = (report.identity, report.max_model_len)
         self.roles[slot] = report.role
         self.states[slot] = report.state
         self.reasons[slot] = ""
@@ -337,6 +340,27 @@ class Fleet:
         """The longest context that a worker has reported, or None before any did."""
         return max((report.max_model_len for report in self.reports if report is not None), default=None)
 
+    def context(self, slot: int) -> int:
+        """How many tokens of prompt and answer together this worker has room for; 0: it has not told."""
+        report = self.reports[slot]
+        return 0 if report is None else report.max_model_len
+
+    def longest_context(self, identity: ModelIdentity | None) -> float:
+        """Of all workers that write answers (of this identity), also of those that are away: it may be back.
+
+        Infinite while there is one that has not told it yet.
+        """
+        longest = 0.0
+        for slot, known in enumerate(self._contexts):
+            if self.roles[slot] not in (Role.DECODE, Role.BOTH):
+                continue
+            if known is None:
+                if self.states[slot] is not WorkerState.DEAD:
+                    return math.inf
+            elif identity is None or known[0] == identity:
+                longest = max(longest, known[1])
+        return longest or math.inf
+
     def status_rows(self) -> list[dict[str, Any]]:
         """One mapping a worker, in order of ids, as ``penstock status --json`` prints it."""
         return [self._row(slot) for slot in sorted(range(len(self.ids)), key=self.ids.__getitem__)]
@@ -383,6 +407,7 @@ class Fleet:
         self.counters.append({})
         self.load.append(0)
         self._ended.append(False)
+        self._contexts.append(None)
         self._gaps.append(0.0)
         self._begun.append(float("-inf"))
         self._steps.append(0)

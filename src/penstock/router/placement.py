@@ -58,6 +58,7 @@ class Placement:
         self._firm: set[RequestId] = set()  # of those, the ones whom no new worker helps
         self._answers = 0  # so many were finished
         self._length = math.inf  # tokens of an answer, on the average
+        self._expected = float(config.expected_answer_tokens)  # of one without a named length, before that is known
 
     def wait(self, request: RequestId, not_before: float, *, firm: bool = False) -> None:
         """Nobody serves this request; it is to ask again then, or unless it is ``firm`` when a worker becomes ready."""
@@ -87,7 +88,7 @@ class Placement:
         suspect = self.apart.suspects(flight.guilt)
         if suspect:
             ask = replace(ask, avoid=ask.avoid | self.apart.taken(request.id))
-        decision = decide(ask, self._fleet, self.prefixes, now, self._how, write=self._length)
+        decision = decide(ask, self._fleet, self.prefixes, now, self._how, write=self._write(request))
         self._metrics.decided(stopwatch() - began, legs=len(decision.legs))
         self.decisions.add(request.id, decision)
         if decision.legs:
@@ -100,16 +101,22 @@ class Placement:
                 event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
         return decision, _root(decision, request)
 
-    def relieve(self, flight: Flight, worker: WorkerId, incarnation: int, now: float) -> tuple[Decision, BlockHash]:
+    def relieve(
+        self, flight: Flight, worker: WorkerId, incarnation: int, now: float, *, beyond: int = 0
+    ) -> tuple[Decision, BlockHash]:
         """Who is to go on with an answer that this worker writes; as ``decide``.  Nobody who has a leg of it already: a
-        worker takes a request on once in an epoch."""
+        worker takes a request on once in an epoch.  ``beyond``: as in ``Ask``."""
         ask, fleet = flight.ask(now), self._fleet
         taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_at(*who)}
-        ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)})
-        decision = relieve(ask, fleet, self.prefixes, now, self._how, write=self._length)
+        ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, beyond=beyond)
+        decision = relieve(ask, fleet, self.prefixes, now, self._how, write=self._write(flight.request))
         if decision.legs:
             self.decisions.add(flight.request.id, decision)
         return decision, _root(decision, flight.request)
+
+    def _write(self, request: ValidRequest) -> float:
+        """How many tokens an answer has on the average; infinite for as long as only its own length tells."""
+        return self._expected if request.open_ended and not self._answers else self._length
 
     def answered(self, request: RequestId) -> None:
         """A token came: what the request leaves in caches is told with the workers' next reports."""

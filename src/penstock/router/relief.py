@@ -15,7 +15,7 @@ from penstock.router.links import Links
 from penstock.router.placement import Placement
 from penstock.router.slices import Slices
 from penstock.router.stream import Stream
-from penstock.types import RequestId, WorkerId, WorkerState
+from penstock.types import RequestId, Role, WorkerId, WorkerState
 from penstock.wire.duties import Relieve, StillWanted
 from penstock.wire.messages import Cancel, PageSource
 
@@ -71,6 +71,9 @@ class Relief:
         if slot is None:
             return
         source = PageSource(worker=worker, incarnation=incarnation, endpoint=fleet.endpoints[slot])
+        # Who stays as it is asks for answers that outgrow it.
+        stays = fleet.states[slot] is not WorkerState.DRAINING and fleet.roles[slot] is not Role.PREFILL
+        beyond = fleet.context(slot) if stays else 0
         for number, (request, epoch) in enumerate(message.requests):
             if number:
                 yield
@@ -80,9 +83,10 @@ class Relief:
             if stream is None or not stream.flight.may_move(worker, incarnation, epoch):
                 continue
             flight = stream.flight
-            decision, root = self._placement.relieve(flight, worker, incarnation, now)
+            decision, root = self._placement.relieve(flight, worker, incarnation, now, beyond=beyond)
             if decision.legs:
-                self._apply(stream, flight.joined(decision.legs[0], source, root, now), now)
+                joined = flight.joined(decision.legs[0], source, root, now, expected=decision.expected)
+                self._apply(stream, joined, now)
             elif fleet.states[slot] is WorkerState.DRAINING:
                 why = "it drains, and nobody else is ready to go on with its answers"
                 effects = flight.lost(worker, incarnation, why, now)

@@ -41,6 +41,7 @@ def submissions(
             pictures=() if chosen.leg is Leg.DECODE else request.pictures,
             encoders=() if chosen.leg is Leg.DECODE else decision.encoders,
             pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
+            expected_tokens=decision.expected,
         )
         for chosen in legs
     ]
@@ -55,11 +56,14 @@ def joining(
     *,
     identity: ModelIdentity | None,
     now: float,
+    expected: int = 0,
 ) -> Submit:
     """For a worker that goes on with an answer which ``source`` is writing; ``identity``: of both."""
     claim = aged(request.claim, 0.0, started=True)
     of_all = _of_all_legs(request, epoch, emitted, root, claim, now=now)
-    return msgspec.structs.replace(of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=is_apart(identity))
+    return msgspec.structs.replace(
+        of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=is_apart(identity), expected_tokens=expected
+    )
 
 
 def is_apart(identity: ModelIdentity | None) -> bool:
@@ -97,6 +101,7 @@ def _of_all_legs(
         root=root,
         block_hashes=request.block_hashes if _hashed_for(request, root) else (),
         claim=claim,
+        open_ended=request.open_ended,
         images=request.images,
         pooling=request.pooling,
         adapter=request.adapter,

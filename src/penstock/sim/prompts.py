@@ -44,6 +44,7 @@ class Prompts:
             block_hashes=hashes,
             sampling=SamplingParams(seed=number, max_tokens=self._most, stop_token_ids=(END,)),
             arrival=arrival,
+            open_ended=True,
         )
 
     def _hashes(self, number: int) -> tuple[BlockHash, ...]:

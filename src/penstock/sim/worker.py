@@ -132,6 +132,8 @@ class SimWorker:
             hashes=submit.block_hashes,
             emitted=submit.emitted,
             claim=submit.claim,
+            open_ended=submit.open_ended,
+            expected=submit.expected_tokens,
         )
         ready_at = self._agenda.now if submit.leg is Leg.DECODE else self._fetch(arrive)
         if ready_at > self._agenda.now:

@@ -57,6 +57,9 @@ MAX_AGE_S = 86_400.0
 """The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
 
 
+MAX_EXPECTED_TOKENS = 1 << 31
+
+
 class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a decode leg gets its pages, or whoever reads a prompt its images' rows."""
 
@@ -107,6 +110,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     root: BlockHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages
     claim: Claim = UNCLAIMED
+    open_ended: bool = False  # nobody named a length: it may begin where it cannot end, and goes on elsewhere in time
+    expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
     adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
     pages_from: PageSource | None = None  # with leg=decode
     apart: bool = False  # prompt and answer are computed in two numerics classes
@@ -159,6 +164,9 @@ UNKNOWN = "unknown"
 TOO_LARGE = "too_large"
 """The reason of a leg of which a message cannot be sent at all, to whomever: it is larger than any may be."""
 
+TOO_LONG = "too_long"
+"""The reason of a leg that its worker's context has no room for (any more): one with more of it can go on."""
+
 NO_HELLO = "no Hello"
 """The reason of a leg that came over a connection whose gateway has not said Hello yet: nothing was computed."""
 
@@ -168,7 +176,7 @@ class Returned(Message, frozen=True, kw_only=True, tag="returned"):
 
     request: RequestId
     epoch: int
-    reason: str  # "preempted", "pages_lost", "draining", "too_long", UNKNOWN, ...
+    reason: str  # "preempted", "pages_lost", "draining", TOO_LONG, UNKNOWN, ...
 
 
 KV_KEY_BYTES = 8

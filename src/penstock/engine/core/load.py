@@ -16,7 +16,7 @@ class Load:
     awaiting: int  # leg=decode: have pages, wait for what the prefill worker computes
     handing_over: int  # computed, or stopped to go on elsewhere: wait for the receiver
     queued: int  # have no pages yet
-    tokens_in_flight: int  # known tokens still to compute, and output tokens still allowed
+    tokens_in_flight: int  # known tokens still to compute, and output tokens asked for or expected
     prompt_tokens: int  # known tokens still to compute before an answer begins or goes on; none of hand-overs to here
     prompt_pairs: int  # (query, key) pairs of their attention
     batch_tokens: int  # of prompt_tokens, those of batch work
@@ -36,7 +36,7 @@ def load_of(table: RequestTable) -> Load:
         missing = request.missing
         in_flight += missing
         if request.leg is not Leg.PREFILL:
-            in_flight += max(request.last - request.known, 0)
+            in_flight += request.left
             answers += 1
             context_tokens += request.known
         if missing > 1 and request.leg is not Leg.DECODE:

@@ -59,6 +59,8 @@ class Arrive:
     hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
     emitted: Sequence[int] = ()  # output tokens that the client has already
     claim: Claim = UNCLAIMED
+    open_ended: bool = False  # nobody named a length: it is given back where it becomes too long for this worker
+    expected: int = 0  # of one that is open-ended: so many tokens more will probably be written
     images: Sequence[PlacedImage] = ()
     pictures: Sequence[Medium] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows

@@ -52,7 +52,9 @@ class Request:
         "computed",
         "deadline",
         "emitted",
+        "end",
         "epoch",
+        "expected",
         "first_token",
         "grammar",
         "hashes",
@@ -64,6 +66,7 @@ class Request:
         "last",
         "leg",
         "line",
+        "open_ended",
         "order",
         "output",
         "pictures",
@@ -108,7 +111,10 @@ class Request:
         self.known = len(event.prompt) + self.emitted
         self.computed = 0
         drawn = event.sampling.max_tokens if event.pooling is None else 0
-        self.last = min(len(event.prompt) + drawn, max_model_len)  # ``known`` at which it ends
+        self.end = len(event.prompt) + drawn  # ``known`` at which the answer ends
+        self.last = min(self.end, max_model_len)  # and beyond which nothing of it is computed here
+        self.open_ended = event.open_ended
+        self.expected = event.expected
         self.ahead = max(0, min(event.ahead, self.last - self.known))  # room for so many tokens beyond the known
         self.apart = event.apart  # the prompt is computed in another numerics class than the answer
         self.kept = False  # gives no page back that it does not read any more: another worker copies it
@@ -126,6 +132,22 @@ class Request:
         self.waits_for: BlockHash | None = None  # a block that another request is computing
         self.under_way = False  # one of two lanes computes tokens of it now
         self.status = Status.UNGRANTED if event.leg is Leg.PREFILL else Status.WAITING
+
+    @property
+    def outgrows(self) -> bool:
+        """May it become longer than this worker's context?  Only where nobody named a length."""
+        return self.last < self.end
+
+    @property
+    def full(self) -> bool:
+        """Is the answer not over, though nothing more of it can be computed here?"""
+        return self.last <= self.known < self.end
+
+    @property
+    def left(self) -> int:
+        """Tokens that will still be written here: as many as were asked for, or as are expected."""
+        left = max(self.last - self.known, 0)
+        return min(left, self.expected) if self.open_ended else left
 
     @property
     def missing(self) -> int:
@@ -169,10 +191,11 @@ class Request:
         self.known += 1
         if token in self.stops:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.known >= self.last else None
+        return FinishReason.LENGTH if self.known >= self.end else None
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Know these tokens, up to the one that ends the answer: how many, and why it ends if it does."""
+        """Know these tokens, up to the one that ends the answer or for which there is no room any more: how many, and
+        why it ends if it does."""
         sure = tokens[:-1]
         if self.known + len(sure) < self.last and self.stops.isdisjoint(sure):
             self.output.extend(sure)
@@ -182,7 +205,7 @@ class Request:
             sure = ()
         for taken, token in enumerate(tokens, len(sure) + 1):
             finish = self.append(token)
-            if finish is not None:
+            if finish is not None or self.full:
                 return taken, finish
         return len(sure) + len(tokens), None
 

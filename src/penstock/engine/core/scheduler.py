@@ -51,6 +51,7 @@ from penstock.engine.core.table import RequestTable
 from penstock.errors import ConfigError
 from penstock.reach import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
+from penstock.wire.messages import TOO_LONG
 
 
 class Scheduler:
@@ -145,14 +146,18 @@ class Scheduler:
         only_read = request.pooling is not None
         if only_read != (config.pooling is not None):
             return "wrong_task"
-        most = len(request.prompt) + request.sampling.max_tokens
+        most = request.last if request.open_ended else request.end
         if only_read or request.leg is Leg.PREFILL:
             most = request.known
-        if request.known >= config.max_model_len + only_read or self.memory.most_pages(most) > config.pages:
-            return "too_long"
+        elif request.leg is Leg.DECODE and request.outgrows:
+            most = max(most, request.known + 2)  # the first token comes from elsewhere, and the next is computed here
+        if max(most, request.known + (not only_read)) > config.max_model_len:
+            return TOO_LONG
+        if self.memory.most_pages(most) > config.pages:
+            return TOO_LONG
         ahead = blocks_of(request.known + request.ahead, config.page_tokens) if request.ahead else 0
         if self.memory.groups * ahead > config.pages:
-            return "too_long"
+            return TOO_LONG
         if request.known == 0:
             return "empty"
         return "queue_full" if self._table.queued >= config.max_queued else None
@@ -192,10 +197,19 @@ class Scheduler:
         told = moving.joined(self._table, request, event)
         if told is not None:
             self._pending.progress.append(told)
+        if request.id in self._table.running:
+            self._give_back_if_full(request)
 
     def _start_if_complete(self, request: Request) -> None:
         if request.first_token and request.computed == request.handed:
             self._table.start(request)
+            self._give_back_if_full(request)
+
+    def _give_back_if_full(self, request: Request) -> None:
+        """An answer is never cut short: who has more of a context goes on with one that nobody named a length for."""
+        if request.full:
+            self._table.give_back(request, TOO_LONG)
+            self._table.forget(request)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -323,6 +337,8 @@ class Scheduler:
             self._announce(request, outcome)
         elif finish is not None:
             self._table.forget(request)
+        else:
+            self._give_back_if_full(request)
 
     def _announce(self, request: Request, outcome: Outcome) -> None:
         """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""

@@ -69,6 +69,8 @@ def arrival_of(message: Submit, now: float, *, ahead: int) -> Arrive:
         hashes=message.block_hashes,
         emitted=message.emitted,
         claim=message.claim,
+        open_ended=message.open_ended,
+        expected=message.expected_tokens,
         images=message.images,
         pictures=message.pictures,
         encoders=message.encoders,

@@ -105,7 +105,13 @@ class WorkerMailbox:
         self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
         self.reporter.turned_away = lambda: hand_over.sender.turned_away
         hand_over.receiver.haste.predict = OwnPace(scheduler).predict
-        self._moves = Moves(scheduler, self._hand_overs, self._asks, config.hand_over.copy_budget_bytes)
+        self._moves = Moves(
+            scheduler,
+            self._hand_overs,
+            self._asks,
+            config.hand_over.copy_budget_bytes,
+            ahead_tokens=config.hand_over.ahead_tokens,
+        )
         self.duties = Duties(config, self.reporter, scheduler, self._asks)
         self._tidings = Tidings(
             scheduler, self._asks, self._moves, self.reporter, Outbox(self._tell, self._return, self._send_tokens)
@@ -189,6 +195,8 @@ class WorkerMailbox:
         if plan.rows or plan.reserved or plan.preempted or outcome.progress or outcome.pages_done:
             self.bulletins.changed()
         self.bulletins.turn(self._asks.gateways(), now, waiting=len(self._asks) > 0)
+        if self._moves.pressing:
+            self._relieve(now)
 
     def about_to_run(self, predicted_s: float) -> None:
         """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
@@ -334,13 +342,13 @@ class WorkerMailbox:
         self._relieve(now)
 
     def _relieve(self, now: float) -> None:
-        """Have others go on with what is written here, or not any more."""
+        """Have others go on with what is written here, or not any more; but for what becomes too long for here."""
         if self.duties.wants_relief:
             self._moves.begin()
-            for gateway, relieve in self._moves.ask(now):
-                self._listener.send(gateway.peer, relieve)
         else:
             self._moves.cease(now)
+        for gateway, relieve in self._moves.ask(now) if self._config.hands_over else ():
+            self._listener.send(gateway.peer, relieve)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once; nobody is told but the other end of a hand-over."""

@@ -6,6 +6,9 @@
     Relieve; pages   a receiver pulls; full pages are        the rest        the receiver has taken it
     are kept         offered, a budget at a time             and the tokens
 
+All answers go when this worker is to stop, or is not to write any more.  One that nobody named a length for goes, too,
+before it is as long as this worker's context: to one with more of it.
+
 An answer stops only when its receiver has every page that is full: what is left is one that is not, and a few tokens.
 Should the receiver go away, it goes on here, and another is asked for.  ``wire.duties`` has the messages.
 
@@ -35,6 +38,10 @@ MOST_STOPPED_S = 1.0
 """An answer that stopped goes on here when its receiver has not taken it within so long: it has probably died."""
 
 
+_ROOM_FOR_MOVING = 8
+"""Of a context, the last part of so many (or ``ahead_tokens``, if that is less) is left for the time of moving."""
+
+
 @dataclass(slots=True)
 class _Move:
     request: Request
@@ -51,14 +58,19 @@ class _Move:
 class Moves:
     """Of one worker.  Nothing moves until ``begin``."""
 
-    def __init__(self, scheduler: Scheduler, hand_overs: HandOvers, asks: Asks, budget_bytes: int) -> None:
-        """``budget_bytes``: of pages offered between two steps."""
+    def __init__(
+        self, scheduler: Scheduler, hand_overs: HandOvers, asks: Asks, budget_bytes: int, *, ahead_tokens: int
+    ) -> None:
+        """``budget_bytes``: of pages offered between two steps; ``ahead_tokens``: written while an answer moves."""
         self._scheduler = scheduler
         self._hand_overs = hand_overs
         self._asks = asks
         self._budget = budget_bytes
         self._spare = 1 + scheduler.config.max_draft_tokens  # tokens that one step may add
+        self._ahead = min(ahead_tokens, scheduler.config.max_model_len // _ROOM_FOR_MOVING)
         self._wanted = False
+        self._movable = not scheduler.memory.keeps_states  # a state is no page that becomes full and stays
+        self.pressing = False  # an answer has come near the end of the context since ``ask``
         self._moves: dict[RequestId, _Move] = {}
 
     def __len__(self) -> int:
@@ -71,24 +83,31 @@ class Moves:
     def cease(self, now: float) -> None:
         """Nothing is, any more; what a receiver has come for already goes all the same."""
         self._wanted = False
-        for move in [move for move in self._moves.values() if move.pieces is None]:
+        for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
             self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
 
     def ask(self, now: float) -> list[tuple[Gateway, Relieve]]:
         """What gateways are to be asked now.  Called between two steps, when all tokens so far were told."""
+        self.pressing = False
         asked: dict[int, tuple[Gateway, list[tuple[RequestId, int]]]] = {}
-        for ask in self._asks.all() if self._wanted else ():
+        for ask in self._asks.all():
+            if not self._wanted and not self._outgrows(self._scheduler.find(ask.request)):
+                continue
             move = self._moves.get(ask.request) or self._new(ask, now)
             if move is not None and move.pieces is None and move.asked <= now:
                 move.asked = now + ASK_AGAIN_S
                 asked.setdefault(id(ask.gateway), (ask.gateway, []))[1].append((ask.request, ask.epoch))
         return [(gateway, Relieve(requests=tuple(requests))) for gateway, requests in asked.values()]
 
+    def _outgrows(self, request: Request | None) -> bool:
+        """Is it time that somebody with more of a context goes on with it?"""
+        return request is not None and request.outgrows and request.known + self._ahead >= request.last
+
     def _new(self, ask: Ask, now: float) -> _Move | None:
         """This answer is to go; None: not now, or never."""
         request = self._scheduler.find(ask.request)
-        if self._scheduler.memory.keeps_states:
-            return None  # a state is no page that becomes full and stays: such an answer ends here
+        if not self._movable:
+            return None
         if request is None or request.epoch != ask.epoch or request.status is not Status.RUNNING:
             return None
         if request.leg is Leg.PREFILL or request.pooling is not None or not request.output or request.missing != 1:
@@ -142,7 +161,7 @@ class Moves:
         request, pieces = move.request, move.pieces
         if pieces is None or request.status is not Status.RUNNING:
             return False
-        if request.known + self._spare > move.most:
+        if request.known + self._spare > min(move.most, request.last if request.outgrows else move.most):
             return True
         full = request.computed // self._scheduler.memory.page_tokens
         # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
@@ -181,6 +200,8 @@ class Moves:
         for progress in outcome.progress:
             move = self._moves.get(progress.request.id)
             if move is None:
+                if progress.request.outgrows and self._movable and self._outgrows(progress.request):
+                    self.pressing = True
                 continue
             move.logprobs.extend(progress.logprobs)
             if progress.finish is not None:

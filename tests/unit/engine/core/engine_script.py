@@ -58,6 +58,8 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> Arri
         arrival=float(options.get("at", len(world.clients))),
         root=ROOT,
         claim=claim_of(options),
+        open_ended="expected" in options,
+        expected=int(options.get("expected", "0")),
     )
     if stop is not None:  # the answer's token at this index is a stop token
         event = retold(world, event, stop_token_ids=(want(world, event)[int(stop)],))

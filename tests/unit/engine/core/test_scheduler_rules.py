@@ -84,14 +84,43 @@ def test_predicted_time_cuts_chunks_but_never_to_nothing() -> None:
     )
 
 
-def test_the_context_ends_the_answer() -> None:
+@pytest.mark.parametrize("leg", ["whole", "decode"])
+def test_an_answer_that_the_context_has_no_room_for_is_refused_and_not_cut_short(leg: str) -> None:
     check(
-        """
-        whole a prompt=6 max=5
-        step -> a 0+6*  | a token 0
-        step -> a 6+1*  | a token 1 length
+        f"""
+        {leg} a prompt=6 max=3
+        {leg} b prompt=6 max=2
+        step -> {"b 0+6*" if leg == "whole" else "reserved b@0"}, returned a too_long
         """,
         max_model_len=8,
+        to_the_end=False,
+    )
+
+
+def test_an_answer_of_no_named_length_is_given_back_where_the_context_ends() -> None:
+    check(
+        """
+        whole a prompt=6 max=5 expected=4
+        step -> a 0+6*  | a token 0
+        load tokens_in_flight=2
+        step -> a 6+1*  | a token 1
+        step -> returned a too_long
+        load pages_used=0
+        """,
+        max_model_len=8,
+        to_the_end=False,
+    )
+
+
+def test_what_an_answer_may_become_counts_as_what_is_expected() -> None:
+    check(
+        """
+        whole a prompt=6 max=50 expected=4
+        load tokens_in_flight=10
+        whole b prompt=6 max=50
+        load tokens_in_flight=66
+        """,
+        to_the_end=False,
     )
 
 
