@@ -54,6 +54,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _with_metrics_at_once(config: str) -> str:
+    """``/metrics`` shows what is, not what was a second ago."""
+    if re.search(r"^\[limits\]$", config, re.MULTILINE):
+        return re.sub(r"^\[limits\]$", "[limits]\nmetrics_cache_s = 0.0", config, count=1, flags=re.MULTILINE)
+    return f"{config}\n[limits]\nmetrics_cache_s = 0.0\n"
+
+
 class PenstockServer:
     """One service in a session of its own, so that its processes can be told from all others.
 
@@ -79,7 +86,7 @@ class PenstockServer:
         if config is not None:
             assert folder is not None, "a configuration file needs a folder"
             path = folder / f"penstock-{self.port}.toml"
-            path.write_text(config, encoding="utf-8")
+            path.write_text(_with_metrics_at_once(config), encoding="utf-8")
             self.flags += ["--config", str(path)]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_fd = -1
@@ -127,7 +134,15 @@ class PenstockServer:
         )
 
     def _words(self) -> list[str]:
-        return ["serve", "--event-loop", "asyncio", *self.flags, "--port", str(self.port)]
+        config = [] if "--config" in self.flags else ["--config", self._plain_config()]
+        return ["serve", "--event-loop", "asyncio", *config, *self.flags, "--port", str(self.port)]
+
+    def _plain_config(self) -> str:
+        """A file in memory, with what every server of a test has."""
+        descriptor = os.memfd_create("penstock-test-config")
+        weakref.finalize(self, os.close, descriptor)
+        os.write(descriptor, _with_metrics_at_once("").encode())
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -56,7 +56,7 @@ def app_of(
             intake=intake or intake_of(limits),
             limits=limits,
             clock=MonotonicClock(),
-            metrics=lambda: b"# no metrics\n",
+            metrics=lambda: lambda: b"# no metrics\n",
             keys=ring or KeyRing.of(keys),
             levels=levels or ServiceLevels(),
             pools=intake if isinstance(intake, ReadingIntake) else None,

@@ -199,6 +199,7 @@ class Limits(Config, frozen=True, kw_only=True):
     idle_client_s: float = 30.0  # a client that reads nothing for so long is hung up on
     slow_body_s: float = 30.0  # to receive a request's body
     header_s: float = 15.0  # to receive a request's head
+    metrics_cache_s: float = 1.0  # for which a page of metrics is shown again before it is made anew
     load_s: float = 120.0  # that a request waits for a model of the catalogue to be loaded
     max_queued_loads: int = 256  # requests that wait for models to be loaded
     max_idempotency_key_chars: int = 256

@@ -43,6 +43,7 @@ from penstock.edge.openai_shapes import Charge, Head, Shape, Usage
 from penstock.edge.openapi import Schemas, describing
 from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
 from penstock.edge.reading import read_all, written
+from penstock.edge.scraped import MetricsPage, TakeSnapshot
 from penstock.edge.stored import CACHE_CONTROL, HIT, ResponseStore, StoredAnswers, repeats
 from penstock.edge.traced import Traced, header_of, parts_of, told
 from penstock.edge.transcribing import Transcribing
@@ -87,7 +88,7 @@ class Behind:
     intake: Intake
     limits: Limits
     clock: Clock
-    metrics: Callable[[], bytes]  # Prometheus' text
+    metrics: TakeSnapshot  # of Prometheus' text
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: Ring = field(default_factory=KeyRing)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
@@ -115,6 +116,7 @@ class _Accepted:
 def make_app(behind: Behind) -> ASGIApp:
     """The ASGI application.  It makes no connections and starts no tasks of its own."""
     service = _Service(behind)
+    page = MetricsPage(behind.metrics, behind.clock, behind.limits.metrics_cache_s)
     prepare, pools = behind.intake, behind.pools
     embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
     routes = [
@@ -130,7 +132,7 @@ def make_app(behind: Behind) -> ASGIApp:
         _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
         _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
         *(admin.routes(behind.posts, service.door) if behind.posts else ()),
-        *status.routes(behind.streams, prepare.cards, behind.metrics, behind.metrics_type),
+        *status.routes(behind.streams, prepare.cards, page, behind.metrics_type),
     ]
     app = Starlette(
         routes=describing(routes, behind.schemas),

@@ -26,10 +26,10 @@ from penstock.types import ServiceClass
 
 log = logging.getLogger("penstock.edge")
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json", "/ready", "/version"})
-"""What browsers, load balancers and Prometheus ask for; it tells nothing about anybody's requests."""
+OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/ready", "/version"})
+"""What browsers and load balancers ask for; it tells nothing about anybody's requests."""
 
-OPERATORS = ("/admin/", "/debug/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OPERATORS = ("/admin/", "/debug/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """What tells of everybody's requests, or changes what everybody has."""
 
 FOR = b"x-penstock-for"

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock.edge.errors import refusal
+from penstock.edge.scraped import MetricsPage
 from penstock.errors import UnknownModel, UnknownRequest
 from penstock.types import RequestId
 from penstock.wire.ports import ModelCard, TokenStreams
@@ -26,7 +27,7 @@ MAX_ID_CHARS = 128
 
 
 def routes(
-    streams: TokenStreams, cards: Callable[[], Sequence[ModelCard]], metrics: Callable[[], bytes], metrics_type: str
+    streams: TokenStreams, cards: Callable[[], Sequence[ModelCard]], page: MetricsPage, metrics_type: str
 ) -> list[Route]:
     """All ``GET`` paths (``HEAD`` comes with them)."""
 
@@ -52,7 +53,7 @@ def routes(
         return _json({"status": "not ready", "reason": "a worker that is needed is not ready"}, 503)
 
     async def show_metrics(_: Request) -> Response:
-        return Response(metrics(), headers={"content-type": metrics_type})
+        return Response(await page.get(), headers={"content-type": metrics_type})
 
     async def version(_: Request) -> Response:
         return _json({"version": __version__})

@@ -41,7 +41,7 @@ def make_http_app(
             hears=hears,
             limits=config.limits,
             clock=MonotonicClock(),
-            metrics=metrics.exposition,
+            metrics=metrics.snapshot,
             met=metrics.met,
             keys=ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted),
             scheduling=config.scheduling,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -60,6 +61,14 @@ class WorkerTotals:
         """All that ever reported, in order of name."""
         return sorted(self._incarnations)
 
+    def copy(self) -> WorkerTotals:
+        """As they are now."""
+        copied = WorkerTotals()
+        copied._incarnations = dict(self._incarnations)
+        copied._carried = {worker: dict(values) for worker, values in self._carried.items()}
+        copied._current = {worker: dict(values) for worker, values in self._current.items()}
+        return copied
+
     def _carry(self, worker: str) -> None:
         """The current incarnation is over: what it ended with stays."""
         ended = {name: self.value(worker, name) for name in self._current.get(worker, {})}
@@ -104,7 +113,6 @@ class Metrics:
         self.responses: Callable[[], ResponseFigures] = lambda: ResponseFigures({})
         self.spans: Callable[[], Mapping[str, int]] = dict[str, int]  # by what became of them
         self.totals = WorkerTotals()
-        self._registry.register(_AtScrape(self))
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
         self._generation_tokens = 0
         self._began = time.time()
@@ -196,11 +204,29 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All families in Prometheus' text format, of type ``CONTENT_TYPE``."""
-        return generate_latest(self._registry)
+        return self.snapshot()()
 
-    def at_scrape(self) -> Iterable[Metric]:
+    def snapshot(self) -> Callable[[], bytes]:
+        """Looks at what is not counted in the registry, and returns what makes the page of it.
+
+        That may be called on a thread: it asks for nothing else, and what stands in the registry has locks.
+        """
+        seen = _Seen(
+            rows=self.rows(),
+            totals=self.totals.copy(),
+            generation_tokens=self._generation_tokens,
+            itl=self._itl.family(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
+            open_requests=self.open_requests(),
+            dropped_frames=self.dropped_frames(),
+            prefix_index=self.prefix_index(),
+            responses=self.responses(),
+            spans=dict(self.spans()),
+        )
+        return lambda: generate_latest(_Page(self._registry, self._looked_up(seen)))
+
+    def _looked_up(self, seen: _Seen) -> Iterable[Metric]:
         """The families that are not counted here but looked up."""
-        rows = self.rows()
+        rows = seen.rows
         for family, value in _ROW_GAUGES:
             gauge = self._gauge(family)
             for row in rows:
@@ -210,17 +236,17 @@ class Metrics:
             metric = (CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily)(
                 names.PREFIX + family.name, family.help, labels=("model_name", *family.labels)
             )
-            for worker in self.totals.workers():
-                metric.add_metric([self._model, worker], self.totals.value(worker, name))
+            for worker in seen.totals.workers():
+                metric.add_metric([self._model, worker], seen.totals.value(worker, name))
             yield metric
-        yield from self._tiers(rows)
-        yield self._single_counter(names.GENERATION_TOKENS, self._generation_tokens, created=self._began)
-        yield self._itl.family(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model})
+        yield from self._tiers(seen)
+        yield self._single_counter(names.GENERATION_TOKENS, seen.generation_tokens, created=self._began)
+        yield seen.itl
         opened = self._gauge(names.REQUESTS_OPEN)
-        opened.add_metric([self._model], self.open_requests())
+        opened.add_metric([self._model], seen.open_requests)
         yield opened
-        yield self._single_counter(names.DROPPED_FRAMES, self.dropped_frames())
-        figures, responses = self.prefix_index(), self.responses()
+        yield self._single_counter(names.DROPPED_FRAMES, seen.dropped_frames)
+        figures, responses = seen.prefix_index, seen.responses
         for family, figure in (
             (names.PREFIX_BLOCKS, figures.blocks),
             (names.PREFIX_BYTES, figures.memory_bytes),
@@ -235,22 +261,22 @@ class Metrics:
         yield self._single_counter(names.RESPONSE_TOKENS, responses.tokens)
         yield self._single_counter(names.RESPONSE_EVICTIONS, responses.evictions)
         yield self._by_outcome(names.RESPONSE_LOOKUPS, responses.found)
-        yield self._by_outcome(names.TRACE_SPANS, self.spans())
+        yield self._by_outcome(names.TRACE_SPANS, seen.spans)
 
-    def _tiers(self, rows: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+    def _tiers(self, seen: _Seen) -> Iterable[Metric]:
         """Of the KV store: a sample a worker and tier that has ever counted something, or has pages."""
         families = {
             figure: CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
             for figure, family in names.BY_TIER_FIGURE.items()
         }
-        for worker in self.totals.workers():
+        for worker in seen.totals.workers():
             for name, (tier, figure) in names.TIER_COUNTERS.items():
-                value = self.totals.value(worker, name)
+                value = seen.totals.value(worker, name)
                 if value:
                     families[figure].add_metric([self._model, worker, tier], value)
         yield from families.values()
         pages = self._gauge(names.KV_STORE_PAGES)
-        for row in rows:
+        for row in seen.rows:
             for tier in row.get("kv_tiers", ()):
                 pages.add_metric([self._model, row["id"], tier["tier"]], tier["pages"])
         yield pages
@@ -297,11 +323,28 @@ _ROW_GAUGES: tuple[tuple[Family, Callable[[Mapping[str, Any]], float]], ...] = (
 )
 
 
-class _AtScrape(Collector):
-    """Gives the registry what ``Metrics`` looks up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What is looked up, as it was at one moment."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    rows: Sequence[Mapping[str, Any]]
+    totals: WorkerTotals
+    generation_tokens: int
+    itl: Metric
+    open_requests: int
+    dropped_frames: int
+    prefix_index: PrefixFigures
+    responses: ResponseFigures
+    spans: Mapping[str, int]
+
+
+class _Page(Collector):
+    """What is counted, and what was looked up."""
+
+    def __init__(self, counted: Collector, looked_up: Iterable[Metric]) -> None:
+        self._counted = counted
+        self._looked_up = looked_up
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics.at_scrape()
+        yield from self._counted.collect()
+        yield from self._looked_up
