@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from penstock.cli.parsing import COMMANDS
-from penstock.cli.worker import add_engine_flags
+from penstock.cli.worker import NO_SETTINGS, add_config_flags, add_engine_flags
+from penstock.config.as_toml import settings_as_toml
 from penstock.config.load import load_serve
 
 EPILOG = """\
@@ -22,7 +23,7 @@ examples:
 
 Every flag can also be set as PENSTOCK_FLAG (PENSTOCK_KV_MEMORY=2GiB) or in a TOML file given with --config
 (kv_memory = "2GiB", and the tables [limits], [scheduling], [routing], [failover], [hand_over], [supervise]).
-Flags win, then the environment.
+Flags win, then the environment.  --print-config writes such a file.
 Ready when http://HOST:PORT/ready answers 200.  Ctrl-C or SIGTERM finishes what runs, a second one stops at once.
 """
 
@@ -41,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a folder, a .gguf file or org/name; none: the storyteller"
     )
-    parser.add_argument("--config", metavar="FILE", help="settings as TOML")
+    add_config_flags(parser)
     _add_http_flags(parser.add_argument_group("HTTP"))
     _add_fleet_flags(parser.add_argument_group("workers"))
     add_engine_flags(parser.add_argument_group("engine"))
@@ -135,8 +136,11 @@ def _add_join_flags(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop.  0 after an orderly end; raises ConfigError, ModelError, GaveUp."""
-    flags = {key: value for key, value in vars(args).items() if key not in ("run", "command", "config")}
+    flags = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS}
     config = load_serve(flags, config_file=getattr(args, "config", None))
+    if getattr(args, "print_config", False):
+        print(settings_as_toml(config, "penstock serve"), end="")
+        return 0
     if config.catalogue is not None:
         from penstock.launch.catalogue import serve_catalogue
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from penstock.cli.parsing import COMMANDS
+from penstock.config.as_toml import settings_as_toml
 from penstock.config.load import load_worker
 
 EPILOG = """\
@@ -48,9 +49,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--pages-port", metavar="PORT", help="where other workers fetch pages (default: any free one)")
     parser.add_argument("--name", metavar="ID", help="its id in the fleet (default: role, host and port)")
-    parser.add_argument("--config", metavar="FILE", help="settings as TOML")
+    add_config_flags(parser)
     parser.add_argument("--log-json", action="store_true", help="log one JSON object a line")
     add_engine_flags(parser.add_argument_group("engine"))
+
+
+NO_SETTINGS = ("run", "command", "config", "print_config")
+"""Of what is parsed, whatever is no setting."""
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Where settings come from, and how they are shown."""
+    parser.add_argument("--config", metavar="FILE", help="settings as TOML")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the settings that are in force as such a file, and end"
+    )
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
@@ -135,8 +148,11 @@ def add_store_flags(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Work until told to stop.  0 after an orderly end; raises ConfigError, ModelError, KernelError, GaveUp."""
-    flags = {key: value for key, value in vars(args).items() if key not in ("run", "command", "config")}
+    flags = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS}
     config = load_worker(flags, config_file=getattr(args, "config", None))
+    if getattr(args, "print_config", False):
+        print(settings_as_toml(config, "penstock worker"), end="")
+        return 0
     from penstock.launch.compose import serve_worker
 
     return serve_worker(config)

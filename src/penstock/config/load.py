@@ -115,7 +115,7 @@ def load_client(
     """
     environ = os.environ if environ is None else environ
     base = url or environ.get("PENSTOCK_URL") or DEFAULT_URL
-    return base.rstrip("/").removesuffix("/v1"), api_key or environ.get("PENSTOCK_API_KEY")
+    return re.sub(r"/v1/?$", "", base), api_key or environ.get("PENSTOCK_API_KEY")
 
 
 def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None) -> Path | None:
