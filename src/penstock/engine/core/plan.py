@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -31,13 +31,12 @@ from penstock.wire.messages import PageSource
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
-    from penstock.grammar.matcher import Matcher
 
 
 class GrammarInUse(Protocol):
     """A compiled grammar; it is there for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> Any:
         """At the beginning of an answer."""
         ...
 
