@@ -52,6 +52,14 @@ def standing(one_for_many: PenstockServer) -> PenstockServer:
     return one_for_many
 
 
+def test_without_a_key_it_takes_no_requests_of_web_sites(standing: PenstockServer):
+    assert standing.get("/v1/models", host="localhost").status_code == 200
+    rebound = standing.get("/v1/models", host="evil.example", origin="http://evil.example")
+    assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
+    page = standing.get("/admin/workers", origin="https://evil.example")
+    assert (page.status_code, page.json()["error"]["code"]) == (403, "origin_not_allowed")
+
+
 # --- starting --------------------------------------------------------------------------------------------------------
 
 

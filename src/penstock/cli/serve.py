@@ -57,6 +57,12 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api-key", metavar="KEY", help="clients must send it; PENSTOCK_API_KEY hides it from `ps`")
     group.add_argument("--api-keys", metavar="FILE", help="keys of several tenants, from `penstock keys add`")
     group.add_argument(
+        "--allowed-host",
+        metavar="NAME",
+        action="append",
+        help="without a key: also answer requests for this name, as a proxy passes it on (repeat for more; *: all)",
+    )
+    group.add_argument(
         "--allowed-origin",
         metavar="ORIGIN",
         action="append",

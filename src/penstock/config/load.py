@@ -54,6 +54,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
 }
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*@?#]+")
 # Kubernetes sets these in every pod beside a Service named "penstock"; they are no settings of ours.
 _SERVICE_LINK = re.compile(r"PENSTOCK_(SERVICE_.*|PORT_\d+_.*)|PENSTOCK_.*_SERVICE_(HOST|PORT).*")
@@ -201,7 +202,7 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     try:
         if key in SIZES and isinstance(value, str):
             value = parse_size(value)
-        if key in ("join", "lora", "allowed_origin") and isinstance(value, str):
+        if key in ("join", "lora", "allowed_host", "allowed_origin") and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
@@ -242,6 +243,12 @@ def _check_catalogue(config: ServeConfig) -> None:
 
 
 def _check_origins(config: ServeConfig) -> None:
+    for host in config.allowed_host:
+        if host != "*" and not _HOST.fullmatch(host):
+            raise ConfigError(
+                f"--allowed-host {host}: expected a name or an address as clients write it, without scheme and port, "
+                "such as penstock.example.org, or *"
+            )
     for origin in config.allowed_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(

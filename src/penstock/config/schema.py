@@ -313,6 +313,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     trace: TraceConfig = TraceConfig()
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the service from a browser
+    allowed_hosts: tuple[str, ...] = ()  # names under which clients may reach it without a key, beside this host's own
     fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
 
 
@@ -397,6 +398,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
+    allowed_host: tuple[str, ...] = ()  # names under which it is reached without a key; "*": all
     allowed_origin: tuple[str, ...] = ()  # of web pages that may use the service from a browser; "*": all
     served_model_name: str | None = None
     generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's

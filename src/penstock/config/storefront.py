@@ -35,3 +35,4 @@ class StoreConfig(Config, frozen=True, kw_only=True):
     created: int = 0  # Unix seconds
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()

@@ -72,6 +72,7 @@ def serve_catalogue(config: ServeConfig) -> int:
             created=int(time.time()),
             event_loop=config.event_loop,
             allowed_origins=config.allowed_origin,
+            allowed_hosts=config.allowed_host,
         )
         jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, config.log_json)
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))

@@ -282,6 +282,7 @@ def _gateway_config(
         trace=trace_config(config),
         event_loop=config.event_loop,
         allowed_origins=config.allowed_origin,
+        allowed_hosts=config.allowed_host,
     )
 
 

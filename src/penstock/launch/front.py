@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig, Offers
 from penstock.edge.app import Behind, make_app
+from penstock.edge.host_check import HostCheck
 from penstock.edge.stored import ResponseStore
 from penstock.intake.listening import ListeningIntake
 from penstock.intake.reading import ReaderFacts, ReadingIntake
@@ -32,7 +33,8 @@ def make_http_app(
     stored = ResponseStore(config.response_cache) if config.response_cache else None
     if stored is not None:
         metrics.responses = stored.figures
-    return make_app(
+    ring = ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
+    app = make_app(
         Behind(
             streams=router,
             posts=router.orders,
@@ -43,7 +45,7 @@ def make_http_app(
             clock=MonotonicClock(),
             metrics=metrics.snapshot,
             met=metrics.met,
-            keys=ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted),
+            keys=ring,
             scheduling=config.scheduling,
             levels=metrics.levels,
             stored=stored,
@@ -52,6 +54,7 @@ def make_http_app(
             allowed_origins=config.allowed_origins,
         )
     )
+    return HostCheck(app, config.allowed_hosts, config.allowed_origins) if ring.open else app
 
 
 def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None, Hears | None]:

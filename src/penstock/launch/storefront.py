@@ -8,6 +8,7 @@ import sys
 from penstock.clock import MonotonicClock
 from penstock.config.storefront import StoreConfig
 from penstock.edge.catalogue import Store, make_catalogue_app
+from penstock.edge.host_check import HostCheck
 from penstock.edge.openapi import Schemas
 from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
@@ -45,6 +46,8 @@ async def _run(config: StoreConfig, rim: Rim) -> int:
             allowed_origins=config.allowed_origins,
         )
     )
+    if keys.open:
+        app = HostCheck(app, config.allowed_hosts, config.allowed_origins)
     house.start()
     try:
         await HttpProcess(rim, config.limits, house.on_supervisor).serve(app)
