@@ -10,6 +10,18 @@ from typing import Annotated, NewType
 
 import msgspec
 
+MAX_COUNT = (1 << 53) - 1
+"""The largest number of things in a message: what every language and every float holds."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+TokenId = Word
+"""What it may be at all; whoever knows the vocabulary compares with that."""
+
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of a request, worker, gateway, class or place."""
+
 RequestId = NewType("RequestId", str)
 """One engine request: one prompt and one choice of its answer (``cmpl-…/0`` and ``cmpl-…/1`` for n = 2)."""
 
@@ -22,6 +34,8 @@ RESTART_BITS = 20
 number of a run is 0 where only processes of that run can hear of it."""
 
 MAX_INCARNATION = (1 << (RUN_BITS + RESTART_BITS)) - 1
+
+Incarnation = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
 
 
 def is_older(one: int, other: int) -> bool:
@@ -143,40 +157,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     worker emitted before a resubmission.
     """
 
-    seed: int  # unsigned 64 bits, the generator's key
-    max_tokens: int  # at least 1
-    choice: int = 0  # index of the choice, part of the generator's counter
-    temperature: float = 1.0  # GREEDY: argmax of the penalised logits
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    min_tokens: int = 0  # below this many tokens no stop token can be drawn
-    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are among them unless ignore_eos was asked for
-    logprobs: int | None = None  # how many alternatives to report; 0 reports the chosen token only
-    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    seed: Annotated[int, msgspec.Meta(ge=0)]  # unsigned 64 bits, the generator's key
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+    choice: Word = 0  # index of the choice, part of the generator's counter
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0  # GREEDY: argmax of the penalised logits
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
+    logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]] = {}
+    min_tokens: Count = 0  # below this many tokens no stop token can be drawn
+    stop_token_ids: tuple[TokenId, ...] = ()  # the model's end tokens are among them unless ignore_eos was asked for
+    logprobs: Count | None = None  # how many alternatives to report; 0 reports the chosen token only
+    prompt_logprobs: Count | None = None  # the same for every prompt token but the first
     grammar: Grammar | None = None  # no token is drawn that it does not allow; the end only where it is complete
-    banned: tuple[int, ...] = ()  # are never drawn; not together with a grammar
-    banned_first: tuple[int, ...] = ()  # nor these, as the first token of the answer
+    banned: tuple[TokenId, ...] = ()  # are never drawn; not together with a grammar
+    banned_first: tuple[TokenId, ...] = ()  # nor these, as the first token of the answer
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is wanted of a text that is only read.  Checked at the door; nothing below checks again."""
 
-    dimensions: int | None = None  # of an embedding: only so many of its first numbers; None: all
+    # Of an embedding: only so many of its first numbers; None: all
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     normalised: bool | None = None  # an embedding is brought to length 1; None: as the model's makers do it
-    second: int | None = None  # where the second of two texts begins, for models that tell them apart
+    second: Count | None = None  # where the second of two texts begins, for models that tell them apart
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability (nats, of the unmodified distribution) of one token, and of the likeliest alternatives."""
 
-    token: int
+    token: TokenId
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first, ties to the lower id
+    top: tuple[tuple[TokenId, float], ...] = ()  # (token, logprob), likeliest first, ties to the lower id
 
 
 IMAGE_HASH_BYTES = 32
@@ -193,7 +208,7 @@ class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """An image in a prompt: tokens ``[at, end)`` stand for it, row by row.  A sound is one row."""
 
     content: ImageHash
-    at: Annotated[int, msgspec.Meta(ge=0)]
+    at: Count
     rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # of tokens
     columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
 
@@ -241,8 +256,8 @@ Medium = Picture | Sound
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A LoRA adapter, known by its content; ``folder`` is where every worker of the answer can read it."""
 
-    fingerprint: str  # BLAKE3 of its files, hexadecimal
-    folder: str
+    fingerprint: Name  # BLAKE3 of its files, hexadecimal
+    folder: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class ServiceClass(IntEnum):
@@ -259,9 +274,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Whose a request is, and how it is to be served among others."""
 
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""  # a short name, never a key
-    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # of its tenant, against those of others
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0  # of its tenant, against those of others
     service: ServiceClass = ServiceClass.INTERACTIVE
-    max_wait_s: float | None = None  # to the first token, from now on; who waits longer is not served any more
+    max_wait_s: Seconds | None = None  # to the first token, from now on; who waits longer is not served any more
 
 
 UNCLAIMED = Claim()
@@ -313,8 +328,8 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What the bits of KV pages and answers depend on."""
 
-    fingerprint: str  # BLAKE3 of configuration and weights, hexadecimal
-    numerics: str  # numerics class: kernel family, its version and the compute type, as "cpp-avx512_bf16-1-bf16"
+    fingerprint: Name  # BLAKE3 of configuration and weights, hexadecimal
+    numerics: Name  # numerics class: kernel family, its version and the compute type, as "cpp-avx512_bf16-1-bf16"
 
     @property
     def mixed(self) -> bool:

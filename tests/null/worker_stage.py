@@ -110,6 +110,7 @@ class StageWorker:
             role=role,
             endpoint=self.endpoint,
             carrier="memory",
+            vocabulary=VOCAB,
             scheduler=SchedulerConfig(reaches=stage.layout.shape.reaches, **scheduler),
             hand_over=stage.hand_over,
         )
@@ -124,7 +125,7 @@ class StageWorker:
             limits = KvStoreConfig()
             store = PageStore(tiers, self.memory, pool.generation, stage.clock.now, limits, hand=self._hand)
             self.stored = StoredPages(self.scheduler, store, stage.clock)
-        hand_over = HandOver(identity, self.sender, self.receiver)
+        hand_over = HandOver(identity, self.sender, self.receiver, vocabulary=VOCAB)
         ready = Ready(pages=self.stored or PagesHere())
         self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, stage.hub, stage.clock, ready=ready)
         self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory, role), stage.clock)

@@ -119,6 +119,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     role: Role
     endpoint: str  # where its mailbox listens
     carrier: str  # "shm", "tcp", "tcp-sealed" or "curve": how pages travel; after "nixl+" what NIXL does not bring
+    vocabulary: int | None = None  # tokens that the model knows; None: requests are not compared with it
     pages_port: int = 0  # where they are fetched from over sockets; 0: any free one
     scheduler: SchedulerConfig
     hand_over: HandOverConfig = HandOverConfig()
@@ -298,6 +299,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     requests: RequestConfig = RequestConfig()
     split: bool = True
     task: Task = Task.GENERATE
+    vocabulary: int | None = None  # tokens that the model knows; None: what workers say is not compared with it
     width: int = 0  # of a model that only reads: numbers of its vectors, or its labels
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys

@@ -267,6 +267,7 @@ def _gateway_config(
         ),
         split=not config.aggregated and spec.task.writes,
         task=spec.task,
+        vocabulary=spec.vocab,
         width=0 if spec.pooler is None else spec.pooler.labels or spec.hidden,
         api_key=config.api_key,
         api_keys=config.api_keys,

@@ -160,6 +160,7 @@ class Workers:
             role=role,
             endpoint=self._mailboxes.endpoint(worker, incarnation),
             carrier=self._plan.carrier,
+            vocabulary=self._spec.vocab,
             pages_port=self._plan.pages_port,
             scheduler=scheduler_of(place, self._plan),
             hand_over=self._config.hand_over,

@@ -260,7 +260,7 @@ def _hand_over(
     writer = None
     if inherited.twins is not None:
         writer = cast(WritesPages, ops).page_writer(kv, own.buffer, inherited.twins)
-    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier), writer)
+    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier), writer, inherited.vocab)
 
 
 def _stored(

@@ -12,10 +12,18 @@ from penstock.config.schema import FailoverConfig, Limits
 from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
 from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
 from penstock.wire.codec import MAX_FRAME_BYTES
-from penstock.wire.messages import NO_HELLO, TOO_LONG
+from penstock.wire.messages import NO_HELLO, TOO_LARGE, TOO_LONG, UNKNOWN
 
 NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", TOO_LONG, NO_HELLO})
 """Reasons of workers that are well and give a request back."""
+
+
+_LOST = (UNKNOWN, "unsent", "connection lost", "the gateway was silent")
+
+
+def is_no_fault_of_sender(reason: str) -> bool:
+    """Does this reason speak of a message that was lost, or of another worker, and not of whoever says it?"""
+    return reason in _LOST or reason == TOO_LARGE or reason.startswith("pages_lost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

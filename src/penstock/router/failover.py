@@ -23,7 +23,16 @@ from enum import Enum
 from penstock.errors import NoWorkers, PenstockError, QueueFull, WorkerLost
 from penstock.router.decide import Ask, Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
-from penstock.router.endings import NO_FAILURES, Patience, aged, satisfied, stalled, too_large, too_long
+from penstock.router.endings import (
+    NO_FAILURES,
+    Patience,
+    aged,
+    is_no_fault_of_sender,
+    satisfied,
+    stalled,
+    too_large,
+    too_long,
+)
 from penstock.router.leg_run import UNHEARD_S, LegRun
 from penstock.router.poison import Guilt
 from penstock.router.prompt_told import PromptTold
@@ -332,6 +341,8 @@ class Flight:
             return (self._end(leg), *self._fail(too_large()))
         elif reason == "deadline" and not self._started:
             return (self._end(leg), *self._fail(self._late(self._patience.first_s(self.request.claim))))
+        elif reason not in NO_FAULT and reason not in NO_FAILURES and not is_no_fault_of_sender(reason):
+            self._doubt[worker, incarnation] = now + DOUBT_S
         if reason in NO_FAULT:
             self._attempts = max(0, self._attempts - 1)
         ended = self._end(leg)

@@ -41,6 +41,7 @@ class WorkerLink:
         self.incarnation = incarnation
         self._connection = connection
         self._link = link
+        self._malformed = 0
         self._unsent: list[Cancel] = []
         self._reader: asyncio.Task[None] | None = None
 
@@ -76,6 +77,11 @@ class WorkerLink:
         """Close the link; the task that read it, if there is one, ends by itself and may be awaited."""
         self._link.close()
         return self._reader
+
+    def malformed(self) -> int:
+        """Frames of this worker, since this was asked last, that were none of ours."""
+        before, self._malformed = self._malformed, self._link.counters.malformed
+        return self._malformed - before
 
     @property
     def dropped(self) -> int:
@@ -118,6 +124,12 @@ class Links:
         caches."""
         for worker, link in self._links.items():
             link.beat(hello, awaited.get(worker, ()), kv_snapshot=worker in lacking)
+
+    def malformed(self) -> list[tuple[WorkerId, int, int]]:
+        """Workers, with their incarnations, that have sent frames that were none of ours, and how many, since the last
+        time."""
+        told = [(link.worker, link.incarnation, link.malformed()) for link in self._links.values()]
+        return [one for one in told if one[2]]
 
     def drop(self, worker: WorkerId) -> None:
         """Close the link to a worker, if there is one."""

@@ -28,6 +28,7 @@ from penstock.router.links import Connect, Links
 from penstock.router.losses import Losses
 from penstock.router.orders import Orders
 from penstock.router.placement import Placement
+from penstock.router.plausible import has_known_tokens, is_of
 from penstock.router.poison import KeptApart
 from penstock.router.relief import Relief
 from penstock.router.slices import Slices
@@ -136,6 +137,7 @@ class RouterService:
         self._relief.is_probe = self._watch.asks
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
         self._ticker: asyncio.Task[None] | None = None
+        self._vocabulary = config.vocabulary or 1 << 32
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last that was served
         self.on_report: HearReport = _ignored
@@ -293,6 +295,7 @@ class RouterService:
         elif isinstance(message, Relieve | StillWanted):
             self._relief.on(message, worker, incarnation)
         elif isinstance(message, Returned):
+            self._watch.gave_back(worker, incarnation, message.reason, now)
             stream = self._streams.get(message.request)
             if stream is not None:
                 effects = stream.flight.returned(message.epoch, message.reason, worker, incarnation, now)
@@ -304,7 +307,15 @@ class RouterService:
         self._moved = now
         streams, fleet, tally = self._streams, self.fleet, self._tally
         slot = fleet.slot(worker)
+        vocabulary, refusals = self._vocabulary, self._watch.refusals
+        if refusals:
+            refusals.pop(worker, None)
         for item in message.items:
+            plain = item.logprobs is None and item.prompt_logprobs is None
+            if not (plain and max(item.tokens, default=0) < vocabulary) and not has_known_tokens(item, vocabulary):
+                reason = f"{item.request} has a token that is none of the model's {vocabulary}"
+                self._distrust(worker, incarnation, reason, now)
+                return
             stream = streams.get(item.request)
             if stream is not None and slot is not None and stream.flight.goes_on(item, worker, incarnation, now):
                 fleet.left(slot, item.request, stream.flight.left_after_own(item))
@@ -321,6 +332,9 @@ class RouterService:
             self._watch.answered(item.request, worker, incarnation)
             return
         flight = stream.flight
+        if not is_of(item, flight.request):
+            self._distrust(worker, incarnation, f"tokens that are no part of an answer to {item.request}", now)
+            return
         if item.epoch == flight.epoch:
             self.fleet.progress(worker, item.request, flight.left_after(item, worker))
         else:
@@ -334,6 +348,10 @@ class RouterService:
         self._apply(stream, flight.tokens(item, worker, incarnation, now), now)
         if len(self._placement.apart) and not flight.guilt.deaths:
             self._placement.apart.clear(item.request)
+
+    def _distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
+        """What this worker says cannot be: what it has goes on elsewhere, and it is probed before it is given more."""
+        self._watch.distrust(worker, incarnation, reason, now)
 
     def _on_report(self, report: Report, now: float) -> None:
         steps = self.fleet.steps()

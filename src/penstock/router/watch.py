@@ -16,6 +16,7 @@ from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.router.decide import can_serve, could_serve
+from penstock.router.endings import NO_FAILURES, is_no_fault_of_sender
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
@@ -35,6 +36,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
 )
+from penstock.wire.duties import NO_FAULT
 from penstock.wire.messages import Awaited, Hello, KvEvents, Report, Submit, Suspect, WorkerDown, WorkerUp
 
 log = logging.getLogger("penstock.router")
@@ -43,6 +45,9 @@ TICK_S = 0.05
 """Between two looks at time: retries are at most so late."""
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
+
+MOST_REFUSALS = 16
+"""Requests that a worker may give back in a row, for reasons of its own, before it is taken out of routing."""
 
 STILL_STEPS = 20
 """A worker with work of ours that reports, and has not made a step for so many predicted ones, stands still."""
@@ -93,6 +98,7 @@ class Watch:
         self._quarantine = Quarantine(config.failover, config.name)
         self._task = config.task
         self._given_up: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
+        self.refusals: dict[WorkerId, int] = {}  # given back in a row, by workers that wrote no token meanwhile
         self._unconnected: dict[WorkerId, WorkerUp] = {}  # to whom no link could be made yet
         self._peopled = float("inf")  # when there was last somebody; at the beginning they are waited for
         self._ticked: float | None = None
@@ -140,6 +146,7 @@ class Watch:
         event(log, logging.WARNING, "worker is down", worker=message.worker, reason=message.reason, requests=len(work))
         self._links.drop(message.worker)
         self._unconnected.pop(message.worker, None)
+        self.refusals.pop(message.worker, None)
         moved, given_up = self._given_up.pop((message.worker, message.incarnation), ((), 0.0))
         self._lose(
             Loss(
@@ -203,7 +210,10 @@ class Watch:
         self._links.beat(self._hello, awaited, lacking)
         self._prefixes.sweep()
         for slot in list(fleet.silent(now, self._failover.silence_s, self._failover.overrun)):
-            self._suspect(slot, now)
+            quiet, work = now - fleet.heard[slot], fleet.work(slot)
+            self._suspect(slot, f"silent for {quiet:.1f} s with {len(work)} requests", now)
+        for worker, incarnation, frames in self._links.malformed():
+            self.distrust(worker, incarnation, f"{frames} messages that are none of ours", now)
         self._probe(now)
 
     def deserted(self, now: float) -> str | None:
@@ -250,6 +260,27 @@ class Watch:
         """Is this a probe that is out?  No stream waits for it."""
         return self._quarantine.asks(request)
 
+    def distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
+        """What this worker says cannot be, so its next words may be as wrong: it is taken for one that is silent."""
+        slot = self._fleet.slot(worker)
+        if (
+            slot is None
+            or not self._fleet.is_current(worker, incarnation)
+            or self._quarantine.holds(worker, incarnation)
+        ):
+            return
+        if self._fleet.is_up(slot):
+            self._suspect(slot, reason, now)
+
+    def gave_back(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
+        """A worker gives back a request.  One that gives back everything, and is not too busy for it, is of no use."""
+        if reason in NO_FAULT or reason in NO_FAILURES or is_no_fault_of_sender(reason):
+            return
+        self.refusals[worker] = self.refusals.get(worker, 0) + 1
+        if self.refusals[worker] >= MOST_REFUSALS:
+            del self.refusals[worker]
+            self.distrust(worker, incarnation, f"gave back {MOST_REFUSALS} requests and wrote no token", now)
+
     def _probe(self, now: float) -> None:
         """Ask workers that were given up and speak again for one token each."""
         if not len(self._quarantine):
@@ -270,10 +301,9 @@ class Watch:
             self._metrics.worker_probed(worker, "sent")
             link.send(_question(self._quarantine.probe(worker, now), report.identity, self._task))
 
-    def _suspect(self, slot: int, now: float) -> None:
+    def _suspect(self, slot: int, reason: str, now: float) -> None:
         fleet = self._fleet
         worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.work(slot)
-        reason = f"silent for {now - fleet.heard[slot]:.1f} s with {len(work)} requests"
         fleet.suspect(slot, reason)
         self._given_up[worker, incarnation] = work, now
         self._tell("worker is suspected", Suspect(worker=worker, incarnation=incarnation, reason=reason), now)

@@ -16,7 +16,11 @@ Whatever goes wrong before the last word, D goes on writing, or the request is s
 
 from __future__ import annotations
 
-from penstock.types import Duty, RequestId, Role
+from typing import Annotated
+
+import msgspec
+
+from penstock.types import Count, Duty, RequestId, Role
 from penstock.wire.base import Message
 
 HANDED_OVER = "handed over"
@@ -46,7 +50,7 @@ class Relieve(Message, frozen=True, kw_only=True, tag="relieve"):
     Said again every so often while nobody has come for them.
     """
 
-    requests: tuple[tuple[RequestId, int], ...]  # each with its epoch
+    requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch
 
 
 class StillWanted(Message, frozen=True, kw_only=True, tag="still_wanted"):
@@ -56,4 +60,4 @@ class StillWanted(Message, frozen=True, kw_only=True, tag="still_wanted"):
     no lease that would end.
     """
 
-    requests: tuple[tuple[RequestId, int], ...]  # each with its epoch
+    requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch

@@ -25,21 +25,27 @@ import msgspec
 
 from penstock.types import (
     LOWER_TIERS,
+    MAX_COUNT,
     UNCLAIMED,
     AdapterRef,
     BlockHash,
     Claim,
+    Count,
     FinishReason,
     ImageHash,
+    Incarnation,
     Leg,
     Medium,
     ModelIdentity,
+    Name,
     PageId,
     PlacedImage,
     PoolingParams,
     RequestId,
     Role,
     SamplingParams,
+    Seconds,
+    TokenId,
     TokenLogprob,
     WorkerId,
     WorkerState,
@@ -56,6 +62,24 @@ PROTOCOL_VERSION = 3
 MAX_AGE_S = 86_400.0
 """The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
 
+# Every field has a range.  What no process of ours can mean does not get through the codec, whoever says it; what
+# depends on a model or on what was said before is looked at by whoever knows that.
+
+HASH_BYTES = 32
+CHECKSUM_BYTES = 16
+MOST_COUNTERS = 1024
+MOST_REASON_CHARS = 4096
+MOST_POOLED_BYTES = 1 << 24
+
+AnyRequest = Annotated[RequestId, msgspec.Meta(max_length=1024)]
+AnyWorker = Annotated[WorkerId, msgspec.Meta(max_length=1024)]
+AnyHash = Annotated[BlockHash, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+Reason = Annotated[str, msgspec.Meta(max_length=MOST_REASON_CHARS)]
+Pid = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Counters = Annotated[dict[Name, Annotated[float, msgspec.Meta(ge=0, le=1e18)]], msgspec.Meta(max_length=MOST_COUNTERS)]
+Pooled = Annotated[bytes, msgspec.Meta(max_length=MOST_POOLED_BYTES)]
+
 
 MAX_EXPECTED_TOKENS = 1 << 31
 
@@ -63,9 +87,9 @@ MAX_EXPECTED_TOKENS = 1 << 31
 class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a decode leg gets its pages, or whoever reads a prompt its images' rows."""
 
-    worker: WorkerId
-    incarnation: int
-    endpoint: str
+    worker: AnyWorker
+    incarnation: Incarnation
+    endpoint: Name
 
 
 # --- gateway -> worker ---------------------------------------------------------------------------------------------
@@ -74,8 +98,8 @@ class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Awaited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A leg that a gateway waits for."""
 
-    request: RequestId
-    epoch: int
+    request: AnyRequest
+    epoch: Count
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -86,9 +110,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     while, and the worker gives back (``UNKNOWN``) those that it does not know.
     """
 
-    gateway: str
-    incarnation: int
-    connection: int = 0  # grows with each connection that this gateway makes: the latest is the one to answer
+    gateway: Name
+    incarnation: Incarnation
+    connection: Count = 0  # grows with each connection that this gateway makes: the latest is the one to answer
     awaited: tuple[Awaited, ...] = ()
     kv_snapshot: bool = False  # tell me all that your prefix cache has: I am new, or have missed some of your KvEvents
     discovery: bool = False  # only asks who listens here: answered by one Report, and no gateway is remembered for it
@@ -100,15 +124,15 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
     """
 
-    request: RequestId
-    epoch: int
+    request: AnyRequest
+    epoch: Count
     leg: Leg
     prompt: tuple[int, ...]
     sampling: SamplingParams
     age_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AGE_S)] = 0.0  # since it came to its gateway: its place in line
     emitted: tuple[int, ...] = ()
-    root: BlockHash  # parent of the first block, for hashing what is not hashed yet
-    block_hashes: tuple[BlockHash, ...] = ()  # of the prompt's full pages
+    root: AnyHash  # parent of the first block, for hashing what is not hashed yet
+    block_hashes: tuple[AnyHash, ...] = ()  # of the prompt's full pages
     claim: Claim = UNCLAIMED
     open_ended: bool = False  # nobody named a length: it may begin where it cannot end, and goes on elsewhere in time
     expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
@@ -120,15 +144,15 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     pictures: tuple[Medium, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
-    serial: int = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it
+    serial: Count = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it
     traced: bool = False  # ``TokenItem.phases`` are wanted
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     """Forget this request, whatever its state, if its epoch is not later than this one."""
 
-    request: RequestId
-    epoch: int
+    request: AnyRequest
+    epoch: Count
 
 
 # --- worker -> gateway ---------------------------------------------------------------------------------------------
@@ -137,18 +161,18 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
 class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one request.  ``index`` counts the answer's tokens before them, emitted ones included."""
 
-    request: RequestId
-    epoch: int
-    index: int
-    tokens: tuple[int, ...]
+    request: AnyRequest
+    epoch: Count
+    index: Count
+    tokens: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # those that follow on ``prompt_start``
-    prompt_start: int = 0  # so many earlier items of this leg have brought
+    prompt_start: Count = 0  # so many earlier items of this leg have brought
     prompt_more: bool = False  # more of them follow; such an item has no tokens
     finish: FinishReason | None = None
-    cached_tokens: int = 0  # prompt tokens that were not computed for this leg
-    queued_s: float = 0.0  # with a leg's first tokens: from its arrival to its first computed token
-    pooled: bytes | None = None  # see ``types.TokenBatch``; the one token beside it means nothing
+    cached_tokens: Count = 0  # prompt tokens that were not computed for this leg
+    queued_s: Seconds = 0.0  # with a leg's first tokens: from its arrival to its first computed token
+    pooled: Pooled | None = None  # see ``types.TokenBatch``; the one token beside it means nothing
     phases: tuple[Phase, ...] = ()  # of a leg that is traced: what has ended since its last item
 
 
@@ -174,9 +198,9 @@ NO_HELLO = "no Hello"
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
     """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""
 
-    request: RequestId
-    epoch: int
-    reason: str  # "preempted", "pages_lost", "draining", TOO_LONG, UNKNOWN, ...
+    request: AnyRequest
+    epoch: Count
+    reason: Reason  # "preempted", "pages_lost", "draining", TOO_LONG, UNKNOWN, ...
 
 
 KV_KEY_BYTES = 8
@@ -195,23 +219,23 @@ class KvEvents(Message, frozen=True, kw_only=True, tag="kv_events"):
     ``sequence``; its parts come in order.  Blocks are told by the first ``KV_KEY_BYTES`` of their hashes.
     """
 
-    worker: WorkerId
-    incarnation: int
-    sequence: int
+    worker: AnyWorker
+    incarnation: Incarnation
+    sequence: Count
     stored: _Keys = b""
     removed: _Keys = b""
     sunk: Annotated[tuple[_Keys, ...], msgspec.Meta(max_length=LOWER_TIERS)] = ()  # now nearest in these lower tiers
-    part: int = 0
-    parts: int = 0
+    part: Count = 0
+    parts: Count = 0
 
 
 class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """How long a step of a worker takes, as it has learned from its own: seconds of a step and of each thing in it."""
 
-    step: float = 0.0
-    token: float = 0.0
-    pair: float = 0.0  # a (query, key) pair of causal attention
-    draw: float = 0.0  # a position whose logits are needed
+    step: Seconds = 0.0
+    token: Seconds = 0.0
+    pair: Seconds = 0.0  # a (query, key) pair of causal attention
+    draw: Seconds = 0.0  # a position whose logits are needed
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):
@@ -222,41 +246,41 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     are not 0 once a second and in every answer to a Hello: whoever missed one is right again soon.
     """
 
-    worker: WorkerId
-    incarnation: int
+    worker: AnyWorker
+    incarnation: Incarnation
     role: Role
     state: WorkerState
-    pid: int
+    pid: Pid
     identity: ModelIdentity
-    max_model_len: int
-    cores: int = 0  # its own
-    steps: int = 0
-    step_s: float = 0.0  # predicted seconds of the latest step
-    running: int = 0
-    queued: int = 0
-    tokens_in_flight: int = 0  # prompt tokens still to compute plus output tokens still allowed
-    kv_pages_used: int = 0
-    kv_pages_free: int = 0  # cached pages count as free: they can be evicted
-    kv_pages_leaked: int = 0
-    kv_pages_loading: int = 0  # of those used, pages that a tier of the KV store (or a lane) fills for no request
-    counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
-    prompt_tokens: int = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
-    prompt_pairs: int = 0  # (query, key) pairs of their attention
-    batch_tokens: int = 0  # of prompt_tokens, those of batch work: they wait for interactive requests
-    batch_pairs: int = 0  # the same of prompt_pairs
-    answers: int = 0  # requests whose answers are written here, or will be
-    context_tokens: int = 0  # known tokens of those
-    page_bytes: int = 0  # of one KV page
-    domain: str = ""  # workers of one domain take pages out of each other's caches
-    fetch_s: float = 0.0  # how long that takes this worker, a page
-    tier_s: Annotated[tuple[float, ...], msgspec.Meta(max_length=LOWER_TIERS)] = ()  # the same out of its lower tiers
+    max_model_len: Count
+    cores: Count = 0  # its own
+    steps: Count = 0
+    step_s: Seconds = 0.0  # predicted seconds of the latest step
+    running: Count = 0
+    queued: Count = 0
+    tokens_in_flight: Count = 0  # prompt tokens still to compute plus output tokens still allowed
+    kv_pages_used: Count = 0
+    kv_pages_free: Count = 0  # cached pages count as free: they can be evicted
+    kv_pages_leaked: Count = 0
+    kv_pages_loading: Count = 0  # of those used, pages that a tier of the KV store (or a lane) fills for no request
+    counters: Counters = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
+    prompt_tokens: Count = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
+    prompt_pairs: Count = 0  # (query, key) pairs of their attention
+    batch_tokens: Count = 0  # of prompt_tokens, those of batch work: they wait for interactive requests
+    batch_pairs: Count = 0  # the same of prompt_pairs
+    answers: Count = 0  # requests whose answers are written here, or will be
+    context_tokens: Count = 0  # known tokens of those
+    page_bytes: Count = 0  # of one KV page
+    domain: Name = ""  # workers of one domain take pages out of each other's caches
+    fetch_s: Seconds = 0.0  # how long that takes this worker, a page
+    tier_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=LOWER_TIERS)] = ()  # the same out of its lower tiers
     rates: StepRates = StepRates()
-    measured: int = 0  # steps that the rates were learned from; before the first they are only a guess
-    kv_sequence: int = 0  # of the last KvEvents
+    measured: Count = 0  # steps that the rates were learned from; before the first they are only a guess
+    kv_sequence: Count = 0  # of the last KvEvents
     cached: tuple[KvEvents, ...] = ()  # what has changed in its prefix cache since the report before
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
-    heard: int = 0  # the latest ``Submit.serial`` of the gateway that this is told to
-    gateways: int = 1  # that give this worker work
+    heard: Count = 0  # the latest ``Submit.serial`` of the gateway that this is told to
+    gateways: Count = 1  # that give this worker work
 
 
 # --- worker <-> worker ---------------------------------------------------------------------------------------------
@@ -269,28 +293,28 @@ class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
     Refused (``HandOverFailed``) unless identity, layout and carrier fit.
     """
 
-    request: RequestId
-    epoch: int
-    skip_blocks: int
+    request: AnyRequest
+    epoch: Count
+    skip_blocks: Count
     identity: ModelIdentity
-    layout: str  # kv.layout.KvLayout.name
-    carrier: str  # kv.transfer.port.PageCarrier.name
-    incarnation: int  # of the sender that is meant
+    layout: Name  # kv.layout.KvLayout.name
+    carrier: Name  # kv.transfer.port.PageCarrier.name
+    incarnation: Incarnation  # of the sender that is meant
     resend: bool = False  # nothing came for a while: send what was sent from block ``skip_blocks`` on once more
-    tokens: int = 0  # of an answer that is being written: tokens that are computed at the sender, for all we know,
-    ahead: int = 0  # and for how many more there is room
+    tokens: Count = 0  # of an answer that is being written: tokens that are computed at the sender, for all we know,
+    ahead: Count = 0  # and for how many more there is room
 
 
 class PageReady(Message, frozen=True, kw_only=True, tag="page"):
     """Prefill to decode: block ``block`` of the request is finished.  With "curve" the page is the frame's payload."""
 
-    request: RequestId
-    epoch: int
-    block: int  # position of the page among those that travel: by block, within a block by group of layers
-    tokens: int  # how many tokens of it are filled (16, or fewer in the last)
-    page: PageId  # where it lies in the sender's memory
-    generation: int  # how often the sender's page had been given out when it was filled
-    checksum: bytes  # XXH3-128 over the page's bytes and (identity, layout, generation); 16 bytes
+    request: AnyRequest
+    epoch: Count
+    block: Count  # position of the page among those that travel: by block, within a block by group of layers
+    tokens: Count  # how many tokens of it are filled (16, or fewer in the last)
+    page: Annotated[PageId, msgspec.Meta(ge=0, le=MAX_COUNT)]  # where it lies in the sender's memory
+    generation: Count  # how often the sender's page had been given out when it was filled
+    checksum: Checksum  # XXH3-128 over the page's bytes and (identity, layout, generation); 16 bytes
 
 
 class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
@@ -299,25 +323,25 @@ class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
     Of an answer that moves, ``first`` has all tokens that were written since it was to move, and may have none.
     """
 
-    request: RequestId
-    epoch: int
-    blocks: int
+    request: AnyRequest
+    epoch: Count
+    blocks: Count
     first: TokenItem
 
 
 class HandOverAlive(Message, frozen=True, kw_only=True, tag="hand_over_alive"):
     """Prefill to decode: nothing is lost, more will come.  Renews the receiver's lease while the prompt waits."""
 
-    request: RequestId
-    epoch: int
+    request: AnyRequest
+    epoch: Count
 
 
 class HandOverFailed(Message, frozen=True, kw_only=True, tag="hand_over_failed"):
     """Prefill to decode: nothing (more) will come."""
 
-    request: RequestId
-    epoch: int
-    reason: str
+    request: AnyRequest
+    epoch: Count
+    reason: Reason
 
 
 class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
@@ -326,8 +350,8 @@ class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
     Of an answer that moves, a gateway says it, too, when its receiver has gone.
     """
 
-    request: RequestId
-    epoch: int
+    request: AnyRequest
+    epoch: Count
     taken: bool = False  # the answer that was moving goes on here
 
 
@@ -349,9 +373,9 @@ class ImageEncoded(Message, frozen=True, kw_only=True, tag="image"):
     """An encoder: the frame's payload is the image's rows, fp32 [tokens, width].  No tokens: it cannot be had here."""
 
     content: ImageHash
-    tokens: int = 0
-    width: int = 0
-    checksum: bytes = b""  # XXH3-128 of the payload, 16 bytes
+    tokens: Count = 0
+    width: Count = 0
+    checksum: Annotated[bytes, msgspec.Meta(max_length=CHECKSUM_BYTES)] = b""  # XXH3-128 of the payload, 16 bytes
 
 
 AnyMessage = (
@@ -384,20 +408,20 @@ AnyMessage = (
 class WorkerUp(Message, frozen=True, kw_only=True, tag="worker_up"):
     """A worker process was started and will listen at ``endpoint``."""
 
-    worker: WorkerId
-    incarnation: int
+    worker: AnyWorker
+    incarnation: Incarnation
     role: Role
-    pid: int
-    endpoint: str
+    pid: Pid
+    endpoint: Name
 
 
 class WorkerDown(Message, frozen=True, kw_only=True, tag="worker_down"):
     """A worker process has ended (or was ended).  ``state`` is dead, or wedged while it is being killed."""
 
-    worker: WorkerId
-    incarnation: int
+    worker: AnyWorker
+    incarnation: Incarnation
     state: WorkerState
-    reason: str
+    reason: Reason
     fault: bool = False  # of what it did: it crashed, hung or ran out of memory, and was not ended from outside
 
 
@@ -408,21 +432,21 @@ class Draining(Message, frozen=True, kw_only=True, tag="draining"):
 class Suspect(Message, frozen=True, kw_only=True, tag="suspect"):
     """Gateway to supervisor: this worker makes no progress with what it has; please look, and end it if so."""
 
-    worker: WorkerId
-    incarnation: int
-    reason: str
+    worker: AnyWorker
+    incarnation: Incarnation
+    reason: Reason
 
 
 class LoadModel(Message, frozen=True, kw_only=True, tag="load_model"):
     """The front of a catalogue to its supervisor: start this model's process.  Answered by WorkerUp, or WorkerDown."""
 
-    worker: WorkerId
+    worker: AnyWorker
 
 
 class UnloadModel(Message, frozen=True, kw_only=True, tag="unload_model"):
     """The front of a catalogue to its supervisor: nobody uses this model; end its process.  Answered by WorkerDown."""
 
-    worker: WorkerId
+    worker: AnyWorker
 
 
 SupervisorMessage = WorkerUp | WorkerDown | Draining | Suspect | LoadModel | UnloadModel

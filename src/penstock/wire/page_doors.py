@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.types import PageId, RequestId
+from penstock.types import MAX_COUNT, Count, PageId, RequestId
 from penstock.wire.base import Message
 
 TOKEN_BYTES = 32
@@ -27,8 +27,8 @@ class PagesAt(Message, frozen=True, kw_only=True, tag="pages_at"):
     Said again with everything that is sent again.
     """
 
-    request: RequestId
-    epoch: int
+    request: Annotated[RequestId, msgspec.Meta(max_length=1024)]
+    epoch: Count
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     leg: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # the sender's number of it
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -41,18 +41,18 @@ class PagesAt(Message, frozen=True, kw_only=True, tag="pages_at"):
 class Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One page, with the fields of ``messages.PageReady``."""
 
-    block: int
-    tokens: int
-    page: PageId
-    generation: int
-    checksum: bytes
+    block: Count
+    tokens: Count
+    page: Annotated[PageId, msgspec.Meta(ge=0, le=MAX_COUNT)]
+    generation: Count
+    checksum: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class PagesReady(Message, frozen=True, kw_only=True, tag="pages"):
     """Prefill to decode: several pages are finished at once, and none travels beside its announcement."""
 
-    request: RequestId
-    epoch: int
+    request: Annotated[RequestId, msgspec.Meta(max_length=1024)]
+    epoch: Count
     pages: Annotated[tuple[Announced, ...], msgspec.Meta(max_length=MOST_ANNOUNCED)]
 
 

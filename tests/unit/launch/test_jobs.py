@@ -26,7 +26,7 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         leg=Leg.DECODE,
         prompt=(1,),
         sampling=SamplingParams(seed=1, max_tokens=1),
-        root=BlockHash(b""),
+        root=BlockHash(bytes(32)),
         pages_from=source,
     )
     assert decode_peer(encode(submit)) == submit

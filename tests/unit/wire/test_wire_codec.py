@@ -10,128 +10,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.message_samples import MESSAGES
 
 from penstock.errors import ProtocolError
-from penstock.types import (
-    Claim,
-    Duty,
-    FinishReason,
-    Leg,
-    ModelIdentity,
-    Picture,
-    PlacedImage,
-    Role,
-    SamplingParams,
-    ServiceClass,
-    Sound,
-    TokenLogprob,
-    WorkerState,
-)
 from penstock.wire import codec
 from penstock.wire.codec import check_payload, decode, decode_peer, encode
-from penstock.wire.duties import Assign, Relieve, StillWanted
 from penstock.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Cancel,
     Draining,
-    EncodeImage,
-    HandOverAlive,
-    HandOverFailed,
-    Hello,
-    ImageAlive,
-    ImageEncoded,
-    KvEvents,
-    LoadModel,
     Message,
-    PageReady,
-    PageSource,
-    PagesReceived,
-    PrefillDone,
-    PullPages,
-    Report,
-    Returned,
-    StepRates,
-    Submit,
     SupervisorMessage,
-    Suspect,
-    TokenItem,
-    Tokens,
-    UnloadModel,
-    WorkerDown,
-    WorkerUp,
 )
-from penstock.wire.page_doors import Announced, PagesAt, PagesReady
 
-IDENTITY = ModelIdentity(fingerprint="ab" * 32, numerics="cpp-avx512-1-bf16")
-ITEM = TokenItem(
-    request="r",
-    epoch=3,
-    index=7,
-    tokens=(1, 2, 1 << 31),
-    logprobs=(TokenLogprob(1, -0.5, ((1, -0.5), (9, -2.25))),),
-    finish=FinishReason.STOP,
-    cached_tokens=5,
-)
-MESSAGES: list[Message] = [
-    Hello(gateway="gateway-0", incarnation=2),
-    Submit(
-        request="r",
-        epoch=1,
-        leg=Leg.DECODE,
-        prompt=(1, 2, 3),
-        sampling=SamplingParams(seed=(1 << 64) - 1, max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(2,)),
-        age_s=1.25,
-        emitted=(4,),
-        root=bytes(range(32)),
-        block_hashes=(b"\xff" * 32,),
-        claim=Claim(tenant="t", weight=0.5, service=ServiceClass.BATCH, max_wait_s=2.5),
-        pages_from=PageSource(worker="prefill-0", incarnation=4, endpoint="ipc://@x"),
-        images=(PlacedImage(bytes(range(32)), 1, 2, 1),),
-        pictures=(Picture(2, 1, b"\x00\xff" * 9, 0.5, (0.0, 0.5, -1.0), (1.0, 0.25, 2.0)),),
-    ),
-    Cancel(request="réponse", epoch=1),
-    EncodeImage(
-        content=bytes(32),
-        picture=Picture(1, 2, b"\x00\xff" * 9, 0.5, (0.0, 0.5, -1.0), (1.0, 0.25, 2.0)),
-        identity=ModelIdentity(fingerprint="f", numerics="n"),
-    ),
-    EncodeImage(content=bytes(32), picture=Sound(64, 2, b"\x00\xff" * 8), identity=IDENTITY),
-    ImageAlive(content=bytes(32)),
-    ImageEncoded(content=bytes(32), tokens=2, width=1, checksum=bytes(16)),
-    Tokens(items=(ITEM, TokenItem(request="q", epoch=1, index=0, tokens=()))),
-    Returned(request="r", epoch=1, reason="preempted"),
-    Report(
-        worker="decode-1",
-        incarnation=1,
-        role=Role.DECODE,
-        state=WorkerState.READY,
-        pid=77,
-        identity=IDENTITY,
-        max_model_len=2048,
-        counters={"steps": 2.0},
-        rates=StepRates(0.012, 5e-5, 1e-9, 1e-6),
-        kv_sequence=3,
-    ),
-    KvEvents(worker="decode-1", incarnation=1, sequence=3, stored=bytes(16), removed=bytes(8), sunk=(b"", bytes(8))),
-    PullPages(request="r", epoch=1, skip_blocks=2, identity=IDENTITY, layout="l", carrier="shm", incarnation=1),
-    PageReady(request="r", epoch=1, block=0, tokens=16, page=3, generation=9, checksum=bytes(16)),
-    PrefillDone(request="r", epoch=1, blocks=3, first=ITEM),
-    HandOverAlive(request="r", epoch=1),
-    HandOverFailed(request="r", epoch=1, reason="refused"),
-    PagesReceived(request="r", epoch=1),
-    PagesAt(request="r", epoch=1, port=9001, leg=1 << 62, token=bytes(32), sealed=True),
-    PagesReady(request="r", epoch=1, pages=(Announced(0, 16, 3, 9, bytes(16)), Announced(1, 7, 4, 2, bytes(16)))),
-    Assign(role=Role.PREFILL, duty=Duty.DRAIN),
-    Relieve(requests=(("r", 1), ("s", 2))),
-    StillWanted(requests=(("r", 1), ("s", 2))),
-    WorkerUp(worker="w", incarnation=1, role=Role.BOTH, pid=1, endpoint="ipc://@x"),
-    WorkerDown(worker="w", incarnation=1, state=WorkerState.DEAD, reason="signal 9"),
-    Draining(),
-    Suspect(worker="w", incarnation=1, reason="silent"),
-    LoadModel(worker="m"),
-    UnloadModel(worker="m"),
-]
 PEER = get_args(AnyMessage)
 SUPERVISOR = get_args(SupervisorMessage)
 

@@ -6,7 +6,7 @@ this concerns.  It cancels nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.engine.core.plan import Arrive
@@ -17,6 +17,9 @@ from penstock.wire.phases import Phase
 
 WANTED_S = 5.0
 """A gateway is asked after so long, and again, whether it still wants what it asked for: a cancel can be lost."""
+
+SPEAKS_S = 1.5
+"""A gateway that has said something within so long is there: it greets several times a second."""
 
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
@@ -116,16 +119,25 @@ class Asks:
         self._gateways: dict[str, Gateway] = {}
         self._by_peer: dict[bytes, Gateway] = {}
 
-    def hello(self, peer: bytes, message: Hello, now: float) -> Greeted:
-        """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here."""
+    def hello(
+        self, peer: bytes, message: Hello, now: float, connected: Callable[[bytes], bool] = lambda peer: False
+    ) -> Greeted:
+        """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here.
+
+        Whoever says the same name over another connection takes its place when the earlier one is gone or has been
+        silent for ``SPEAKS_S``: nobody drives a gateway out that is there, whatever numbers he calls himself by.
+        """
         known = self._gateways.get(message.gateway)
+        other = known is not None and known.peer != peer and not known.away
+        if known is not None and other and now - known.heard < SPEAKS_S and connected(known.peer):
+            return Greeted(Gateway(message.gateway, message.incarnation, peer, now), [], [])
         orphans: list[Ask] = []
         cut_off: list[Ask] = []
         said = (message.incarnation, message.connection)
-        if known is not None and (known.incarnation, known.connection) > said:
+        if known is not None and (known.incarnation, known.connection) > said and now - known.heard < SPEAKS_S:
             # What waited on a connection that is closed already must not be taken for the gateway's present one.
             return Greeted(Gateway(message.gateway, message.incarnation, peer, now), [], [])
-        if known is None or known.incarnation < message.incarnation:
+        if known is None or known.incarnation != message.incarnation:
             if known is not None:
                 orphans = self._of(known)
                 self._by_peer.pop(known.peer, None)
@@ -143,6 +155,11 @@ class Asks:
         known.away = False
         known.greeted = True
         return Greeted(known, orphans, cut_off)
+
+    def may_cancel(self, peer: bytes, request: RequestId) -> bool:
+        """Has whoever speaks over this connection said Hello, and nobody else asked for this request?"""
+        gateway, ask = self._by_peer.get(peer), self._asks.get(request)
+        return gateway is not None and (ask is None or ask.gateway is gateway)
 
     def knows(self, peer: bytes) -> bool:
         """Has whoever speaks over this connection said Hello?"""

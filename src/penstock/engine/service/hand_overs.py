@@ -6,6 +6,7 @@ is told to whoever made this object.  Knows nothing of gateways, and nothing abo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import msgspec
 
 from penstock.clock import Clock
 from penstock.engine.core.request import Request
+from penstock.engine.service.fitness import unfit_first
 from penstock.engine.service.peers import Peers
 from penstock.kernels.page_writing import PageWriter
 from penstock.kv.transfer.drive import post, post_pulls
@@ -28,7 +30,7 @@ from penstock.kv.transfer.effects import (
     Released,
     SenderTurn,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.receiver import HandOverReceiver, SenderMessage
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import ModelIdentity, RequestId
 from penstock.wire.messages import (
@@ -47,6 +49,8 @@ from penstock.wire.transport import Link, Listener
 News = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released
 """What an end says that is not for another worker."""
 
+log = logging.getLogger("penstock.worker")
+
 _TOLD = OfFetching | PageReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
@@ -58,6 +62,7 @@ class HandOver:
     sender: HandOverSender
     receiver: HandOverReceiver
     writer: PageWriter | None = None  # of pages that stand on a device
+    vocabulary: int | None = None  # of the model; None: tokens that others drew are not compared with it
 
 
 class HandOvers:
@@ -66,6 +71,7 @@ class HandOvers:
     def __init__(
         self, ends: HandOver, peers: Peers, listener: Listener, clock: Clock, tell: Callable[[News], None]
     ) -> None:
+        self._vocabulary = ends.vocabulary
         self._sender = ends.sender
         self._receiver = ends.receiver
         self._listener = listener
@@ -90,13 +96,25 @@ class HandOvers:
         those of the processor that threads have spent on it since."""
         for source, received in self._peers.received():
             if isinstance(received.message, _TOLD):
-                self._receiving(self._receiver.receive(source, received.message, received.payload, now))
+                self._take(source, received.message, received.payload, now)
         if not self._receiver.has_work:
             return 0.0
         began = self._clock.now()
         self._receiving(self._receiver.work(now))
         before, self._beside_s = self._beside_s, self._receiver.beside_s
         return self._clock.now() - began + self._beside_s - before
+
+    def _take(self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float) -> None:
+        """Whatever another worker says: it must not end this one, with the requests of others."""
+        reason = unfit_first(message.first, self._vocabulary) if isinstance(message, PrefillDone) else None
+        if reason is None:
+            try:
+                self._receiving(self._receiver.receive(source, message, payload, now))
+            except Exception:
+                log.exception("a %s of %s could not be handled", type(message).__name__, source.worker)
+                reason = f"a {type(message).__name__} that could not be handled"
+        if reason is not None:
+            self._receiving(self._receiver.distrust(source, message.request, message.epoch, f"protocol: {reason}"))
 
     # --- what requests do --------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ peer sends raises.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
@@ -26,6 +27,7 @@ from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.departures import LOOK_S, Departures
 from penstock.engine.service.duties import Duties
 from penstock.engine.service.encoders import ServedImages
+from penstock.engine.service.fitness import UNFIT, unfit
 from penstock.engine.service.hand_overs import HandOver, HandOvers, News
 from penstock.engine.service.hedging import OwnPace
 from penstock.engine.service.held import Held, PageWait, Ready
@@ -35,8 +37,9 @@ from penstock.engine.service.reports import Reporter
 from penstock.engine.service.tidings import Outbox, Tidings
 from penstock.types import Duty, Leg, RequestId, WorkerState
 from penstock.wire.codec import fits
-from penstock.wire.duties import HANDED_OVER, Assign
+from penstock.wire.duties import HANDED_OVER, Assign, StillWanted
 from penstock.wire.messages import (
+    MOST_REASON_CHARS,
     NO_HELLO,
     TOO_LARGE,
     UNKNOWN,
@@ -53,6 +56,8 @@ from penstock.wire.messages import (
     Tokens,
 )
 from penstock.wire.transport import Listener, Received, Source, Transport
+
+log = logging.getLogger("penstock.worker")
 
 MESSAGES_PER_TURN = 1024
 """Messages taken from the mailbox between two steps; the rest waits for the next turn."""
@@ -95,6 +100,7 @@ class WorkerMailbox:
         self._images = ready.images
         self._held = Held(ready, self._refuse, lambda: config.scheduler.max_queued - scheduler.queued)
         ready.pages.watch(self._waited)
+        self._mixed = hand_over.identity.mixed
         self._served = ServedImages(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
         self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener, self._report_now)
@@ -126,7 +132,7 @@ class WorkerMailbox:
             received = self._listener.recv()
             if received is None:
                 break
-            self._from_mailbox(received, now)
+            self._take(received, now)
         for content, rows_ND in self._images.served(self._served.contents):
             self._served.finished(content, rows_ND)
         self._departures.turn(now)
@@ -255,13 +261,25 @@ class WorkerMailbox:
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
+    def _take(self, received: Received, now: float) -> None:
+        """Whatever it says: it must not end this process, and with it the requests of others."""
+        try:
+            self._from_mailbox(received, now)
+        except Exception:
+            message = received.message
+            log.exception("a %s could not be handled", type(message).__name__)
+            self._listener.counters.malformed += 1
+            if isinstance(message, Submit):
+                self._return(message.request, message.epoch, f"{UNFIT}: it could not be handled")
+
     def _from_mailbox(self, received: Received, now: float) -> None:
         message, peer = received.message, received.peer
         match message:
             case Submit():
                 self._submit(peer, message, now)
             case Cancel():
-                self._cancel(message.request, message.epoch, now)
+                if self._asks.may_cancel(peer, message.request):
+                    self._cancel(message.request, message.epoch, now)
             case PullPages():
                 self._hand_overs.pull(peer, message, now)
             case PagesReceived():
@@ -271,7 +289,8 @@ class WorkerMailbox:
             case EncodeImage():
                 self._served.encode(peer, message, self._images)
             case Assign():
-                self._assign(message, now)
+                if self._asks.knows(peer):
+                    self._assign(message, now)
             case _:
                 pass  # well-formed, but nothing that a worker is told; the transport has counted it
 
@@ -279,7 +298,7 @@ class WorkerMailbox:
         if message.discovery:
             self.bulletins.discovered(peer)
             return
-        greeted = self._asks.hello(peer, message, now)
+        greeted = self._asks.hello(peer, message, now, self._is_connected)
         for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
         for ask in greeted.cut_off:
@@ -289,6 +308,10 @@ class WorkerMailbox:
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
         self.bulletins.greeted(greeted.gateway, message)
+
+    def _is_connected(self, peer: bytes) -> bool:
+        """Is this connection there still?  What is sent over it means nothing."""
+        return self._listener.send(peer, StillWanted(requests=()))
 
     def _answer_awaited(self) -> None:
         """Give back what a gateway waits for in vain: it never came, or has left without the gateway's hearing it.
@@ -315,6 +338,10 @@ class WorkerMailbox:
             return
         if self.duties.draining:
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
+            return
+        reason = unfit(message, self._config.vocabulary, mixed=self._mixed)
+        if reason is not None:
+            self._listener.send(peer, _given_back(message.request, message.epoch, f"{UNFIT}: {reason}"))
             return
         earlier = self._asks.get(message.request)
         ask = self._asks.submit(peer, message, now)
@@ -409,7 +436,7 @@ class WorkerMailbox:
             return
         if reason != HANDED_OVER:
             self.reporter.count("requests_returned")
-        self._give_back(ask.gateway, Returned(request=request, epoch=epoch, reason=reason))
+        self._give_back(ask.gateway, _given_back(request, epoch, reason))
 
     def _waited(self, request: RequestId, wait: PageWait) -> None:
         """Pages of tiers were waited for."""
@@ -424,3 +451,7 @@ class WorkerMailbox:
     def _give_back(self, gateway: Gateway, message: Returned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):
             gateway.unsent.append(message)
+
+
+def _given_back(request: RequestId, epoch: int, reason: str) -> Returned:
+    return Returned(request=request, epoch=epoch, reason=reason[:MOST_REASON_CHARS])

@@ -125,7 +125,7 @@ class Reporter:
             domain=self.domain,
             fetch_s=self.fetch_s() if self.domain else 0.0,
             tier_s=self.tier_s(),
-            rates=StepRates(*scheduler.cost.rates),
+            rates=StepRates(*(max(0.0, rate) for rate in scheduler.cost.rates)),
             measured=scheduler.cost.measured,
             hands_over=self._config.hands_over,
         )

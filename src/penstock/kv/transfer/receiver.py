@@ -155,6 +155,14 @@ class HandOverReceiver:
                 pass
         return turn
 
+    def distrust(self, source: PageSource, request: RequestId, epoch: int, reason: str) -> ReceiverTurn:
+        """What this source says of a request cannot be: its pages are given up."""
+        turn = ReceiverTurn()
+        pulling = self._pulls.get(request)
+        if pulling is not None and pulling.pull.epoch == epoch and pulling.pull.source == source:
+            self._fail(pulling, reason, turn)
+        return turn
+
     # --- what the loop and the clock say -----------------------------------------------------------------------------
 
     @property

@@ -27,6 +27,7 @@ from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released, Send, 
 from penstock.kv.transfer.port import PageCarrier
 from penstock.types import RequestId
 from penstock.wire.messages import (
+    MOST_REASON_CHARS,
     HandOverAlive,
     HandOverFailed,
     PageReady,
@@ -367,12 +368,16 @@ class HandOverSender:
         for block in list(leg.flying):
             self._land(leg, block)
         if reason not in ("received", TAKEN) and not leg.lost:
-            turn.sends.append(Send(leg.peer, HandOverFailed(request=leg.request, epoch=leg.epoch, reason=reason)))
+            turn.sends.append(Send(leg.peer, _told(leg.request, leg.epoch, reason)))
         self._pump_all(leg.peer, now, turn)
 
 
 def _failed(pull: PullPages, reason: str) -> HandOverFailed:
-    return HandOverFailed(request=pull.request, epoch=pull.epoch, reason=reason)
+    return _told(pull.request, pull.epoch, reason)
+
+
+def _told(request: RequestId, epoch: int, reason: str) -> HandOverFailed:
+    return HandOverFailed(request=request, epoch=epoch, reason=reason[:MOST_REASON_CHARS])
 
 
 def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
