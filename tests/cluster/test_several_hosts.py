@@ -14,7 +14,7 @@ import pytest
 from penstock.wire.keys import Keys
 
 from .asking import ask, penstock, streaming
-from .server import PATIENCE_S, PenstockServer, PenstockWorker
+from .server import PATIENCE_S, PenstockServer, PenstockWorker, free_port
 
 TOKENS = 900
 """An answer that takes long enough to be hit in the middle."""
@@ -107,6 +107,28 @@ def test_without_the_right_keys_nobody_comes_in(keys: str, tmp_path: Path) -> No
         )
         assert answer.status_code == 503
         assert stranger.stop() == 0
+
+
+def test_nobody_there_is_said_with_the_reason_and_ready_only_when_it_is(keys: str) -> None:
+    port = free_port()
+    worker = PenstockWorker(["--keys", keys], port=port)
+    server = PenstockServer(["--keys", keys, "--join", worker.endpoint])
+    with ExitStack() as stack:
+        server.start()
+        stack.callback(server.kill)
+        server.wait_for(lambda: "connection refused" in server.read_log(), PATIENCE_S, "told of")
+        reason = f"waiting for {worker.endpoint}: connection refused"
+        assert reason in server.read_log()
+        assert reason in server.get("/ready").json()["reason"]
+        shown = penstock("status", "--url", server.url).stdout
+        assert "waiting for workers to join" in shown
+        assert f"{worker.endpoint}  connection refused" in shown
+        assert "ready: " not in server.read_log()
+        stack.enter_context(worker)
+        server.wait_for(lambda: "ready: 1 of 1 workers joined" in server.read_log(), PATIENCE_S, "ready")
+        assert server.get("/ready").status_code == 200
+        assert f"join it: penstock serve --keys {keys} --join {worker.endpoint}" in worker.read_log()
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize(

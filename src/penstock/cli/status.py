@@ -37,6 +37,8 @@ COLUMNS = (
 )
 MODEL_COLUMNS = ("name", "state", "pinned", "bytes", "requests", "loads", "reason")
 """Of a catalogue's models."""
+JOINING_COLUMNS = ("endpoint", "reason")
+"""Of workers that were asked to be joined."""
 TIER_COLUMNS = ("worker", "tier", "pages", "pages_read", "pages_written", "pages_corrupt", "errors")
 """Of the tiers of workers' KV stores."""
 
@@ -66,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if "models" in found:
         sys.stdout.write(table(found["models"], MODEL_COLUMNS) + "\n")
     sys.stdout.write(table(found["workers"]))
+    if found.get("joining"):
+        sys.stdout.write("\nwaiting for workers to join:\n" + table(found["joining"], JOINING_COLUMNS))
     tiers = [{"worker": row.get("id"), **tier} for row in found["workers"] for tier in row.get("kv_tiers", ())]
     if tiers:
         sys.stdout.write("\n" + table(tiers, TIER_COLUMNS))
@@ -77,7 +81,7 @@ def fetch(url: str, api_key: str | None, timeout_s: float) -> dict[str, list[dic
     status, found = ask(url, api_key, timeout_s, "/admin/workers")
     rows: dict[str, Any] = {}
     if status == 200 and isinstance(found, dict):
-        rows = {name: found[name] for name in ("workers", "models") if name in found}
+        rows = {name: found[name] for name in ("workers", "models", "joining") if name in found}
     if "workers" not in rows or not all(isinstance(own, list) for own in rows.values()):
         raise WorkerError(f"{url} answered {status}, but not as a Penstock does")
     return rows

@@ -101,6 +101,7 @@ class Behind:
     tracer: Tracer = field(default_factory=NoTracer)
     schemas: Callable[[], Schemas] = dict  # of request bodies
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
+    waiting: Callable[[], Sequence[tuple[str, str]]] = tuple  # addresses of workers to be joined, each with the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def make_app(behind: Behind) -> ASGIApp:
         _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
         _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
         *(admin.routes(behind.posts, service.door) if behind.posts else ()),
-        *status.routes(behind.streams, prepare.cards, page, behind.metrics_type),
+        *status.routes(behind.streams, prepare.cards, page, behind.metrics_type, behind.waiting),
     ]
     app = Starlette(
         routes=describing(routes, behind.schemas),

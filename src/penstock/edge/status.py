@@ -27,9 +27,13 @@ MAX_ID_CHARS = 128
 
 
 def routes(
-    streams: TokenStreams, cards: Callable[[], Sequence[ModelCard]], page: MetricsPage, metrics_type: str
+    streams: TokenStreams,
+    cards: Callable[[], Sequence[ModelCard]],
+    page: MetricsPage,
+    metrics_type: str,
+    waiting: Callable[[], Sequence[tuple[str, str]]] = tuple,
 ) -> list[Route]:
-    """All ``GET`` paths (``HEAD`` comes with them)."""
+    """All ``GET`` paths (``HEAD`` comes with them).  ``waiting``: addresses of workers that are not joined yet."""
 
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [model_object(card) for card in cards()]})
@@ -50,7 +54,9 @@ def routes(
     async def ready(_: Request) -> Response:
         if streams.ready():
             return _json({"status": "ready"})
-        return _json({"status": "not ready", "reason": "a worker that is needed is not ready"}, 503)
+        missing = "; ".join(f"{endpoint}: {reason}" for endpoint, reason in waiting())
+        reason = "a worker that is needed is not ready" + (f" (waiting for {missing})" if missing else "")
+        return _json({"status": "not ready", "reason": reason}, 503)
 
     async def show_metrics(_: Request) -> Response:
         return Response(await page.get(), headers={"content-type": metrics_type})
@@ -59,7 +65,10 @@ def routes(
         return _json({"version": __version__})
 
     async def workers(_: Request) -> Response:
-        return _json({"workers": list(streams.workers())})
+        shown: dict[str, Any] = {"workers": list(streams.workers())}
+        if missing := waiting():
+            shown["joining"] = [{"endpoint": endpoint, "reason": reason} for endpoint, reason in missing]
+        return _json(shown)
 
     async def decisions(request: Request) -> Response:
         return _explained(streams, request.path_params["name"][:MAX_ID_CHARS])

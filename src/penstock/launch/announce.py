@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import shlex
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from penstock.config.cores import show_cpus
 from penstock.config.resolve import ServePlan, WorkerPlan
@@ -73,18 +76,35 @@ def _memory_line(plan: ServePlan) -> str:
 
 def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
     """Whose workers are used."""
-    yield f"no workers here; asked to join: {', '.join(endpoints)}"
+    yield f"no workers here; waiting for {', '.join(endpoints)} to join"
 
 
-def worker_lines(endpoint: str, keys: str, *, took: str) -> Iterator[str]:
-    """Ready, and how a gateway joins it."""
+def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> Iterator[str]:
+    """Ready, and the command with which a gateway joins it; ``model`` as it was named, None for the bundled one."""
     yield f"ready after {took}, at {endpoint}"
-    yield f"join it: penstock serve MODEL --keys {keys} --join {endpoint}"
+    words = ["penstock", "serve"]
+    if model is not None:
+        folder = Path(model).expanduser()
+        words.append(str(folder.absolute()) if folder.exists() else model)
+    words += ["--keys", str(Path(keys).expanduser().absolute()), "--join", _reachable(endpoint)]
+    yield f"join it: {shlex.join(words)}"
 
 
-def talk_lines(url: str, served: tuple[str, Task], *, needs_key: bool, took: str) -> Iterator[str]:
+def _reachable(endpoint: str) -> str:
+    """An address that other hosts can use, where the worker listens on all of its own."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        everywhere = host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        everywhere = False
+    return f"tcp://{socket.gethostname()}:{port}" if everywhere else endpoint
+
+
+def talk_lines(
+    url: str, served: tuple[str, Task], *, needs_key: bool, took: str, state: str = "ready"
+) -> Iterator[str]:
     """Ready, and how to talk to it: ``served`` is the model's name and what it is for."""
-    yield f"ready after {took}: {url}"
+    yield f"{state} after {took}: {url}"
     model, task = served
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
     if task is Task.TRANSCRIBE:

@@ -141,7 +141,9 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
                 nested.slot.set_state(WorkerState.READY)
                 return
             url = f"http://{reachable(config.host)}:{port}"
-            say(talk_lines(url, (name, spec.task), needs_key=bool(config.api_key or config.api_keys), took=str(phases)))
+            needs_key = bool(config.api_key or config.api_keys)
+            state = "answers, not ready before workers have joined," if config.join else "ready"
+            say(talk_lines(url, (name, spec.task), needs_key=needs_key, took=str(phases), state=state))
 
         return watch(supervisor, workers, plan, phases, ready)
 
@@ -169,7 +171,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
 
         def ready() -> None:
             say(fleet_lines(plan, supervisor.pid))
-            say(worker_lines(config.listen, str(config.keys), took=str(phases)))
+            say(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
 
         return watch(supervisor, workers, plan, phases, ready)
 

@@ -5,6 +5,7 @@ Imported by that process alone (``jobs``): nothing of it is needed to load weigh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.clock import MonotonicClock
@@ -26,9 +27,15 @@ from penstock.wire.ports import Hears, Intake, ModelCard, Pools
 
 
 def make_http_app(
-    config: GatewayConfig, router: RouterService, metrics: Metrics, tracer: Tracer, *, created: int
+    config: GatewayConfig,
+    router: RouterService,
+    metrics: Metrics,
+    tracer: Tracer,
+    waiting: Callable[[], Sequence[tuple[str, str]]],
+    *,
+    created: int,
 ) -> App:
-    """The HTTP application of this configuration.  Raises ModelError."""
+    """The HTTP application of this configuration; ``waiting``: as ``joined.JoinedWorkers``.  Raises ModelError."""
     intake, pools, hears = _intakes(config, created)
     stored = ResponseStore(config.response_cache) if config.response_cache else None
     if stored is not None:
@@ -52,6 +59,7 @@ def make_http_app(
             tracer=tracer,
             schemas=lambda: request_schemas(config.limits),
             allowed_origins=config.allowed_origins,
+            waiting=waiting,
         )
     )
     return HostCheck(app, config.allowed_hosts, config.allowed_origins) if ring.open else app

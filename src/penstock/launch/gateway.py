@@ -6,9 +6,10 @@ nothing new, what runs is finished, then the process ends by itself with exit co
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import MonotonicClock
@@ -26,6 +27,9 @@ from penstock.wire.zeromq import ZmqTransport
 
 log = logging.getLogger(__name__)
 
+Waiting = Callable[[], Sequence[tuple[str, str]]]
+"""Addresses of workers that were asked to be joined and are not, each with the reason."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayInheritance:
@@ -33,7 +37,7 @@ class GatewayInheritance:
 
     rim: Rim
     keys: Keys
-    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer], App]
+    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, Waiting], App]
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayInheritance) -> int:
@@ -54,21 +58,31 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     outside = Outside(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
     router = RouterService(config, outside, metrics)
     http = HttpProcess(inherited.rim, config.limits, router.on_supervisor)
-    app = inherited.make_app(config, router, metrics, tracer)
-    router.start()
     joined = _join(config, transport, router)
     joined.uses_mixed = config.allow_mixed_numerics
+    app = inherited.make_app(config, router, metrics, tracer, joined.waiting)
+    router.start()
     joined.start()
+    announcing = asyncio.create_task(_announce(config, router, joined)) if config.join else None
     try:
         # At a service's start there are no workers, and clients are told so; one that is forked anew hears of them.
         await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
     finally:
+        if announcing is not None:
+            announcing.cancel()
         await joined.close()
         await router.close()
         transport.close()
         if spans is not None:
             spans.close()
     return 0
+
+
+async def _announce(config: GatewayConfig, router: RouterService, joined: JoinedWorkers) -> None:
+    """Say once when joined workers can serve: at the service's start there may be none."""
+    while not router.ready():  # noqa: ASYNC110 - readiness is what many reports add up to
+        await asyncio.sleep(config.failover.beat_s)
+    log.info("ready: %d of %d workers joined", joined.count, len(config.join))
 
 
 def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> JoinedWorkers:

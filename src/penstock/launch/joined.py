@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.clock import Clock
@@ -26,11 +27,20 @@ from penstock.wire.transport import AsyncLink
 
 log = logging.getLogger(__name__)
 
+PROBE_S = 3.0
+"""To find out why nobody answers at an address."""
+
 REMEMBERED_RUNS = 8
 """Earlier runs of a worker at one address that are not taken back when a word of theirs comes late."""
 
 STRANGE_PAUSE_S = 1.0
 """Between two questions to a worker that answers and is not used."""
+
+WAITING_NOTE_S = 10.0
+"""Between two lines in the log about an address where nobody answers."""
+
+FIRST_NOTE_S = 1.0
+"""Before the first of them: workers may be starting, too."""
 
 LOST_S = 5.0
 """A worker that says nothing for so long is taken for dead, until it speaks again.  (One with work is suspected much
@@ -48,6 +58,22 @@ class _Mailbox:
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the last of ended runs
     strange: bool = False  # complained about already
     asked: float = float("-inf")
+    noted: float = 0.0  # when the log said last that nobody answers
+    reason: str = "no answer yet"  # why nobody is known here
+
+
+async def why_unreachable(endpoint: str) -> str:
+    """What keeps a connection to ``tcp://HOST:PORT`` from being made; a word about keys where one can be made."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except TimeoutError:
+        return f"no connection within {PROBE_S:g} s"
+    except OSError as error:
+        return os.strerror(error.errno).lower() if error.errno else str(error)
+    writer.close()
+    return "something listens there and does not answer: is it a penstock worker with the same keys and version?"
 
 
 class JoinedWorkers:
@@ -62,8 +88,9 @@ class JoinedWorkers:
         *,
         clock: Clock,
         beat_s: float,
+        probe: Callable[[str], Awaitable[str]] = why_unreachable,
     ) -> None:
-        """``hello`` asks for discovery."""
+        """``hello`` asks for discovery; ``probe`` finds out why nobody answers at an endpoint."""
         self._tell = tell
         self._connect = connect
         self.uses_mixed = False  # workers of fleets that read and write in two numerics classes
@@ -76,6 +103,19 @@ class JoinedWorkers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: asyncio.Task[None] | None = None
         self._ticked = clock.now()
+        self._probe = probe
+        self._probing: asyncio.Task[None] | None = None
+        for mailbox in self._mailboxes.values():
+            mailbox.noted = self._ticked - WAITING_NOTE_S + FIRST_NOTE_S
+
+    def waiting(self) -> list[tuple[str, str]]:
+        """Endpoints where no worker is known, each with the reason."""
+        return [(endpoint, self._mailboxes[endpoint].reason) for endpoint in sorted(self._lost)]
+
+    @property
+    def count(self) -> int:
+        """Workers that are known, of all that were asked to be joined."""
+        return len(self._found)
 
     def start(self) -> None:
         """Begin to ask.  Needs a running event loop."""
@@ -85,9 +125,10 @@ class JoinedWorkers:
     async def close(self) -> None:
         """Close all links."""
         tasks = [self._hang_up(mailbox) for mailbox in self._mailboxes.values()]
-        if self._asking is not None:
-            self._asking.cancel()
-            tasks.append(self._asking)
+        for task in (self._asking, self._probing):
+            if task is not None:
+                task.cancel()
+                tasks.append(task)
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
     async def _listen(self, endpoint: str, link: AsyncLink) -> None:
@@ -145,6 +186,7 @@ class JoinedWorkers:
             # Only now: where telling failed, the next report tries it again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
             mailbox.lost = mailbox.strange = False
+            log.info("joined %s at %s", report.worker, endpoint)
             self._found[report.worker] = endpoint
             self._lost.discard(endpoint)
             self._hang_up(mailbox)
@@ -169,6 +211,19 @@ class JoinedWorkers:
             self._leave(endpoint, mailbox, f"silent for {now - mailbox.heard:.1f} s")
         for endpoint in self._lost:
             self._discover(endpoint, now)
+        due = [endpoint for endpoint in self._lost if now - self._mailboxes[endpoint].noted >= WAITING_NOTE_S]
+        if due and self._loop is not None and (self._probing is None or self._probing.done()):
+            self._probing = self._loop.create_task(self._note_waiting(sorted(due)))
+
+    async def _note_waiting(self, endpoints: list[str]) -> None:
+        """Log why no worker is known at these, all together as long as one probe takes."""
+        reasons = await asyncio.gather(*(self._probe(endpoint) for endpoint in endpoints))
+        for endpoint, reason in zip(endpoints, reasons, strict=True):
+            mailbox = self._mailboxes[endpoint]
+            mailbox.noted = self._clock.now()
+            if endpoint in self._lost and not mailbox.strange:
+                mailbox.reason = reason
+                log.warning("waiting for %s: %s", endpoint, reason)
 
     def _discover(self, endpoint: str, now: float) -> None:
         mailbox = self._mailboxes[endpoint]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
+from pathlib import Path
 
 import msgspec
+import pytest
 
 from penstock.bundled import storyteller
 from penstock.config.resolve import MachineFacts, ModelFacts, resolve
 from penstock.config.schema import PoolingConfig, ServeConfig
-from penstock.launch.announce import Phases, fleet_lines, model_lines, talk_lines
+from penstock.launch.announce import Phases, fleet_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.locate import Located
 from penstock.types import Task
 from penstock.weights.checkpoint import inspect_model
@@ -82,3 +85,13 @@ def test_sampling_defaults_that_are_taken_have_a_line() -> None:
     taken = [*model_lines(located, "mine", spec, 2048, [], generation_config="auto")]
     assert "sampling defaults of its generation_config.json: temperature 0.7, top_p 0.9" in taken[1]
     assert len([*model_lines(located, "mine", spec, 2048, [], generation_config="none")]) == 1
+
+
+def test_a_workers_join_line_can_be_pasted_on_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my model").mkdir()
+    _, line = worker_lines("tcp://0.0.0.0:9000", "my model", "keys", took="1 s")
+    command = f"penstock serve '{tmp_path}/my model' --keys {tmp_path}/keys --join tcp://{socket.gethostname()}:9000"
+    assert line == f"join it: {command}"
+    _, line = worker_lines("tcp://10.0.0.1:9000", None, "/keys", took="1 s")
+    assert line == "join it: penstock serve --keys /keys --join tcp://10.0.0.1:9000"

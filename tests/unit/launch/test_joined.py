@@ -196,6 +196,32 @@ def test_a_worker_that_moved_is_found_where_it_is(town: Town) -> None:
     assert town.news() == [("up", "d", 5), ("down", "d", 5), ("up", "d", 6)]
 
 
+async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    clock, asked = VirtualClock(1000.0), list[str]()
+
+    async def probe(endpoint: str) -> str:
+        asked.append(endpoint)
+        return "connection refused"
+
+    hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
+    told: list[SupervisorMessage] = []
+    joined = JoinedWorkers([A, B], Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.start()
+    joined.on_report(B, report_of("d"))
+    for _ in range(100):
+        clock.advance(BEAT_S)
+        joined.on_report(B, report_of("d"))
+        joined.tick()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert joined.waiting() == [(A, "connection refused")]
+    assert joined.count == 1
+    assert set(asked) == {A}
+    waited = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert waited == ["waiting for tcp://a:1: connection refused"] * 3, "after 1, 11 and 21 of 25 seconds"
+    await joined.close()
+
+
 async def test_an_error_in_telling_does_not_end_the_listening() -> None:
     """A gateway may be out of descriptors for a moment; the worker's next report is heard all the same."""
     hub, clock, told = MemoryHub(), VirtualClock(1.0), []
