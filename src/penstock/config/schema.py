@@ -58,6 +58,7 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     output_token_weight: float = 2.0  # what a token of an answer counts among tenants, against one of a prompt
     tenant_memory_s: float = 10.0  # so long after its last request a tenant counts as being there
     even_pace: bool = False  # answers give time to prompts that are read at cores which this worker lends
+    mask_wait_ms: float = 5.0  # that a step waits for what grammars allow, once all else of it is computed
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
     max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
     max_step_draft_tokens: int = 64  # the same of all requests together

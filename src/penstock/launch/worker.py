@@ -25,6 +25,7 @@ from penstock.engine.lane_loop import LaneLoop
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model, Reader, encoder_of
 from penstock.engine.runner.adapters import Adapters
+from penstock.engine.runner.constraint import Patience
 from penstock.engine.runner.device_lanes import DeviceLanes
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.runner.pooling_runner import PoolingRunner
@@ -64,6 +65,9 @@ log = logging.getLogger("penstock.worker")
 
 BEATS_PER_S = 4
 """How often an idle worker turns its loop at least."""
+
+MASK_LOOK_S = 0.001
+"""Between two looks whether a late mask of a grammar is there, when there is nothing else to do."""
 
 AHEAD = 2
 """Steps that a device is given at once when only answers are written: the host prepares one while the other runs."""
@@ -151,6 +155,8 @@ def _loop(
     mailbox: WorkerMailbox, scheduler: Scheduler, runner: Runner | DeviceLanes, clock: MonotonicClock, *, max_steps: int
 ) -> tuple[EngineLoop | LaneLoop, Sequence[int]]:
     """The hot loop, and descriptors that are readable when a lane of it may be done."""
+    if isinstance(runner, ModelRunner | DeviceLanes):
+        scheduler.sitting_out = runner.sitting_out
     if isinstance(runner, DeviceLanes):
         return LaneLoop(mailbox, scheduler, runner, clock, max_steps=max_steps), runner.descriptors
     return EngineLoop(mailbox, scheduler, runner, clock, max_steps=max_steps), ()
@@ -168,7 +174,7 @@ def _memories(config: WorkerConfig, inherited: Inheritance) -> tuple[KvMemory, d
 
 def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
     """How long to wait at most when there is nothing to do now."""
-    longest, until = 1 / BEATS_PER_S, scheduler.resting_until
+    longest, until = MASK_LOOK_S if scheduler.waits_for_masks else 1 / BEATS_PER_S, scheduler.resting_until
     return longest if until is None else min(longest, max(0.0, until - clock.now()))
 
 
@@ -223,12 +229,13 @@ def _runner(
     if config.pooling is not None:
         return PoolingRunner(cast(Reader, inherited.model), ops, kv)
     model, (grammars, images) = cast(Model, inherited.model), beside
+    patience = Patience(wait_s=config.mask_wait_ms / 1000)
     if inherited.lanes != "off" and isinstance(ops, HasLanes):
-        aids = Aids(matcher_of=grammars.matcher, adapters=inherited.adapters)
+        aids = Aids(matcher_of=grammars.matcher, adapters=inherited.adapters, patience=patience)
         programs = ops.lanes(model, kv, inherited.lanes, inherited.slot.getting_on)
         return DeviceLanes(model, ops, kv, _lanes_ready(programs, inherited.slot), aids)
     program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
-    aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters)
+    aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, patience=patience)
     return ModelRunner(model, ops, kv, program, aids)
 
 

@@ -26,6 +26,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "preemptions",  # requests whose pages were taken back before their end
     "requests_yielded",  # of those, batch work that gave its pages to an interactive request
     "rows_left_out",  # rows of batch work that a step had no time for
+    "rows_waited_for_masks",  # rows computed in vain, as it was not known yet what their grammars allow
     "requests_expired",  # given back because they had waited for as long as they may
     "pages_sent",  # pages announced to a decode worker
     "pages_received",  # pages copied from a prefill worker and verified
@@ -159,6 +160,9 @@ BY_WORKER_COUNTER: dict[str, Family] = {
     "store_waits_in_vain": _counter("kv_store_waits_in_vain", "Those that it brought nothing in time.", "worker"),
     "preemptions": _counter("num_preemptions", "Requests preempted.", "worker"),
     "requests_yielded": _counter("requests_yielded", "Batch work that gave its pages to others.", "worker"),
+    "rows_waited_for_masks": _counter(
+        "rows_waited_for_masks", "Rows computed in vain, as it was not known what their grammars allow.", "worker"
+    ),
     "rows_left_out": _counter("batch_rows_left_out", "Rows of batch work that a step had no time for.", "worker"),
     "requests_expired": _counter("requests_expired", "Requests given back because their time was up.", "worker"),
     "pages_sent": _counter("kv_transfer_pages_sent", "KV pages announced to a decode worker.", "worker"),

@@ -14,7 +14,7 @@ from penstock.engine.core.fairness import Line
 from penstock.engine.core.gentle import Beside, Bounds, piece_s
 from penstock.engine.core.plan import Lane, Row
 from penstock.engine.core.request import Request
-from penstock.types import Leg
+from penstock.types import Leg, RequestId
 
 LEAST_WORK = 2.0
 """A piece is kept brief for others' sake, but never below so many times what a step costs that computes nothing."""
@@ -28,7 +28,7 @@ class Draft:
 
     __slots__ = (
         *("_beside", "_brief_s", "_budget_s", "_config", "_cost", "_line", "_now", "admitted", "chunks", "filling"),
-        *("kept_out", "lane", "left_out", "preempted", "pressed", "rows", "steps", "work", "yielded"),
+        *("kept_out", "lane", "left_out", "preempted", "pressed", "rows", "sitting_out", "steps", "work", "yielded"),
     )
 
     def __init__(self, config: SchedulerConfig, cost: StepCost, now: float = 0.0, lane: Lane | None = None) -> None:
@@ -40,6 +40,7 @@ class Draft:
         self._now = now
         self._beside: Beside | None = None  # not looked at yet
         self.lane = lane
+        self.sitting_out: Set[RequestId] = frozenset()  # whose next token's mask is not there
         self.kept_out: Set[Request] = frozenset()  # of the lane: the other one waits for their pages
         self.pressed: set[Request] = set()  # must give way, and the other lane computes something of one of them now
         self.rows: list[Row] = []

@@ -216,6 +216,7 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
     cut: bool = False  # the answer cannot go on: it ends with these tokens, as if it had been too long
     pooled: bytes | None = None  # of a prompt that is only read, beside one token that means nothing
+    late: bool = False  # what its grammar allows is not known yet: nothing was drawn, its last token is computed again
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):
@@ -246,3 +247,4 @@ class Outcome:
 
     progress: list[Progress] = field(default_factory=list["Progress"])
     pages_done: list[PageDone] = field(default_factory=list["PageDone"])
+    late: int = 0  # rows that drew nothing, as their masks were late

@@ -81,8 +81,11 @@ class Planner:
 
     def _here(self, draft: Draft) -> Collection[Request]:
         """Who takes part: those that miss one token are written, others read, and nobody by two lanes at once, nor who
-        is to give way to the other one."""
-        running, lane = self._table.running.values(), draft.lane
+        is to give way to the other one, nor whose grammar is still asked what may come next."""
+        running: Collection[Request] = self._table.running.values()
+        lane = draft.lane
+        if draft.sitting_out:
+            running = [request for request in running if request.id not in draft.sitting_out]
         if lane is None:
             return running
         free = (request for request in running if not request.under_way and request not in draft.kept_out)
@@ -159,8 +162,8 @@ class Planner:
 
     def _grant_several(self, draft: Draft, limit: int) -> None:
         """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
-        if any(row.request.leg is Leg.PREFILL for row in draft.rows):
-            return
+        if any(row.request.leg is Leg.PREFILL or row.request.sampling.grammar is not None for row in draft.rows):
+            return  # the first token is all that is drawn there, and a mask follows from the token before
         limit = min(limit, *(row.request.last - row.request.known for row in draft.rows))
         steps = draft.affordable_steps(limit)
         fresh = sum(self._memory.missing_pages(row.request, row.start + steps) for row in draft.rows)

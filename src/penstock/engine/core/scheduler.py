@@ -13,7 +13,7 @@ It knows no roles, no peers and no messages: those are the worker's service.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import assert_never
 
 from penstock.config.schema import SchedulerConfig
@@ -87,6 +87,8 @@ class Scheduler:
         self._speculator = speculator
         self._pace = Pace(self.cost, config.step_budget_ms / 1000)
         self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
+        self.sitting_out: Callable[[], Set[RequestId]] = frozenset  # whose next token's mask is still worked out
+        self.waits_for_masks = False  # did anybody sit out the last plan?
         self.rows_left_out = 0  # of batch work, in steps that had no time for them; since the start
         self._serial = 0
         self._in_flight: dict[Lane | None, tuple[Plan, Work]] = {}
@@ -240,6 +242,8 @@ class Scheduler:
         self.resting_until = self._pace.until if resting else None
         cost = self._costs[lane]
         draft = Draft(self.config, cost, now, lane)
+        draft.sitting_out = self.sitting_out()
+        self.waits_for_masks = bool(draft.sitting_out)
         if lane is not None:
             draft.kept_out = self.kept_out(lane)
         self._planner.fill(draft, max_steps, now, resting=resting)
@@ -292,21 +296,26 @@ class Scheduler:
             self._costs[lane].learn(work, seconds / plan.steps)
             if self.config.even_pace and all(row.count == 1 for row in plan.rows):
                 self._pace.took(work, len(self._table.reserved), seconds, now)
-            if self._speculator is not None and plan.rows and plan.steps == 1 and work.tokens == work.draws:
+            whole = work.tokens == work.draws and not any(one.late for one in drawn)
+            if self._speculator is not None and plan.rows and plan.steps == 1 and whole:
                 self._speculator.learn(plan.rows, drawn, seconds)
         outcome = self._take_pending()
         for row, new in zip(plan.rows, drawn, strict=True):
             if row.request.status is Status.RUNNING:
-                if row.samples:
+                if new.late:
+                    outcome.late += 1
+                    if row.count > 1:
+                        self._advance(row, new, outcome, without=1)
+                elif row.samples:
                     self._draw(row, new, outcome)
                 else:
                     self._advance(row, new, outcome)
         return outcome
 
-    def _advance(self, row: Row, new: Drawn, outcome: Outcome) -> None:
-        """A chunk that is not the last of its prompt."""
+    def _advance(self, row: Row, new: Drawn, outcome: Outcome, *, without: int = 0) -> None:
+        """A chunk that is not the last of its prompt, or one of which the last tokens are to be computed again."""
         request = row.request
-        request.computed = row.start + row.count
+        request.computed = row.start + row.count - without
         request.prompt_logprobs.extend(new.prompt_logprobs)
         self.memory.settle(request)
         self.memory.read_on(request)

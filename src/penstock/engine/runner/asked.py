@@ -6,12 +6,11 @@ Knows spans and operations, not which runner has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 
 import numpy as np
 
 from penstock.engine.models.port import Model
-from penstock.engine.runner.constraint import Lookahead
+from penstock.engine.runner.constraint import MaskThreads
 from penstock.engine.runner.span import Span, token_logprob
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import Ops
@@ -20,12 +19,20 @@ SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
 
 
-def look_ahead(spans: Sequence[Span], beside: Executor) -> Callable[[], None] | None:
-    """Work out masks beside the step that they are for; what is returned waits for them."""
+def look_ahead(spans: Sequence[Span], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
+    """Work out masks beside the step that they are for; what is returned waits for them, for so long as
+    ``MaskThreads.patience`` says if rows may sit the step out."""
     work = [
         (span.answer.constraint, tuple(span.drawn), span.draft) for span in spans if span.answer.constraint is not None
     ]
-    return Lookahead(beside, work).finish if work else None
+    return masks.begin(work, may_sit_out=may_sit_out).finish if work else None
+
+
+def go_on(spans: Sequence[Span], masks: MaskThreads) -> None:
+    """A step has drawn: where masks are slow, the next ones are worked out from now on."""
+    for span in spans:
+        if span.answer.constraint is not None and span.answer.constraint.slow:
+            masks.go_on(span.answer.constraint, span.result().tokens)
 
 
 def score(model: Model, ops: Ops, spans: Sequence[Span], hidden_RD: Array) -> None:

@@ -208,6 +208,11 @@ class StepArrays:
     # --- one token further --------------------------------------------------------------------------------------------
 
     @property
+    def keeps_states(self) -> bool:
+        """Are there recurrent layers, which cannot compute a token twice?"""
+        return self._cell is not None
+
+    @property
     def only_picks(self) -> bool:
         """Does every span bring one picked token and nothing else?"""
         return len(self.picked) == len(self._at) == len(self.spans)

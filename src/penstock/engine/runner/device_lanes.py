@@ -9,14 +9,14 @@ Knows the model only as ``Model``, the programs only as ``LaneProgram``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence, Set
 
 from penstock.engine.core.plan import Drawn, Lane, Plan
 from penstock.engine.models.port import Model
 from penstock.engine.runner.answer import Answers
-from penstock.engine.runner.asked import look_ahead, score
+from penstock.engine.runner.asked import go_on, look_ahead, score
 from penstock.engine.runner.batch import StepArrays
+from penstock.engine.runner.constraint import MaskThreads
 from penstock.engine.runner.model_runner import Aids
 from penstock.engine.runner.span import Span
 from penstock.kernels.lanes import LaneProgram, Lanes
@@ -33,9 +33,10 @@ class DeviceLanes:
         """``kv``: the memory that both programs were made for."""
         aids = aids or Aids()
         self._answers = Answers(aids.matcher_of)
+        self._masks = MaskThreads(aids.patience)
         self._lanes = {
-            Lane.READING: _LaneWork(model, ops, kv, programs.reading, aids),
-            Lane.WRITING: _LaneWork(model, ops, kv, programs.writing, aids),
+            Lane.READING: _LaneWork(model, ops, kv, programs.reading, (aids, self._masks)),
+            Lane.WRITING: _LaneWork(model, ops, kv, programs.writing, (aids, self._masks)),
         }
 
     @property
@@ -57,12 +58,20 @@ class DeviceLanes:
 
     def forget(self, request: RequestId) -> None:
         self._answers.forget(request)
+        self._masks.forget(request)
+
+    def sitting_out(self) -> Set[RequestId]:
+        """See ``Scheduler.sitting_out``."""
+        return self._masks.sitting_out()
 
 
 class _LaneWork:
     """One lane: what is under way in it."""
 
-    def __init__(self, model: Model, ops: Ops, kv: Array, program: LaneProgram, aids: Aids) -> None:
+    def __init__(
+        self, model: Model, ops: Ops, kv: Array, program: LaneProgram, beside: tuple[Aids, MaskThreads]
+    ) -> None:
+        aids, masks = beside
         self.program = program
         self._model = model
         self._ops = ops
@@ -70,15 +79,17 @@ class _LaneWork:
         self._adapters = aids.adapters
         slot_of = None if aids.adapters is None else aids.adapters.slot
         self._arrays = StepArrays(None, ops.hidden, slot_of=slot_of)
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")  # has a thread once a grammar was followed
+        self._masks = masks
         self._ahead = False  # several steps are under way
         self._over = True  # nothing is under way
+        self._may_sit_out = False  # those rows whose masks are late
 
     def begin(self, plan: Plan, answers: Answers) -> None:
         arrays = self._arrays
         with self.program.on():
             if not arrays.go_on(plan.rows, spans=True):
                 arrays.fill([Span(row, answers.of(row.request)) for row in plan.rows])
+            self._may_sit_out = plan.steps == 1 and not arrays.keeps_states
             left = plan.steps - self._begin(plan.steps)
             while left:
                 self._take()
@@ -90,6 +101,7 @@ class _LaneWork:
 
     def finish(self) -> Sequence[Drawn]:
         self._take()
+        go_on(self._arrays.listed, self._masks)
         return self._arrays.drawn()
 
     def _begin(self, steps: int) -> int:
@@ -104,7 +116,7 @@ class _LaneWork:
             if begun:
                 self._ahead = True
                 return begun
-        rows, ready = arrays.draws(), look_ahead(arrays.listed, self._beside)
+        rows, ready = arrays.draws(), self._ahead_of(arrays)
         self.program.begin(arrays.batch, arrays.scored, rows, arrays.picks, ready)
         return 1
 
@@ -122,12 +134,15 @@ class _LaneWork:
             with self.program.on():
                 score(self._model, self._ops, arrays.spans, self.program.hidden())
 
+    def _ahead_of(self, arrays: StepArrays) -> Callable[[], None] | None:
+        return look_ahead(arrays.listed, self._masks, may_sit_out=self._may_sit_out)
+
     def _compute_now(self) -> None:
         """Rows with adapters, operation by operation; they are over when this returns."""
         arrays = self._arrays
         assert self._adapters is not None, "a row has an adapter and nobody keeps any"
         program: StepProgram = DirectProgram(self._ops, self._adapters.adapted(self._model), self._kv)
-        rows, ready = arrays.draws(), look_ahead(arrays.listed, self._beside)
+        rows, ready = arrays.draws(), self._ahead_of(arrays)
         arrays.take(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:
             score(self._model, self._ops, arrays.spans, program.hidden())

@@ -6,8 +6,7 @@ and no request of its own: pages are the scheduler's, and what it keeps between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,8 +17,9 @@ from penstock.engine.images.stage import ImageStage
 from penstock.engine.models.port import CrossReading, Model
 from penstock.engine.runner.adapters import Adapters
 from penstock.engine.runner.answer import Answers, no_grammars
-from penstock.engine.runner.asked import look_ahead, score
+from penstock.engine.runner.asked import go_on, look_ahead, score
 from penstock.engine.runner.batch import StepArrays
+from penstock.engine.runner.constraint import MaskThreads, Patience
 from penstock.engine.runner.crossing import SourceWriter
 from penstock.engine.runner.span import Span
 from penstock.grammar.matcher import Matcher
@@ -40,6 +40,7 @@ class Aids:
     matcher_of: Callable[[Grammar], Matcher] = no_grammars
     images: ImageStage | None = None
     adapters: Adapters | None = None
+    patience: Patience | None = None  # with masks of grammars
 
 
 class ModelRunner:
@@ -74,7 +75,7 @@ class ModelRunner:
         self._adapters = adapters
         self.adapted: StepProgram | None = None  # with what adapters add; recorded when the first of them is used
         self._arrays = StepArrays(images, ops.hidden, slot_of=None if adapters is None else adapters.slot)
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")  # has a thread once a grammar was followed
+        self._masks = MaskThreads(aids.patience)
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
         if self._sources is None or not self._sources.wanted(plan.rows):
@@ -96,12 +97,17 @@ class ModelRunner:
             return [Drawn((token,)) for token in arrays.picks.tokens_F.tolist()]
         done = self._run_ahead(plan.steps) if plan.steps > 1 else 0
         if not done:
-            self._step()
+            self._step(may_sit_out=plan.steps == 1)
             done = 1
         for _ in range(plan.steps - done):
             arrays.advance()
-            self._step()
+            self._step(may_sit_out=False)
+        go_on(arrays.listed, self._masks)
         return arrays.drawn()
+
+    def sitting_out(self) -> Set[RequestId]:
+        """See ``Scheduler.sitting_out``."""
+        return self._masks.sitting_out()
 
     def _run_ahead(self, steps: int) -> int:
         """Steps that the program can take without the host in between; how many it took."""
@@ -116,6 +122,7 @@ class ModelRunner:
 
     def forget(self, request: RequestId) -> None:
         self._answers.forget(request)
+        self._masks.forget(request)
         if self._images is not None:
             self._images.forget(request)
 
@@ -141,10 +148,11 @@ class ModelRunner:
         """See ``StepArrays.taps``."""
         return self._arrays.taps()
 
-    def _step(self) -> None:
-        """Compute every span; draw and score what was asked for."""
+    def _step(self, *, may_sit_out: bool) -> None:
+        """Compute every span; draw and score what was asked for.  ``may_sit_out``: rows whose masks are late may."""
         arrays = self._arrays
-        rows, ready = arrays.draws(), look_ahead(arrays.listed, self._beside)
+        may_sit_out = may_sit_out and not arrays.keeps_states
+        rows, ready = arrays.draws(), look_ahead(arrays.listed, self._masks, may_sit_out=may_sit_out)
         program = self._program()
         arrays.take(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:

@@ -18,7 +18,7 @@ class Runner(Protocol):
     """Computes plans.  It never changes a request: what it drew is taken up by the scheduler's ``commit``."""
 
     def run(self, plan: Plan) -> Sequence[Drawn]:
-        """One ``Drawn`` a row, in the order of ``plan.rows``.
+        """One ``Drawn`` a row, in the order of ``plan.rows``; ``Drawn.late`` where a row has to be computed again.
 
         A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
         of the next.  A row with a draft (then ``steps`` is 1) draws one more after each draft token, and answers with

@@ -61,8 +61,13 @@ class Span:
 
     def result(self) -> Drawn:
         """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
+        constraint = self.answer.constraint if self.samples else None
+        if constraint is not None and constraint.late:
+            return Drawn(prompt_logprobs=tuple(self.prompt_logprobs), late=True)
         count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
-        cut_at = None if self.answer.constraint is None else self.answer.constraint.cut_at
+        if constraint is not None and constraint.stands is not None:
+            count = min(count, constraint.stands + 1)
+        cut_at = None if constraint is None else constraint.cut_at
         cut = cut_at is not None and (not self.draft or cut_at < count)
         if cut_at is not None and self.draft:
             count = min(count, cut_at + 1)

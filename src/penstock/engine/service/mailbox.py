@@ -176,6 +176,9 @@ class WorkerMailbox:
         if plan.rows:
             began = self._step_began if plan.lane is None else self._lane_began[plan.lane]
             self.reporter.count_step(plan, now - began)
+        if outcome.late:
+            self.reporter.count("generation_tokens", -outcome.late)
+            self.reporter.count("rows_waited_for_masks", outcome.late)
         self._departures.final(outcome.pages_done, now)
         self.reporter.count("pages_sent", len(outcome.pages_done))
         self._moves.written(outcome, now)

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
-from penstock.engine.runner.constraint import Constraint, Lookahead
+from penstock.engine.runner.constraint import Constraint, MaskJob, MaskThreads, Patience
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.grammar.matcher import Matcher
 from penstock.grammar.worker import Grammars
@@ -184,34 +183,115 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
     assert request.output == [*alone[:7], END]
 
 
-def test_masks_are_worked_out_on_another_thread_or_by_who_waits_for_them() -> None:
+class Told:
+    """A matcher that allows everything; it says who asked, and works when it is let."""
+
+    vocabulary = 64
+    end_tokens = (END,)
+
+    def __init__(self, names: list[str] | None = None, go_on: threading.Event | None = None) -> None:
+        self.names = [] if names is None else names
+        self.go_on = go_on
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        return True
+
+    def write_mask(self, words: np.ndarray) -> bool:
+        self.names.append(threading.current_thread().name)
+        assert self.go_on is None or self.go_on.wait(60)
+        words.fill(0xFFFFFFFF)
+        return True
+
+
+def test_masks_are_worked_out_on_another_thread_or_by_who_waits_for_them(bench: RunnerBench) -> None:
     """Each exactly once, also when the other thread does not come to it."""
     names: list[str] = []
 
-    class Told:
-        def look_ahead(self, drawn: Sequence[int], draft: Sequence[int]) -> None:
-            names.append(threading.current_thread().name)
+    def work() -> list[Any]:
+        request = bench.request(PROMPT, SAMPLINGS["greedy"])
+        return [(Constraint(request, lambda: Told(names)), (), ()) for _ in range(3)]  # type: ignore[arg-type, return-value]
 
-    work: list[Any] = [(Told(), (), ()) for _ in range(3)]
-    with ThreadPoolExecutor(1, thread_name_prefix="masks") as beside:
-        free = Lookahead(beside, work)
-        while len(names) < 3:
-            time.sleep(0)
-        free.finish()
-        assert [name.startswith("masks") for name in names] == [True] * 3
-        busy = threading.Event()
-        beside.submit(busy.wait)
-        starved = Lookahead(beside, work)
-        starved.finish()
-        assert [name.startswith("masks") for name in names[3:]] == [False] * 3
-        busy.set()
+    threads = MaskThreads()
+    free = threads.begin(work())
+    while len(names) < 3:
+        time.sleep(0)
+    free.finish()
+    assert [name.startswith("masks") for name in names] == [True] * 3
+    busy = threading.Event()
+    threads._beside.submit(busy.wait)
+    starved = threads.begin(work())
+    starved.finish()
+    assert [name.startswith("masks") for name in names[3:]] == [False] * 3
+    busy.set()
 
 
 def test_what_goes_wrong_beside_the_step_comes_out(bench: RunnerBench, monkeypatch: pytest.MonkeyPatch):
-    def fails(self: Constraint, drawn: Sequence[int], draft: Sequence[int] = ()) -> None:
+    def fails(self: Constraint, job: MaskJob, new: Sequence[int]) -> None:
         raise LookupError("no mask")
 
     request = bench.request(PROMPT, SAMPLINGS["greedy"])
-    monkeypatch.setattr(Constraint, "look_ahead", fails)
+    monkeypatch.setattr(Constraint, "work_out", fails)
     with pytest.raises(LookupError, match="no mask"):
         bench.read(request, 64)
+
+
+class Held:
+    """A matcher whose masks wait until they are let, as slow ones do; it knows whether masks are worked out at all."""
+
+    def __init__(self, matcher: Matcher, go_on: threading.Event) -> None:
+        self._matcher, self._go_on = matcher, go_on
+        self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
+        self.take, self.give_back = matcher.take, matcher.give_back
+
+    def write_mask(self, words: np.ndarray) -> bool:
+        assert self._go_on.wait(60)
+        return self._matcher.write_mask(words)
+
+
+def settle(row: Row, drawn: Drawn) -> None:
+    """As the scheduler does."""
+    request = row.request
+    request.computed = row.start + row.count + len(drawn.tokens) - 1
+    for token in drawn.tokens:
+        request.append(token)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("slow_s", [10.0, -1.0], ids=["quick until it is late", "known to be slow"])
+def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone(
+    bench: RunnerBench, name: str, slow_s: float
+) -> None:
+    alone = finish(bench, bench.request(PROMPT, SAMPLINGS[name]))
+    plain = SamplingParams(seed=9, max_tokens=40)
+    other_alone = finish(bench, bench.request([8, 9], plain))
+    go_on = threading.Event()
+    aids = Aids(
+        matcher_of=lambda grammar: Held(compiled(grammar).matcher(), go_on),  # type: ignore[arg-type, return-value]
+        patience=Patience(wait_s=0.0, slow_s=slow_s),
+    )
+    runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=aids)
+    request, other = bench.request(PROMPT, SAMPLINGS[name]), bench.request([8, 9], plain)
+    sat_out = turns = 0
+    while not (finished(request) and finished(other)):
+        turns += 1
+        waits = request.id in runner.sitting_out()
+        sat_out += waits
+        rows = [
+            Row(one, one.computed, one.missing, True)
+            for one in (request, other)
+            if not finished(one) and not (one is request and waits)
+        ]
+        for row, drawn in zip(rows, runner.run(Plan(rows=tuple(rows))), strict=True):
+            settle(row, drawn)
+        if turns % 3 == 0 or finished(other):  # only now and then is a mask let through
+            job = runner._answers.of(request).constraint.job  # type: ignore[union-attr]
+            go_on.set()
+            assert job is not None
+            assert job.done.wait(60)
+            go_on.clear()
+        assert len(other.output) == min(turns, 40), "it has a token of every step"
+    assert other.output == other_alone
+    assert request.output == alone
+    assert sat_out
+    runner.forget(request.id)
+    assert not runner.sitting_out()
