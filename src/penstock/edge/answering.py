@@ -17,10 +17,11 @@ from penstock.edge.counted import Counted
 from penstock.edge.errors import noted
 from penstock.edge.event_ids import After, EventIds, Place
 from penstock.edge.event_stream import EventOut
-from penstock.edge.feeds import Feeds, Turns
+from penstock.edge.feeds import Feeds, Then, Turns
 from penstock.edge.gate import Visit
 from penstock.edge.kept import Answers
 from penstock.edge.openai_shapes import Charge, Choice, Head, Shape, Usage
+from penstock.edge.plain_events import MARKED, PlainEvents, PlainText
 from penstock.errors import RequestError
 from penstock.types import FinishReason, TokenBatch
 from penstock.wire.ports import AnswerPiece, CallPiece, Prepared, TokenStream
@@ -92,6 +93,16 @@ class Answering:
                 break
         return pieces
 
+    def served(self, index: int) -> bool:
+        """Has this choice a token of a worker, or will never have one?"""
+        return self._served[index] or not self.course.computed
+
+    def plain_text(self, index: int) -> PlainText | None:
+        """The text of a choice as bytes, as long as nothing is to be counted but its tokens; else None."""
+        if not self.served(index) or self.course.after.places or self.course.mark:
+            return None
+        return PlainText(index, self._prepared.answers[index], self._tokens)
+
     def _parts(self, index: int, came: TokenBatch) -> Sequence[TokenBatch]:
         if not self._served[index]:
             self._served[index] = computed = self.course.computed and not came.stored
@@ -120,7 +131,7 @@ MANY_LOGPROBS = 128
 class _Gathered:
     """``Taker`` of an answer that is told whole."""
 
-    paused = pending = False
+    pending = False
 
     def __init__(self, answering: Answering, choices: int) -> None:
         self.pieces: list[list[AnswerPiece]] = [[] for _ in range(choices)]
@@ -132,13 +143,15 @@ class _Gathered:
     def takes_long(self, batch: TokenBatch) -> bool:
         return _is_long(batch)
 
-    def take(self, index: int, batch: TokenBatch) -> bool:
-        self.pieces[index] += (came := self._answering.take(index, batch))
-        return came[-1].finish is not None
+    def take(self, index: int, batch: TokenBatch) -> Then:
+        return self._keep(index, self._answering.take(index, batch))
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> bool:
-        self.pieces[index] += (came := await self._answering.take_slowly(index, batch))
-        return came[-1].finish is not None
+    async def take_slowly(self, index: int, batch: TokenBatch) -> Then:
+        return self._keep(index, await self._answering.take_slowly(index, batch))
+
+    def _keep(self, index: int, pieces: Sequence[AnswerPiece]) -> Then:
+        self.pieces[index] += pieces
+        return Then.MORE if pieces[-1].finish is None else Then.ENDED
 
     async def flush(self) -> None:
         pass
@@ -151,10 +164,8 @@ class _Streamed:
         self._answering = answering
         self._events = events
         self._out = out
-
-    @property
-    def paused(self) -> bool:
-        return self._out.paused
+        self._plain: dict[int, PlainEvents] = {}  # of choices whose next tokens may be nothing but text
+        self._not_plain: set[int] = set()
 
     @property
     def pending(self) -> bool:
@@ -166,21 +177,40 @@ class _Streamed:
     def takes_long(self, batch: TokenBatch) -> bool:
         return _is_long(batch)
 
-    def take(self, index: int, batch: TokenBatch) -> bool:
+    def take(self, index: int, batch: TokenBatch) -> Then:
+        plain = self._plain.get(index)
+        if plain is not None and batch.finish is None:
+            data = plain.of(batch.tokens)
+            if data:
+                return Then.PAUSED if self._out.write(data) else Then.MORE
+            if data is not None:
+                return Then.MORE
         pieces = self._answering.take(index, batch)
-        for piece in pieces:
-            data = self._events.of(index, piece)
-            if data:
-                self._out.write(data)
-        return pieces[-1].finish is not None
+        if plain is None and index not in self._not_plain and pieces[-1].text:
+            self._look_for_plain(index)
+        return self._tell(index, pieces)
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> bool:
+    async def take_slowly(self, index: int, batch: TokenBatch) -> Then:
         pieces = await self._answering.take_slowly(index, batch)
-        for piece in pieces:
-            data = await asyncio.to_thread(self._events.of, index, piece)
-            if data:
-                self._out.write(data)
-        return pieces[-1].finish is not None
+        events = [await asyncio.to_thread(self._events.of, index, piece) for piece in pieces]
+        return self._send(b"".join(events), pieces[-1])
+
+    def _tell(self, index: int, pieces: Sequence[AnswerPiece]) -> Then:
+        return self._send(b"".join([self._events.of(index, piece) for piece in pieces]), pieces[-1])
+
+    def _send(self, data: bytes, last: AnswerPiece) -> Then:
+        paused = bool(data) and self._out.write(data)
+        if last.finish is not None:
+            return Then.ENDED
+        return Then.PAUSED if paused else Then.MORE
+
+    def _look_for_plain(self, index: int) -> None:
+        text = self._answering.plain_text(index)
+        made = None if text is None else self._events.plain(index, text)
+        if made is not None:
+            self._plain[index] = made
+        elif self._answering.served(index):
+            self._not_plain.add(index)
 
     async def flush(self) -> None:
         await self._out.flush()
@@ -288,6 +318,12 @@ class _Events:
         if piece.finish is not None:
             data += self._end(index, piece.finish)
         return data
+
+    def plain(self, index: int, text: PlainText) -> PlainEvents | None:
+        """This choice's events from now on, as long as they are nothing but text."""
+        if self._first or self._head.logprobs or self._head.token_ids:
+            return None
+        return PlainEvents.made(text, self._shape.delta(self._head, index, MARKED, first=False))
 
     def _begin(self, index: int) -> bytes:
         begun = self._shape.begin(self._head, index, first=self._first)

@@ -26,8 +26,8 @@ class BodyWriter(Protocol):
         """Does the client read more slowly than it is written to?  What is written all the same waits in memory."""
         ...
 
-    def write(self, body: bytes) -> None:
-        """A part of the body, not empty.  Nothing happens when the client has gone."""
+    def write(self, body: bytes) -> bool:
+        """A part of the body, not empty; is it ``paused`` now?  Nothing happens when the client has gone."""
         ...
 
     def when_writable(self, ready: Callable[[], None]) -> None:

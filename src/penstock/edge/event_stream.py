@@ -74,16 +74,17 @@ class EventOut:
         else:
             self._writer.when_writable(ready)
 
-    def write(self, data: bytes) -> None:
-        """An event, or several."""
+    def write(self, data: bytes) -> bool:
+        """An event, or several; is it ``paused`` now?"""
+        if self._writer is not None:
+            return self._writer.write(data)
         self.started = True
         if self._kept is not None:
             self._kept.append(data)
-        elif self._writer is not None:
-            self._writer.write(data)
-        else:
-            self._unsent.append(data)
-            self.wake()
+            return False
+        self._unsent.append(data)
+        self.wake()
+        return True
 
     async def flush(self) -> None:
         """Send what was written.  The status line goes before the first of it."""

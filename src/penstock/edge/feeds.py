@@ -15,6 +15,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from penstock.errors import WorkerLost
@@ -60,27 +62,30 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
+class Then(Enum):
+    """What is to follow tokens that were taken."""
+
+    MORE = "more"
+    PAUSED = "paused"  # more, when it is open again
+    ENDED = "ended"  # no more of this choice
+
+
 class Taker(Protocol):
     """What becomes of the tokens of one answer, which may have several choices."""
 
-    @property
-    def paused(self) -> bool:
-        """Is nothing to be taken now?"""
-        ...
-
     def when_open(self, ready: Callable[[], None]) -> None:
-        """Call this once when it is no longer paused; asked while it is."""
+        """Call this once when it takes more; asked when it was ``Then.PAUSED``."""
         ...
 
     def takes_long(self, batch: TokenBatch) -> bool:
         """Is this for ``take_slowly``?"""
         ...
 
-    def take(self, index: int, batch: TokenBatch) -> bool:
-        """Tokens of a choice.  True: no more of that choice is wanted."""
+    def take(self, index: int, batch: TokenBatch) -> Then:
+        """Tokens of a choice."""
         ...
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> bool:
+    async def take_slowly(self, index: int, batch: TokenBatch) -> Then:
         """As ``take``, of what would hold the event loop for too long."""
         ...
 
@@ -151,7 +156,7 @@ class Feeds:
         self._error = self._error or error
         self.wake()
 
-    def slowly(self, index: int, batch: TokenBatch, then: Callable[[bool], None]) -> None:
+    def slowly(self, index: int, batch: TokenBatch, then: Callable[[Then], None]) -> None:
         """Have the taker take this in a task."""
 
         async def take() -> None:
@@ -182,9 +187,10 @@ class Feeds:
             async with aclosing(stream):
                 async for batch in stream:
                     long = taker.takes_long(batch)
-                    if await taker.take_slowly(index, batch) if long else taker.take(index, batch):
+                    then = await taker.take_slowly(index, batch) if long else taker.take(index, batch)
+                    if then is Then.ENDED:
                         break
-                    while taker.paused:
+                    if then is Then.PAUSED:
                         await _opened(taker)
                 else:
                     raise WorkerLost("The answer ended before its end.")
@@ -204,7 +210,7 @@ class Feeds:
 
 
 async def _opened(taker: Taker) -> None:
-    """Wait until it is no longer paused."""
+    """Wait until it takes more."""
     opened = asyncio.get_running_loop().create_future()
     taker.when_open(lambda: None if opened.done() else opened.set_result(None))
     await opened
@@ -213,39 +219,38 @@ async def _opened(taker: Taker) -> None:
 class _Polled:
     """One choice's stream, which is asked when it has something."""
 
-    __slots__ = ("_begun", "_feeds", "_index", "_over", "_tokens")
+    __slots__ = ("_feeds", "_index", "_over", "_paused", "_poll", "_ready", "_tokens")
 
     def __init__(self, feeds: Feeds, index: int, tokens: PolledTokens) -> None:
         self._feeds = feeds
         self._index = index
         self._tokens = tokens
-        self._begun = False
+        self._poll: Callable[[], TokenBatch | None] | None = None
+        self._ready: Callable[[], None] = partial(feeds.turns.add, self.pull)
+        self._paused = False
         self._over = False
 
     def pull(self) -> int:
         """Bring what waits to the taker.  Returns units."""
-        taker = self._feeds.taker
-        if self._over:
+        if self._over or self._paused:
             return 1
-        if taker.paused:
-            taker.when_open(self._ready)
-            return 1
-        cost = BATCH_UNITS if self._begun else BEGIN_UNITS
-        self._begun = True
-        ends = False
+        if self._poll is None:
+            return self._begin()
         try:
-            batch = self._tokens.poll()
-            if batch is not None:
-                cost += units_of(batch)
-                if taker.takes_long(batch):
-                    self._feeds.slowly(self._index, batch, self._went_on)
-                    return cost
-                ends = taker.take(self._index, batch)
+            batch = self._poll()
+            if batch is None:
+                return 1
+            cost = BATCH_UNITS + units_of(batch)
+            if batch.prompt_logprobs is not None and self._feeds.taker.takes_long(batch):
+                self._paused = True
+                self._feeds.slowly(self._index, batch, self._taken_slowly)
+                return cost
+            then = self._feeds.taker.take(self._index, batch)
         except Exception as error:  # noqa: BLE001 - raised by ``Feeds.run``
-            self.close()
-            self._feeds.failed(error)
-            return cost
-        self._went_on(ends)
+            self._fail(error)
+            return BATCH_UNITS
+        if then is not Then.MORE:
+            self._stop(then)
         return cost
 
     def close(self) -> None:
@@ -253,16 +258,40 @@ class _Polled:
         if not self._over:
             self._over = True
             self._tokens.close()
+            self._poll, self._ready = None, _nothing  # or it would hold itself
 
-    def _went_on(self, ends: bool) -> None:
-        if ends:
+    def _begin(self) -> int:
+        try:
+            self._poll = self._tokens.begin(self._ready)
+        except Exception as error:  # noqa: BLE001 - raised by ``Feeds.run``
+            self._fail(error)
+        return BEGIN_UNITS
+
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        self._feeds.failed(error)
+
+    def _stop(self, then: Then) -> None:
+        if then is Then.ENDED:
             self.close()
             self._feeds.ended()
-        elif not self._over:
-            self._tokens.notify(self._ready)
+        else:
+            self._paused = True
+            self._feeds.taker.when_open(self._go_on)
 
-    def _ready(self) -> None:
-        self._feeds.turns.add(self.pull)
+    def _go_on(self) -> None:
+        self._paused = False
+        self._ready()
+
+    def _taken_slowly(self, then: Then) -> None:
+        if then is Then.MORE:
+            self._go_on()
+        else:
+            self._stop(then)
+
+
+def _nothing() -> None:
+    """There is nobody to tell."""
 
 
 def units_of(batch: TokenBatch) -> int:

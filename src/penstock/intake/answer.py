@@ -74,6 +74,7 @@ class ChoiceText:
         self._scanner = StopScanner(wanted.stops, shown=wanted.stop_shown) if wanted.stops else None
         self._visible = wanted.reply.visible if wanted.reply else frozenset[int]()
         self._parser = wanted.reply.parser(identity) if wanted.reply else None
+        self._only_text = not (wanted.logprobs or wanted.token_ids or wanted.reply or wanted.prompt_only)
         self._tokens = 0
         self._seen = 0  # characters decoded
         self._given = 0  # of those, given out
@@ -115,6 +116,34 @@ class ChoiceText:
             finish=finish,
         )
         return self._with_echo(piece, echoed)
+
+    def escaped(self, tokens: tuple[int, ...]) -> bytes | None:
+        """See ``wire.ports.AnswerText``."""
+        if not self._only_text or self._echo is not None or self._utf8.pending:
+            return None
+        table = self._table
+        if len(tokens) == 1 and self._scanner is None:
+            plain = table.plain(tokens[0])
+            if plain is None:
+                return None
+            self._tokens += 1
+            return plain[1]
+        shown: list[str] = []
+        written: list[bytes] = []
+        for token in tokens:
+            plain = table.plain(token)
+            if plain is None:
+                return None
+            shown.append(plain[0])
+            written.append(plain[1])
+        if self._scanner is not None:
+            text = "".join(shown)
+            if not self._scanner.passes(text):
+                return None
+            self._seen += len(text)
+            self._given = self._seen
+        self._tokens += len(tokens)
+        return b"".join(written)
 
     def _bytes_of(self, token: int) -> bytes:
         visible = self._wanted.special or token in self._visible

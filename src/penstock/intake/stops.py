@@ -40,14 +40,20 @@ class StopScanner:
         """How many of the last characters may be the beginning of a stop string, and must not be shown yet."""
         return 0 if self._shown else max(self._matched, default=0)
 
+    def passes(self, text: str) -> bool:
+        """Read on, if no stop string can begin or go on in ``text``; else nothing is read."""
+        if any(self._matched) or not self._first.isdisjoint(text):
+            return False
+        self._seen += len(text)
+        return True
+
     def feed(self, text: str, *, counts: bool = True) -> int | None:
         """Read on.  Returns where the text ends, in characters from the very start: where the first complete stop
         string begins, or, if it is shown, ends.
 
         A stop string that completes while ``counts`` is false is passed over.  Not to be called after a find.
         """
-        if not any(self._matched) and self._first.isdisjoint(text):
-            self._seen += len(text)
+        if self.passes(text):
             return None
         for char in text:
             self._seen += 1

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from penstock.errors import ModelError
 
 Step = Callable[[str | bytes], str | bytes]
@@ -21,6 +23,8 @@ _CLEANUPS = (
     *((" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
 )
 """What WordPiece's ``cleanup`` does to each token (huggingface/tokenizers, ``decoders/wordpiece.rs``)."""
+
+_encode = msgspec.json.Encoder().encode
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -136,6 +140,7 @@ class TokenTable:
         self._steps = [] if decoder is None else decoder_steps(json.loads(decoder))
         self._raw: dict[int, bytes] = {}
         self._text: dict[int, bytes] = {}
+        self._plain: dict[int, tuple[str, bytes] | None] = {}
 
     def raw(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; none for an id without a token."""
@@ -149,6 +154,21 @@ class TokenTable:
         known = self._text.get(token)
         if known is None:
             known = self._text[token] = b"" if token in self.special else self.raw(token)
+        return known
+
+    def plain(self, token: int) -> tuple[str, bytes] | None:
+        """What ``token`` adds to an answer, as text and as it stands inside a JSON string; None for part of a
+        character."""
+        try:
+            return self._plain[token]
+        except KeyError:
+            pass
+        try:
+            text = self.text_bytes(token).decode()
+        except UnicodeDecodeError:
+            self._plain[token] = None
+            return None
+        known = self._plain[token] = text, _encode(text)[1:-1]
         return known
 
     def shown(self, token: int) -> tuple[str, bool]:

@@ -68,10 +68,12 @@ class ConnectionWriter:
         """See ``BodyWriter``."""
         return self._connection.flow.write_paused and self._cycle is not None and not self._cycle.disconnected
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes) -> bool:
         """See ``BodyWriter``."""
-        if self._cycle is not None and not self._cycle.disconnected:
-            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if self._cycle is None or self._cycle.disconnected:
+            return False
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._cycle.flow.write_paused
 
     def when_writable(self, ready: Callable[[], None]) -> None:
         """See ``BodyWriter``."""

@@ -228,15 +228,15 @@ class Flight:
         """
         if (
             item.epoch != self.epoch
-            or not self._started
             or item.index != len(self.emitted)
+            or not self._started
+            or self.phase is not Phase.FLYING
             or not item.tokens
             or item.finish is not None
-            or item.phases
-            or item.prompt_logprobs is not None
             or self._early
             or self.guilt.deaths
-            or self.phase is not Phase.FLYING
+            or item.phases
+            or item.prompt_logprobs is not None
         ):
             return False
         writer = None

@@ -305,24 +305,29 @@ class RouterService:
 
     def _on_tokens(self, message: Tokens, worker: WorkerId, incarnation: int, now: float) -> None:
         self._moved = now
-        streams, fleet, tally = self._streams, self.fleet, self._tally
-        slot = fleet.slot(worker)
+        streams = self._streams
+        went_on: list[tuple[Stream, TokenItem]] = []
+        unknown: TokenItem | None = None
         vocabulary, refusals = self._vocabulary, self._watch.refusals
         if refusals:
             refusals.pop(worker, None)
         for item in message.items:
             plain = item.logprobs is None and item.prompt_logprobs is None
             if not (plain and max(item.tokens, default=0) < vocabulary) and not has_known_tokens(item, vocabulary):
-                reason = f"{item.request} has a token that is none of the model's {vocabulary}"
-                self._distrust(worker, incarnation, reason, now)
-                return
+                unknown = item
+                break
             stream = streams.get(item.request)
-            if stream is not None and slot is not None and stream.flight.goes_on(item, worker, incarnation, now):
-                fleet.left(slot, item.request, stream.flight.left_after_own(item))
-                tally.more(stream, len(item.tokens), now)
+            if stream is not None and stream.flight.goes_on(item, worker, incarnation, now):
                 stream.put(item)
+                went_on.append((stream, item))
             else:
                 self._on_item(item, (worker, incarnation), now)
+        if went_on:
+            self.fleet.went_on(worker, [(item.request, stream.flight.left_after_own(item)) for stream, item in went_on])
+            self._tally.went_on(went_on, now)
+        if unknown is not None:
+            reason = f"{unknown.request} has a token that is none of the model's {vocabulary}"
+            self._distrust(worker, incarnation, reason, now)
 
     def _on_item(self, item: TokenItem, place: Place, now: float) -> None:
         """Tokens that do not merely go on with an answer."""

@@ -26,6 +26,7 @@ class Stream:
     """A flight and its buffer.  One consumer."""
 
     __slots__ = (
+        "_armed",
         "_batches",
         "_error",
         "_ready",
@@ -50,7 +51,8 @@ class Stream:
         self.retried = 1  # the latest epoch that was counted as a resubmission after a failure
         self._batches: deque[TokenBatch | TokenItem] = deque()
         self._error: PenstockError | None = None
-        self._ready: Callable[[], None] | None = None  # waits for what comes next
+        self._ready: Callable[[], None] = _nobody
+        self._armed = False  # it is to be called with what comes next
 
     def failed(self, place: Place, reason: str, effects: Effects, now: float) -> None:
         """For whoever records it; see ``FlightSpans.failed``."""
@@ -66,14 +68,16 @@ class Stream:
     def put(self, batch: TokenBatch | TokenItem) -> None:
         """Deliver to the consumer.  Of an item, its tokens and their logprobs."""
         self._batches.append(batch)
-        if self._ready is not None:
-            self._wake()
+        if self._armed:
+            self._armed = False
+            self._ready()
 
     def fail(self, error: PenstockError) -> None:
         """The consumer gets what is buffered, and then this."""
         self._error = error
-        if self._ready is not None:
-            self._wake()
+        if self._armed:
+            self._armed = False
+            self._ready()
 
     def poll(self) -> TokenBatch | None:
         """What waits, as one batch, or None.  Once nothing is buffered it raises what ``fail`` was given."""
@@ -81,17 +85,22 @@ class Stream:
         if not batches:
             if self._error is not None:
                 raise self._error
+            self._armed = self._ready is not _nobody
             return None
-        if len(batches) > 1:
-            return _joined(batches)
-        batch = batches.popleft()
+        batch = _joined(batches) if len(batches) > 1 else batches.popleft()
+        if batches or self._error is not None:
+            self._ready()
+        else:
+            self._armed = self._ready is not _nobody
         return batch if isinstance(batch, TokenBatch) else TokenBatch(tokens=batch.tokens, logprobs=batch.logprobs)
 
     def notify(self, ready: Callable[[], None] | None) -> None:
-        """Call this, once, as soon as ``poll`` has something, be it now.  None: nobody waits any more."""
-        self._ready = ready
-        if ready is not None and (self._batches or self._error is not None):
-            self._wake()
+        """Call this whenever ``poll`` has something that was not there when it was asked last; now, if something is.
+        None: nobody waits any more."""
+        self._ready = ready or _nobody
+        self._armed = ready is not None and not self._batches and self._error is None
+        if not self._armed:
+            self._ready()
 
     async def wait(self) -> None:
         """Until ``poll`` has something."""
@@ -100,12 +109,11 @@ class Stream:
         try:
             await came
         finally:
-            self._ready = None
+            self.notify(None)
 
-    def _wake(self) -> None:
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            ready()
+
+def _nobody() -> None:
+    """Whom a stream tells when nobody waits."""
 
 
 def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:

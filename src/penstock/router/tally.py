@@ -5,10 +5,13 @@ Knows nothing about workers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.router.placement import Placement
 from penstock.router.stream import Stream
 from penstock.telemetry.registry import Metrics
 from penstock.types import TokenBatch
+from penstock.wire.messages import TokenItem
 
 
 class Tally:
@@ -36,12 +39,20 @@ class Tally:
         if batch.finish is not None:
             self.settled(stream, batch.finish.value, now)
 
-    def more(self, stream: Stream, tokens: int, now: float) -> None:
-        """So many more tokens of an answer that has begun went on to the client."""
-        self._metrics.more_tokens(tokens, now - stream.last_at)
-        stream.last_at = now
-        if stream.spans is not None:
-            stream.spans.delivered(tokens, now)
+    def went_on(self, delivered: Sequence[tuple[Stream, TokenItem]], now: float) -> None:
+        """More tokens of answers that have begun went on to their clients.  Those of one step had the last step in
+        common, too, so most gaps are counted together."""
+        metrics, since, streams, tokens = self._metrics, -1.0, 0, 0
+        for stream, item in delivered:
+            count = len(item.tokens)
+            if stream.last_at != since or count != tokens:
+                metrics.more_tokens(tokens, now - since, streams)
+                since, streams, tokens = stream.last_at, 0, count
+            streams += 1
+            stream.last_at = now
+            if stream.spans is not None:
+                stream.spans.delivered(count, now)
+        metrics.more_tokens(tokens, now - since, streams)
 
     def settled(self, stream: Stream, reason: str, now: float) -> None:
         """A flight is over: count it, once."""

@@ -1,4 +1,4 @@
-"""``wire.ports.PolledTokens`` of one request: its flight begins with the first look and is over with the last.
+"""``wire.ports.PolledTokens`` of one request: its flight begins with the first look at it.
 
 Knows nothing about workers and flights but how they are begun and ended.
 """
@@ -29,22 +29,11 @@ class RoutedTokens:
 
     # --- polled -----------------------------------------------------------------------------------------------------
 
-    def poll(self) -> TokenBatch | None:
+    def begin(self, ready: Callable[[], None]) -> Callable[[], TokenBatch | None]:
         """See ``PolledTokens``."""
         stream = self._begun()
-        try:
-            batch = stream.poll()
-        except BaseException:
-            self.close()
-            raise
-        if batch is not None and batch.finish is not None:
-            self._finished = True
-        return batch
-
-    def notify(self, ready: Callable[[], None] | None) -> None:
-        """See ``PolledTokens``."""
-        if self._stream is not None:
-            self._stream.notify(ready)
+        stream.notify(ready)
+        return stream.poll
 
     def close(self) -> None:
         """See ``PolledTokens``."""
@@ -65,11 +54,12 @@ class RoutedTokens:
             raise StopAsyncIteration
         stream = self._begun()
         try:
-            while (batch := self.poll()) is None:
+            while (batch := stream.poll()) is None:
                 await stream.wait()
         except BaseException:
             self.close()
             raise
+        self._finished = batch.finish is not None
         return batch
 
     async def aclose(self) -> None:

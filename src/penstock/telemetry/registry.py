@@ -146,11 +146,12 @@ class Metrics:
         self._prefill.observe(max(0.0, ttft_s - queued_s))
         self._prompt_tokens.inc(prompt_tokens)
 
-    def more_tokens(self, count: int, gap_s: float | None) -> None:
-        """``count`` tokens were delivered, ``gap_s`` after those before them (None: they are the first)."""
-        self._generation_tokens += count
+    def more_tokens(self, count: int, gap_s: float | None, answers: int = 1) -> None:
+        """``count`` tokens of each of so many answers were delivered, ``gap_s`` after those before them (None: they are
+        the first)."""
+        self._generation_tokens += count * answers
         if gap_s is not None and count:
-            self._itl.observe(gap_s / count, count)
+            self._itl.observe(gap_s / count, count * answers)
 
     def finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
         """A request ended for one of ``FINISHED_REASONS``; ``decode_s`` after its first token, if there was one."""

@@ -46,16 +46,13 @@ class PolledTokens(TokenStream, Protocol):
     Whoever polls does not iterate.
     """
 
-    def poll(self) -> TokenBatch | None:
-        """All that waits, up to some tokens, as one batch; None when nothing does.
+    def begin(self, ready: Callable[[], None]) -> Callable[[], TokenBatch | None]:
+        """Begin the stream, and give what to poll it with.  Once.  Raises what the first ``__anext__`` raises.
 
-        The first call begins the stream.  Raises what ``__anext__`` raises, and the stream is closed then.  Not to be
-        called again after a batch with ``finish``.
+        A poll gives all that waits, up to some tokens, as one batch, and None when nothing does.  It raises what ends
+        the stream, which is to be closed then.  It is not to be called again after a batch with ``finish``.  ``ready``
+        is called, be it now, whenever there is something that was not there at the last poll; it must not poll itself.
         """
-        ...
-
-    def notify(self, ready: Callable[[], None] | None) -> None:
-        """Call ``ready`` once, as soon as ``poll`` has something, be it now; it must not poll itself."""
         ...
 
     def close(self) -> None:
@@ -172,6 +169,11 @@ class AnswerText(Protocol):
 
     def push(self, batch: TokenBatch) -> AnswerPiece:
         """The next tokens.  Not to be called again after a piece with ``finish``."""
+        ...
+
+    def escaped(self, tokens: tuple[int, ...]) -> bytes | None:
+        """As ``push`` of tokens amid an answer of which nothing but their text is wanted, which is given as it stands
+        inside a JSON string.  None: nothing was taken, and ``push`` is needed."""
         ...
 
 

@@ -83,19 +83,31 @@ async def test_a_stream_gives_what_is_buffered_before_its_error():
         await take(stream)
 
 
-def test_who_waits_is_told_once_and_at_once_of_what_is_there_already():
+def test_who_waits_is_told_once_of_all_that_came_since_it_asked_and_at_once_of_what_is_there():
     stream, told = a_stream(), []
-    stream.notify(lambda: told.append("first"))
+    stream.notify(lambda: told.append("came"))
     stream.put(item(1))
     stream.put(item(2))
-    assert told == ["first"]
-    stream.notify(lambda: told.append("second"))
-    assert told == ["first", "second"]
+    assert told == ["came"]
     stream.poll()
-    stream.notify(lambda: told.append("third"))
+    stream.put(item(3))
+    assert told == ["came"] * 2
+    stream.notify(lambda: told.append("is here"))
+    assert told == ["came"] * 2 + ["is here"]
     stream.notify(None)
     stream.fail(NoWorkers("none"))
-    assert told == ["first", "second"]
+    assert len(told) == 3
+
+
+def test_who_has_polled_is_told_of_what_did_not_fit():
+    stream, told = a_stream(), []
+    for token in range(2 * MAX_BATCH_TOKENS):
+        stream.put(item(token))
+    stream.notify(lambda: told.append("more"))
+    stream.poll()
+    assert told == ["more"] * 2
+    stream.poll()
+    assert told == ["more"] * 2
 
 
 async def test_a_consumer_that_gives_up_waiting_leaves_no_trace():
