@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import Limits
+from penstock.edge.event_ids import EventMarks
 from penstock.edge.kept import KeptAnswers, Met
 from penstock.edge.keyed import Keyed
 
@@ -11,7 +12,7 @@ from .streams import NullStreams
 
 
 def keyed(number: int) -> Keyed:
-    return Keyed(key=number.to_bytes(4, "big"), name=str(number), seed=number, mark="m")
+    return Keyed(key=number.to_bytes(4, "big"), name=str(number), seed=number, mark="m", marks=EventMarks(b"", b""))
 
 
 def test_nothing_is_kept_of_what_was_refused_before_it_began():

@@ -13,15 +13,16 @@ import pytest
 
 from penstock.config.schema import Limits
 from penstock.edge.auth import KeyRing, Tenant
-from penstock.edge.event_ids import MOST_CHOICES, After
+from penstock.edge.event_ids import MOST_CHOICES, After, EventMarks
 from penstock.edge.kept import Met
+from penstock.edge.keyed import event_marks
 from penstock.edge.stored import ResponseStore
 from penstock.errors import NoWorkers, RequestError
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.wire.ports import Forecast
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Event, Stage, check, events_of, stage
-from .streams import NullStreams
+from .streams import IDENTITY, NullStreams
 
 KEY = {"Idempotency-Key": "6f1c2d1e-order-7"}
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -31,6 +32,12 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": ["Once", "Twice"], "max_tokens": 12, "n": 2, "echo": True, "return_token_ids": True}),
     (TEXT, {"prompt": "Once", "max_tokens": 25, "stop": ["never in this world"]}),
 ]
+
+
+def marked(place: str, body: dict[str, Any], tenant: str = "") -> str:
+    """An event's id as the service would give it out that has no secret."""
+    key = KEY["Idempotency-Key"].encode()
+    return f"{place}/{event_marks(b'', tenant, key, body, IDENTITY).of(place)}"
 
 
 async def streamed(on: Stage, path: str, body: dict[str, Any], last: str | None = None) -> list[Event]:
@@ -204,10 +211,8 @@ async def test_headers_that_cannot_be(headers: dict[str, str], stream: bool, cod
 
 async def test_a_place_beyond_the_end_is_refused() -> None:
     async with stage() as on:
-        events = await streamed(on, TEXT, {"prompt": "Once", "max_tokens": 4})
-        mark = events[0].id.partition("/")[2]
         body = _text({"max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}})
-        answer = await on.post(TEXT, body, headers=KEY | {"Last-Event-ID": f"0:9/{mark}"})
+        answer = await on.post(TEXT, body, headers=KEY | {"Last-Event-ID": marked("0:9", body)})
         check(answer, 400, "invalid_last_event_id", "names 9 tokens of an answer that has 4")
 
 
@@ -222,20 +227,15 @@ async def test_with_everything_told_only_the_last_word_is_left() -> None:
         assert len(on.streams.opened) == asked
 
 
-async def test_fresh_keys_with_the_first_event_are_no_way_around_a_rate() -> None:
+async def test_the_first_event_again_and_again_is_no_way_around_a_rate() -> None:
     tenant = Tenant(id="t", tokens_per_minute=60)
     ring = KeyRing({hashlib.sha256(b"t").digest(): tenant})
     body = _text({"max_tokens": 40, "stream": True, "seed": 1})
-    headers = {"Authorization": "Bearer t", "Idempotency-Key": "k0"}
-    async with stage() as on:
-        first = events_of((await on.post(TEXT, body, headers=headers)).text)[0].id
-    mark = first.partition("/")[2]
-    async with stage(ring=ring) as on:
-        codes = [
-            (await on.post(TEXT, body, headers=headers | {"Idempotency-Key": f"k{i}", "Last-Event-ID": f"0:0/{mark}"}))
-            for i in range(1, 5)
-        ]
-    assert 429 in [answer.status_code for answer in codes]
+    headers = KEY | {"Authorization": "Bearer t", "Last-Event-ID": marked("0:0", body, "t")}
+    async with stage(limits=Limits(max_kept_tokens=0), ring=ring) as on:
+        codes = [(await on.post(TEXT, body, headers=headers)).status_code for _ in range(4)]
+    assert codes[0] == 200
+    assert 429 in codes
 
 
 class Meter(ServiceLevels):
@@ -308,7 +308,8 @@ async def test_elsewhere_a_stream_counts_what_stands_behind_its_event() -> None:
         last = (await streamed(one, TEXT, body))[10].id
     async with stage(levels=meter) as other:
         await streamed(other, TEXT, body, last)
-    places = After.parse(last.encode(), last.partition("/")[2]).places.values()
+    marks = EventMarks(b"", b"")
+    places = After.parse(f"{last.partition('/')[0]}/{marks.of(last.partition('/')[0])}".encode(), marks).places.values()
     had = sum(place.tokens for place in places)
     assert not any(place.ended for place in places)
     assert whole.sums[2] > had > 0
@@ -318,19 +319,45 @@ async def test_elsewhere_a_stream_counts_what_stands_behind_its_event() -> None:
 async def test_an_event_before_the_first_token_leaves_everything_to_count() -> None:
     body = {"prompt": "Once", "max_tokens": 30, "n": 2}
     whole, meter = Meter(), Meter()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
     async with stage(levels=whole) as one:
-        mark = (await streamed(one, TEXT, body))[0].id.partition("/")[2]
+        await streamed(one, TEXT, body)
     async with stage(levels=meter) as other:
-        await streamed(other, TEXT, body, f"0:0/{mark}")
+        await streamed(other, TEXT, body, marked("0:0", {"model": MODEL} | body | options))
     assert meter.sums == whole.sums
 
 
 def test_an_event_of_more_choices_than_an_id_tells_of_is_none_of_ours() -> None:
-    mark = "0" * 16
+    marks = EventMarks(b"", b"")
     places = [f"{choice}:1" for choice in range(MOST_CHOICES + 1)]
-    assert len(After.parse(f"{';'.join(places[1:])}/{mark}".encode(), mark).places) == MOST_CHOICES
+    most = ";".join(places[1:])
+    assert len(After.parse(f"{most}/{marks.of(most)}".encode(), marks).places) == MOST_CHOICES
     with pytest.raises(RequestError):
-        After.parse(f"{';'.join(places)}/{mark}".encode(), mark)
+        After.parse(f"{';'.join(places)}/{marks.of(';'.join(places))}".encode(), marks)
+
+
+async def test_no_client_can_name_an_event_that_it_was_not_told_of() -> None:
+    """Or it would have an answer that nobody counts: each gateway believes that another one has told its beginning."""
+    body = _text({"max_tokens": 40, "stream": True, "seed": 1})
+    tenants = KeyRing({hashlib.sha256(name).digest(): Tenant(id=name.decode()) for name in (b"ann", b"eve")})
+    ann, eve = ({"Authorization": f"Bearer {name}"} for name in ("ann", "eve"))
+    async with stage(ring=tenants, event_key=b"secret") as on:
+        events = events_of((await on.post(TEXT, body, headers=ann | KEY)).text)
+        place, _, mark = events[1].id.partition("/")
+        last = place.rpartition(":")[0] + ":39"
+    meter = Meter()
+    async with stage(ring=tenants, levels=meter, event_key=b"secret") as on:  # another gateway
+        for headers in (
+            ann | KEY | {"Last-Event-ID": f"{last}/{mark}"},  # another place of the same stream
+            ann | {"Idempotency-Key": "fresh", "Last-Event-ID": events[1].id},  # of a fresh key
+            eve | KEY | {"Last-Event-ID": events[1].id},  # somebody else's
+            ann | KEY | {"Last-Event-ID": marked("0:1", body)},  # made without the secret
+        ):
+            answer = await on.post(TEXT, body, headers=headers)
+            check(answer, 422, "idempotency_key_reused", "Last-Event-ID")
+        assert meter.seen == []
+        gone_on = await on.post(TEXT, body, headers=ann | KEY | {"Last-Event-ID": events[1].id})
+        assert events_of(gone_on.text) == events[2:]
 
 
 async def test_a_busy_service_tells_again_what_it_has() -> None:

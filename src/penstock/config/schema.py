@@ -317,6 +317,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the service from a browser
     allowed_hosts: tuple[str, ...] = ()  # names under which clients may reach it without a key, beside this host's own
+    event_key: str = ""  # hex: proves that an event's id is one of this service's (docs/security.md)
     fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
 
 

@@ -15,7 +15,7 @@ import msgspec
 from penstock.edge import sse
 from penstock.edge.counted import Counted
 from penstock.edge.errors import noted
-from penstock.edge.event_ids import After, EventIds, Place
+from penstock.edge.event_ids import After, EventIds, EventMarks, Place
 from penstock.edge.event_stream import EventOut
 from penstock.edge.feeds import Feeds, Then, Turns
 from penstock.edge.gate import Visit
@@ -29,10 +29,10 @@ from penstock.wire.ports import AnswerPiece, CallPiece, Prepared, TokenStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How an answer is told: what the client has of it already, its mark in event ids, whom it is charged to."""
+    """How an answer is told: what the client has of it already, the marks of its event ids, whom it is charged to."""
 
     after: After = field(default_factory=After)
-    mark: str = ""
+    marks: EventMarks | None = None
     charge: Charge | None = None
     computed: bool = True  # for this HTTP request; what another began or has left behind is not
     rated: Counted = field(default_factory=Counted)  # among its tenant's rates, of all that was computed
@@ -295,7 +295,7 @@ class _Events:
     """Turns pieces into events, in OpenAI's order, leaving out what the client has."""
 
     def __init__(self, shape: Shape, head: Head, course: Course) -> None:
-        self.ids = EventIds(course.mark, course.after)
+        self.ids = EventIds(course.marks, course.after)
         self._shape = shape
         self._head = head
         self._places = dict(course.after.places)

@@ -91,6 +91,7 @@ class Behind:
     metrics: TakeSnapshot  # of Prometheus' text
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: Ring = field(default_factory=KeyRing)
+    event_key: bytes = b""  # of the marks in events' ids
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     levels: ServiceLevels = field(default_factory=ServiceLevels)
     pools: Pools | None = None  # None: the model writes
@@ -243,7 +244,7 @@ class _Service:
 
     def _keyed(self, exchange: Exchange, body: JsonObject, envelope: Envelope) -> Keyed | None:
         try:
-            return keyed_of(exchange, body, envelope, self._behind.limits)
+            return keyed_of(exchange, body, envelope, self._behind.limits, self._behind.event_key)
         except KeyReused:
             self._behind.met(Met.REFUSED)
             raise
@@ -313,7 +314,7 @@ class _Service:
                 answer,
                 Course(
                     after=keyed.after,
-                    mark=keyed.mark,
+                    marks=keyed.marks,
                     charge=charge,
                     computed=computed,
                     rated=answer.rated,

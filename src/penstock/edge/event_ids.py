@@ -3,11 +3,14 @@
 ::
 
     0:17                      17 tokens of choice 0 are told (a request without an idempotency key)
-    0:17/8c1f0a6e22d94b07     the same, with the mark of what was asked
+    0:17/8c1f0a6e22d94b07     the same, with a mark that proves that it was given out for this request
     1:9;0:17+/8c1f0a…         choice 1 stands at 9; choice 0 at 17, and what was held back of its text is told, too
     0:end;1:end/8c1f0a…       both have ended
     usage/8c1f0a…             so is the usage told
     done                      nothing is left to tell
+
+A mark is a keyed hash of the id and of what was asked (tenant, key, body, model): a client can name no event that it
+was not told of, and so cannot have an answer that nobody counts.
 
 Text that may become part of a stop string, or of a character, is held back until the answer ends: "17" and "17+" tell
 which of the two a client has.  Knows nothing about tokens, JSON or HTTP.
@@ -15,9 +18,11 @@ which of the two a client has.  Knows nothing about tokens, JSON or HTTP.
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Final
 
 from penstock.errors import KeyReused, RequestError
@@ -26,6 +31,8 @@ MOST_CHOICES = 64
 """An event's id tells of so many choices at most.  A stream with more of them cannot be resumed."""
 
 MAX_ID_BYTES = 4096
+
+MARK_BYTES = 8
 
 _PLACE: Final = r"\d{1,4}:(?:\d{1,9}\+?|end)"
 _ID: Final = re.compile(rf"(?P<places>{_PLACE}(?:;{_PLACE}){{0,{MOST_CHOICES - 1}}}|usage)/(?P<mark>[0-9a-f]{{16}})")
@@ -40,6 +47,20 @@ class Place:
     ended: bool = False  # so is the end
 
 
+class EventMarks:
+    """The marks of one request's events.  ``key`` is known to every gateway and to no client."""
+
+    def __init__(self, key: bytes, request: bytes) -> None:
+        """``request``: what was asked, and by whom."""
+        self._begun = blake2b(request, digest_size=MARK_BYTES, key=key, person=b"penstock event")
+
+    def of(self, places: str) -> str:
+        """Of the event with this id."""
+        mark = self._begun.copy()
+        mark.update(places.encode())
+        return mark.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class After:
     """Where a stream goes on.  Without places it begins."""
@@ -48,7 +69,7 @@ class After:
     complete: bool = False  # nothing is left but the last word
 
     @classmethod
-    def parse(cls, raw: bytes, mark: str) -> After:
+    def parse(cls, raw: bytes, marks: EventMarks) -> After:
         """What a client says it has.  Raises RequestError for what is no id of ours, KeyReused for another mark."""
         text = raw[: MAX_ID_BYTES + 1].decode("latin-1").strip()
         if text == "done":
@@ -60,10 +81,11 @@ class After:
                 "idempotency key. Send the request without it to get the answer from its beginning.",
                 code="invalid_last_event_id",
             )
-        if match["mark"] != mark:
+        if not hmac.compare_digest(match["mark"], marks.of(match["places"])):
             raise KeyReused(
-                "The event named in Last-Event-ID belongs to another request body or to another version of the model, "
-                "so its stream cannot go on here. Send a new request with another Idempotency-Key."
+                "The event named in Last-Event-ID belongs to another request body, Idempotency-Key or version of the "
+                "model, or to another service, so its stream cannot go on here. Send a new request with another "
+                "Idempotency-Key."
             )
         if match["places"] == "usage":
             return cls(complete=True)
@@ -78,10 +100,10 @@ def _place(text: str) -> tuple[int, Place]:
 
 
 class EventIds:
-    """The ids of one stream.  With a ``mark`` each tells of all choices, so that any of them can be resumed from."""
+    """The ids of one stream.  With ``marks`` each tells of all choices, so that any of them can be resumed from."""
 
-    def __init__(self, mark: str = "", after: After | None = None) -> None:
-        self._mark = mark
+    def __init__(self, marks: EventMarks | None = None, after: After | None = None) -> None:
+        self._marks = marks
         self._told: dict[int, str] = {}
         for choice, place in (after.places if after is not None else {}).items():
             self._told[choice] = "end" if place.ended else f"{place.tokens}{'+' if place.closed else ''}"
@@ -92,7 +114,7 @@ class EventIds:
 
     def told(self, choice: int, tokens: int, *, last: bool) -> str:
         """Of one with text.  ``last``: with what was held back."""
-        return self._id(choice, f"{tokens}+" if last and self._mark else str(tokens))
+        return self._id(choice, f"{tokens}+" if last and self._marks is not None else str(tokens))
 
     def ended(self, choice: int) -> str:
         """Of the one with the reason of the end."""
@@ -100,13 +122,14 @@ class EventIds:
 
     def usage(self) -> str:
         """Of the one with the figures."""
-        return f"usage/{self._mark}" if self._mark else "usage"
+        return "usage" if self._marks is None else f"usage/{self._marks.of('usage')}"
 
     def _id(self, choice: int, place: str) -> str:
-        if not self._mark:
+        if self._marks is None:
             return f"{choice}:{place}"
         self._told[choice] = place
         if len(self._told) > MOST_CHOICES:
             return f"{choice}:{place}"
         others = "".join(f";{other}:{told}" for other, told in self._told.items() if other != choice)
-        return f"{choice}:{place}{others}/{self._mark}"
+        places = f"{choice}:{place}{others}"
+        return f"{places}/{self._marks.of(places)}"

@@ -36,6 +36,7 @@ from penstock.launch import event_loop
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.compose import Nested, begin, listening, reachable, say, serve, slots_of, watch
+from penstock.launch.event_key import event_key
 from penstock.launch.http_process import Rim
 from penstock.launch.locate import locate
 from penstock.launch.restart import GATEWAY
@@ -127,7 +128,15 @@ class CatalogueJobs:
             api_keys=None,
             device="cpu" if entry.settings.device == "auto" else entry.settings.device,  # one would take a whole GPU
         )
-        return serve(settings, Nested(name=entry.name, listener=listener, slot=self.slots[entry.name]))
+        return serve(
+            settings,
+            Nested(
+                name=entry.name,
+                listener=listener,
+                slot=self.slots[entry.name],
+                event_key=event_key(self.store),
+            ),
+        )
 
 
 def _place(entry: Entry, budget: int | None) -> ModelPlace:

@@ -57,6 +57,7 @@ from penstock.launch.ahead import import_ahead
 from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.beside import beside_of
 from penstock.launch.board import Board, Slot
+from penstock.launch.event_key import event_key
 from penstock.launch.facts import machine_facts, process_began, usable_cores
 from penstock.launch.gpu import gpu_report
 from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_of_a_run, layout_of
@@ -86,6 +87,7 @@ class Nested:
     name: str
     listener: socket.socket
     slot: Slot
+    event_key: str
 
     def pulse(self) -> None:
         """I am alive."""
@@ -115,7 +117,11 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         slots = slots_of((*gateways, *_names(plan)))
         length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
         told = _gateway_config(config, located, spec, (name, length, port), lora)
-        told = structs.replace(told, fronted=nested is not None)
+        told = structs.replace(
+            told,
+            fronted=nested is not None,
+            event_key=nested.event_key if nested else event_key(config, keys if config.join else None),
+        )
         told = told if plan is None else structs.replace(told, split=plan.split and told.split)
         front = Front(
             config=told, listener=listener, keys=keys, slots=slots, log_json=config.log_json, created=int(time.time())

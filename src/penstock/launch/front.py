@@ -53,6 +53,7 @@ def make_http_app(
             metrics=metrics.snapshot,
             met=metrics.met,
             keys=ring,
+            event_key=bytes.fromhex(config.event_key),
             scheduling=config.scheduling,
             levels=metrics.levels,
             stored=stored,
