@@ -150,7 +150,9 @@ def _map(descriptor: int, size: int, *, write: bool) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=protection)
     except OSError as error:
-        raise ConfigError(f"cannot map {size} bytes of KV memory: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot map {size} bytes of KV memory: {error.strerror}; use --kv-memory with less, as --kv-memory 128MiB"
+        ) from error
 
 
 def _size(layout: KvLayout, pages: int) -> int:

@@ -51,7 +51,10 @@ def locate(model: str | None, download: Callable[[str], str] | None = None) -> L
     if path.exists():
         raise ModelError(f"{model} is a file; expected a .gguf file, or the folder with config.json and *.safetensors")
     if not _HUB_NAME.fullmatch(model):
-        raise ModelError(f"{model}: no such folder, and no Hub name (org/name) either")
+        raise ModelError(
+            f"{model}: no such folder, and no Hub name (org/name) either; "
+            "try penstock serve ORG/NAME, or penstock serve for the bundled model"
+        )
     return Located(Path((download or download_in_child)(model)), model)
 
 

@@ -216,7 +216,10 @@ class Restarts:
         delay = self._backoff(child.quick_deaths)
         child.due = now + delay
         when = f"in {delay:.2f} s" if delay else "now"
-        effects.append(Note(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
+        if event.exit.code == 0 and was_ready:  # an operator asked for it, or a SIGTERM
+            effects.append(Note(f"{child.name} has drained and ended; restarting {when}"))
+        else:
+            effects.append(Note(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
 
     def _backoff(self, deaths: int) -> float:
         """Seconds before the restart that follows the ``deaths``-th quick death in a row; the first is at once."""

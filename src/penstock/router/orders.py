@@ -56,7 +56,7 @@ class Orders:
         if link is None or not fleet.is_up(slot):
             raise Conflict(f"The worker '{worker}' is {fleet.states[slot].value}; it can be told when it is ready.")
         self._check(slot, role, duty, force=force)
-        event(log, logging.INFO, "worker is told", worker=worker, role=role, duty=duty)
+        event(log, logging.INFO, "asked for by an operator", worker=worker, role=role, duty=duty)
 
         def taken() -> bool:
             return fleet.incarnations[slot] != incarnation or self._has_taken(slot, role, duty)

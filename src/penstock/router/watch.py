@@ -41,6 +41,9 @@ from penstock.wire.messages import Awaited, Hello, KvEvents, Report, Submit, Sus
 
 log = logging.getLogger("penstock.router")
 
+DRAINED = "exit code 0"
+"""Why a worker is down that was asked to end (``launch.events.Exit``)."""
+
 TICK_S = 0.05
 """Between two looks at time: retries are at most so late."""
 
@@ -143,7 +146,15 @@ class Watch:
         if slot is not None:
             self._prefixes.drop(slot)
         self._metrics.worker_died(message.worker)
-        event(log, logging.WARNING, "worker is down", worker=message.worker, reason=message.reason, requests=len(work))
+        grave = message.fault or bool(work) or message.reason != DRAINED
+        event(
+            log,
+            logging.WARNING if grave else logging.INFO,
+            "worker is down",
+            worker=message.worker,
+            reason=message.reason,
+            requests=len(work),
+        )
         self._links.drop(message.worker)
         self._unconnected.pop(message.worker, None)
         self.refusals.pop(message.worker, None)

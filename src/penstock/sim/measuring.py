@@ -152,7 +152,7 @@ class Bench:
                     epoch=1,
                     leg=Leg.WHOLE,
                     prompt=tuple((number * 31 + place * 7 + 9) % self.vocab for place in range(length)),
-                    sampling=SamplingParams(seed=number, max_tokens=self.length, temperature=0.0),
+                    sampling=SamplingParams(seed=number, max_tokens=self.length - length, temperature=0.0),
                     arrival=float(number),
                     root=chain_root(self.identity),
                 ),

@@ -98,9 +98,20 @@ def _check_files(folder: Path, files: SmallFiles) -> None:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG).exists():
-        raise ModelError(f"{folder}: has no {CONFIG}; expected a Hugging Face model folder")
+        raise ModelError(f"{folder}: has no {CONFIG}; expected a Hugging Face model folder{_models_in(folder)}")
     if not any(True for pattern in VOCABULARIES for _ in folder.glob(pattern)):
-        raise ModelError(f"{folder}: has no vocabulary; expected one of {', '.join(VOCABULARIES)}")
+        raise ModelError(
+            f"{folder}: has no vocabulary; copy it from the model's release: one of {', '.join(VOCABULARIES)}"
+        )
+
+
+def _models_in(folder: Path) -> str:
+    """Models that lie in it, for the error of somebody who named the folder around them."""
+    inside = sorted(
+        [*folder.glob("*.gguf"), *(path.parent for path in folder.glob(f"*/{CONFIG}"))],
+        key=lambda path: path.name,
+    )
+    return f"; did you mean {inside[0]}?" if inside else ""
 
 
 def _fields(files: SmallFiles, name: str) -> Fields | None:

@@ -6,6 +6,7 @@ the architecture (``config.json``'s ``architectures``) and whose object has the 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -164,13 +165,18 @@ def named_architecture(config: Fields) -> str:
     return names[0]
 
 
+def _near(architecture: str) -> str:
+    """Architectures of like names that can be served, and where all of them stand."""
+    names = difflib.get_close_matches(architecture, installed_names(), n=3)
+    like = f"these of like names can: {', '.join(names)}; " if names else ""
+    return f"{like}docs/models.md lists all {len(installed_names())}"
+
+
 def checkpoint_format(architecture: str, where: str) -> CheckpointFormat:
     """The format of an architecture.  Raises ModelError, beginning with ``where``, if there is none."""
     if architecture in _KNOWN:
         return _KNOWN[architecture]
     plugin = installed_plugin(architecture)
     if plugin is None:
-        raise ModelError(
-            f"{where}: the architecture {architecture!r} cannot be served; these can: {', '.join(installed_names())}"
-        )
+        raise ModelError(f"{where}: the architecture {architecture!r} cannot be served; {_near(architecture)}")
     return plugin.checkpoint

@@ -57,17 +57,21 @@ class TensorInfo:
         return self.stop - self.start
 
 
+AGAIN = "download or copy the file again"
+"""What helps where a file is cut off or another one."""
+
+
 def header_length(prefix: bytes, file_bytes: int, where: str) -> int:
     """Length of the JSON after the first eight bytes.  ``prefix``: the first bytes of the file."""
     if prefix.startswith(LFS_POINTER):
         raise ModelError(f"{where}: a Git LFS pointer, not the file itself; fetch it with 'git lfs pull'")
     if len(prefix) < LENGTH_BYTES:
-        raise ModelError(f"{where}: truncated, {file_bytes} bytes are too few for a safetensors file")
+        raise ModelError(f"{where}: truncated, {file_bytes} bytes are too few for a safetensors file; {AGAIN}")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise ModelError(f"{where}: not a safetensors file (its header would have {length} bytes)")
+        raise ModelError(f"{where}: not a safetensors file (its header would have {length} bytes); {AGAIN}")
     if LENGTH_BYTES + length > file_bytes:
-        raise ModelError(f"{where}: truncated, a header of {length} bytes does not fit {file_bytes} bytes")
+        raise ModelError(f"{where}: truncated, a header of {length} bytes does not fit {file_bytes} bytes; {AGAIN}")
     return length
 
 
@@ -78,7 +82,7 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInf
     together cover the rest of the file without gap or overlap.
     """
     if not raw.startswith(b"{"):
-        raise ModelError(f"{where}: not a safetensors file (its header does not begin with '{{')")
+        raise ModelError(f"{where}: not a safetensors file (its header does not begin with '{{'); {AGAIN}")
     table = parse_object(raw, where)
     _check_metadata(table.pop("__metadata__", {}), where)
     base = LENGTH_BYTES + len(raw)
@@ -92,7 +96,7 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInf
         end = info.stop
     if end != file_bytes:
         state = "truncated" if end > file_bytes else "longer than its tensors"
-        raise ModelError(f"{where}: {state}, the tensors end at byte {end} and the file at {file_bytes}")
+        raise ModelError(f"{where}: {state}, the tensors end at byte {end} and the file at {file_bytes}; {AGAIN}")
     return {info.name: info for info in infos}
 
 

@@ -32,6 +32,7 @@ from penstock.weights.compressed import Original
 from penstock.weights.digests import Hashing
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
+from penstock.weights.header import AGAIN
 from penstock.weights.layout import Matrix, Vector, WeightLayout
 from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
 from penstock.weights.packing import Packing
@@ -162,7 +163,7 @@ class _Load:
             return
         where = f"{self._checkpoint.path_of(name)}: tensor {name!r}"
         if name in self._vouched:
-            raise ModelError(f"{where}: damaged, its bytes are not those that were compressed")
+            raise ModelError(f"{where}: damaged, its bytes are not those that were compressed; {AGAIN}")
         raise ModelError(
             f"{where}: damaged, its bytes are not those that were hashed at an earlier load, though size and times of "
             f"the file are the same: the drive or the memory has lost some. Should they be meant, touch the file and "

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ModelError
+from penstock.weights.header import AGAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class MappedFile:
             with path.open("rb") as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size == 0:
-                    raise ModelError(f"{path}: truncated, the file is empty")
+                    raise ModelError(f"{path}: truncated, the file is empty; {AGAIN}")
                 self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
                 self._descriptor = os.dup(file.fileno())
         except OSError as error:

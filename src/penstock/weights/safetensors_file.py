@@ -17,7 +17,15 @@ from penstock.errors import ModelError
 from penstock.kernels.compressed_gpu import AnyCompressed
 from penstock.weights import codec
 from penstock.weights.compressed import GPU, Original, original_info, parse_originals
-from penstock.weights.header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo, header_length, parse_header, parse_metadata
+from penstock.weights.header import (
+    AGAIN,
+    DTYPE_BYTES,
+    LENGTH_BYTES,
+    TensorInfo,
+    header_length,
+    parse_header,
+    parse_metadata,
+)
 from penstock.weights.mapped import MappedFile, Place, Stamp
 
 
@@ -120,7 +128,7 @@ class SafetensorsFile:
         if self._originals is None or info.name in self._verified:
             return
         if hexdigest() != self._originals[info.name].blake3:
-            raise ModelError(f"{self._where(info)}: damaged, its weights are not those that were compressed")
+            raise ModelError(f"{self._where(info)}: damaged, its weights are not those that were compressed; {AGAIN}")
         self._verified.add(info.name)
 
     def _where(self, info: TensorInfo) -> str:

@@ -326,3 +326,10 @@ def test_notes_tell_what_is_done() -> None:
     bench = ready_bench()
     (note,) = of_type(Note, bench.die("decode-0"))
     assert note.text == "decode-0 ended: killed by SIGSEGV; restarting now"
+    assert note.warning
+
+
+def test_a_restart_that_was_asked_for_is_no_warning() -> None:
+    bench = ready_bench()
+    (note,) = of_type(Note, bench.die("decode-0", Exit(code=0)))
+    assert note == Note("decode-0 has drained and ended; restarting now")
