@@ -51,7 +51,7 @@ from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, 
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.keys import Keys
-from penstock.wire.messages import Cancel, Hello, Submit, Tokens
+from penstock.wire.messages import Cancel, Hello, Recipient, Submit, Tokens
 from penstock.wire.zeromq import ZmqTransport
 
 PARTS = ("drain", "plan", "arrays", "kernels", "commit", "publish")
@@ -162,6 +162,7 @@ class Worker:
             prompt = tuple((index * 31 + place * 7 + 9) % self.spec.vocab for place in range(PROMPT))
             self.link.send(
                 Submit(
+                    recipient=Recipient(worker=WorkerId("w"), incarnation=1, identity=self.identity),
                     request=request,
                     epoch=1,
                     leg=Leg.WHOLE,

@@ -35,6 +35,7 @@ from penstock.wire.messages import (
     PagesReceived,
     PrefillDone,
     PullPages,
+    Recipient,
     Report,
     Returned,
     StepRates,
@@ -61,6 +62,7 @@ ITEM = TokenItem(
 MESSAGES: list[Message] = [
     Hello(gateway="gateway-0", incarnation=2),
     Submit(
+        recipient=Recipient(worker="decode-0", incarnation=4, identity=IDENTITY),
         request="r",
         epoch=1,
         leg=Leg.DECODE,
@@ -84,7 +86,7 @@ MESSAGES: list[Message] = [
     EncodeImage(content=bytes(32), picture=Sound(64, 2, b"\x00\xff" * 8), identity=IDENTITY),
     ImageAlive(content=bytes(32)),
     ImageEncoded(content=bytes(32), tokens=2, width=1, checksum=bytes(16)),
-    Tokens(items=(ITEM, TokenItem(request="q", epoch=1, index=0, tokens=()))),
+    Tokens(worker="decode-0", incarnation=4, items=(ITEM, TokenItem(request="q", epoch=1, index=0, tokens=()))),
     Returned(request="r", epoch=1, reason="preempted"),
     Report(
         worker="decode-1",

@@ -58,7 +58,7 @@ class _Worker:
             self.running[name] = peer, epoch, index + 1
         sent = 0
         for peer, items in by_peer.items():
-            if self.listener.send(peer, Tokens(items=tuple(items))):
+            if self.listener.send(peer, Tokens(worker=self.name, incarnation=1, items=tuple(items))):
                 sent += len(items)
             else:  # the gateway is this far behind: the tokens come again with the next step
                 for item in items:

@@ -154,6 +154,7 @@ def test_a_worker_outlives_whatever_a_gateway_says(stage: Stage, kind: type) -> 
         "images": (),
         "pictures": (),
         "block_hashes": (),
+        "recipient": worker.recipient,
     }
     message = sample(kind, request=RequestId("hostile"), **plain)
     for number, frame in enumerate(mutations(message)):
@@ -182,6 +183,7 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
         request = RequestId(f"r{number}")
         worker.link.send(
             Submit(
+                recipient=worker.recipient,
                 request=request,
                 epoch=1,
                 leg=Leg.DECODE,
@@ -220,7 +222,7 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
 def test_what_the_model_cannot_compute_is_given_back(stage: Stage, fields: dict[str, Any]) -> None:
     worker = stage.worker("both-0", Role.BOTH)
     plain = Submit(
-        request=RequestId("r"), epoch=1, leg=Leg.WHOLE, prompt=(1, 2, 3),
+        recipient=worker.recipient, request=RequestId("r"), epoch=1, leg=Leg.WHOLE, prompt=(1, 2, 3),
         sampling=SamplingParams(seed=1, max_tokens=4), root=chain_root(IDENTITY),
     )  # fmt: skip
     worker.link.send(msgspec.structs.replace(plain, **fields))
@@ -333,7 +335,7 @@ async def test_a_gateway_outlives_whatever_a_worker_says(kind: type, caplog: pyt
     if kind is Report:
         message = msgspec.structs.replace(message, role=Role.BOTH, max_model_len=4096, cached=(sample(KvEvents),))
     if kind is Tokens:
-        message = Tokens(items=(TokenItem(
+        message = Tokens(worker=fake.worker, incarnation=1, items=(TokenItem(
             request=RequestId("r"), epoch=1, index=0, tokens=(1,), queued_s=0.5, cached_tokens=2,
             logprobs=(TokenLogprob(1, -0.5, ((1, -0.5),)),), prompt_logprobs=(TokenLogprob(1, -0.5),),
         ),))  # fmt: skip
@@ -374,8 +376,18 @@ def bad_items() -> list[TokenItem]:
     ]
 
 
+def said(item: TokenItem) -> Tokens:
+    return Tokens(worker=WorkerId("both-0"), incarnation=1, items=(item,))
+
+
 def minus_one() -> bytes:
-    frame = encode(Tokens(items=(TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(77,)),)))
+    frame = encode(
+        Tokens(
+            worker=WorkerId("both-0"),
+            incarnation=1,
+            items=(TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(77,)),),
+        )
+    )
     assert frame.count(b"\x91\x4d") == 1
     return frame.replace(b"\x91\x4d", b"\x91\xff")
 
@@ -389,7 +401,7 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_work_and_clients_do_n
         client = town.ask("r")
         await town.turn()
         peer = next(iter(town.stage.hub._links))
-        frame = minus_one() if number == len(bad_items()) else encode(Tokens(items=(bad_items()[number],)))
+        frame = minus_one() if number == len(bad_items()) else encode(said(bad_items()[number]))
         town.stage.hub.to_link(peer, _Parcel(b"", frame, None))
         await town.turn()
         await town.turn(0.3)

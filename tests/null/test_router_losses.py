@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.errors import WorkerLost
 from penstock.router.failover import Phase
-from penstock.types import RequestId, WorkerState
+from penstock.types import RequestId, WorkerId, WorkerState
+from penstock.wire.messages import TokenItem, Tokens
 
 from .router_town import SPLIT, WHOLE, WIDE, Town, rows
 
@@ -236,3 +238,33 @@ async def test_all_streams_of_a_lost_host_go_on_and_a_turn_of_the_loop_moves_onl
         lost = [later - earlier for earlier, later in itertools.pairwise(moved)]
         assert max(lost) <= failover.streams_per_turn
         assert not any(client.error for client in clients)
+
+
+async def test_what_another_process_says_over_a_link_is_not_believed():
+    """A link over TCP connects anew by itself: to whoever listens at the address now."""
+    async with Town(*WHOLE) as town:
+        client = town.ask(max_tokens=40)
+        await town.until(lambda: len(client.tokens) >= 2)
+        worker, incarnation = WorkerId(WHOLE[0]), town.worker(WHOLE[0]).incarnation
+        item = TokenItem(request=client.request.id, epoch=1, index=len(client.tokens), tokens=(0,))
+        for said_by in ((worker, incarnation + 1), (WorkerId("both-9"), incarnation)):
+            town.router.on_message(
+                worker, incarnation, Tokens(worker=said_by[0], incarnation=said_by[1], items=(item,))
+            )
+        await town.finish()
+        client.assert_true_answer()
+
+
+async def test_a_report_of_a_later_process_closes_the_link_to_the_earlier_one():
+    async with Town("both-0", "both-1") as town:
+        client = town.ask(max_tokens=40)
+        await town.until(lambda: len(client.tokens) >= 2)
+        name = town.router.debug(client.request.id)[0].legs[0].worker
+        other = next(each for each in town.alive if each != name)
+        report = town.router.fleet.reports[town.router.fleet.slot(name)]
+        later = msgspec.structs.replace(report, incarnation=report.incarnation + 1)
+        town.router.on_message(name, report.incarnation, later)
+        assert town.router._links.to(name, report.incarnation) is None
+        await town.finish()
+        client.assert_true_answer()
+        assert town.router.debug(client.request.id)[-1].legs[0].worker == other

@@ -139,7 +139,7 @@ async def test_what_a_fenced_worker_says_is_an_event():
         await town.until(lambda: len(client.tokens) >= 2)
         late = TokenItem(request=client.request.id, epoch=0, index=0, tokens=(1,))
         worker, incarnation = WorkerId("both-0"), town.worker("both-0").incarnation
-        town.router.on_message(worker, incarnation, Tokens(items=(late,)))
+        town.router.on_message(worker, incarnation, Tokens(worker=worker, incarnation=incarnation, items=(late,)))
         await town.finish(client)
         client.assert_true_answer()
     (answer,) = notes.of(spans.ANSWER)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.types import FinishReason, Leg, Role
-from penstock.wire.messages import Cancel, Hello, Tokens
+from penstock.types import FinishReason, Leg, ModelIdentity, Role, WorkerId
+from penstock.wire.messages import OTHER_PROCESS, Cancel, Hello, Recipient, Tokens
 
-from .worker_stage import Stage, expected, merged, split
+from .worker_stage import IDENTITY, Stage, expected, merged, split
 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 64, 100, 240])
@@ -45,6 +46,26 @@ def test_tokens_of_one_step_go_in_one_message():
         assert len(tokens) <= 1
         sizes += [len(message.items) for message in tokens]
     assert sizes == [3] * 8
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"incarnation": 2},
+        {"worker": WorkerId("both-1")},
+        {"identity": ModelIdentity(fingerprint="another", numerics=IDENTITY.numerics)},
+    ],
+)
+def test_what_is_meant_for_another_process_at_its_address_is_given_back(other: dict[str, object]):
+    stage = Stage()
+    worker = stage.worker("both-0", Role.BOTH)
+    stage.turn()
+    own = Recipient(worker=worker.name, incarnation=1, identity=IDENTITY)
+    stage.ask([1, 2, 3], to=worker, recipient=msgspec.structs.replace(own, **other))
+    stage.run()
+    assert [returned.reason for _, returned in stage.returned] == [OTHER_PROCESS]
+    assert stage.tokens == []
+    stage.assert_idle()
 
 
 def test_pages_travel_once_and_later_come_from_the_cache():

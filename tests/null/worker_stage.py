@@ -37,7 +37,7 @@ from penstock.reach import EVERYTHING, Reach
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId
 from penstock.wire.duties import Relieve, StillWanted
 from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Hello, PageSource, Report, Returned, Submit, TokenItem, Tokens
+from penstock.wire.messages import Hello, PageSource, Recipient, Report, Returned, Submit, TokenItem, Tokens
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
@@ -100,6 +100,7 @@ class StageWorker:
     ) -> None:
         self.name = WorkerId(name)
         self.incarnation = incarnation
+        self.identity = identity
         self.endpoint = f"memory://{name}" if incarnation == 1 else f"memory://{name}-{incarnation}"
         self.memory = KvMemory.anonymous(stage.layout, scheduler.setdefault("pages", 64))
         stage.memories[self.name] = self.memory
@@ -144,6 +145,11 @@ class StageWorker:
         self.link = self._hub.connect(self.endpoint)
         if greet:
             self.link.send(Hello(gateway="g", incarnation=1))
+
+    @property
+    def recipient(self) -> Recipient:
+        """Who is meant by what is sent here."""
+        return Recipient(worker=self.name, incarnation=self.incarnation, identity=self.identity)
 
     @property
     def source(self) -> PageSource:
@@ -230,8 +236,8 @@ class Stage:
     def ask(self, prompt: Sequence[int], *, to: StageWorker, leg: Leg = Leg.WHOLE, **more: object) -> Submit:
         """Submit one leg."""
         source = more.pop("pages_from", None)
-        fields = {"request": RequestId("r"), "epoch": 1, "emitted": ()} | {
-            key: more.pop(key) for key in ("request", "epoch", "emitted", "age_s", "joins") if key in more
+        fields = {"recipient": to.recipient, "request": RequestId("r"), "epoch": 1, "emitted": ()} | {
+            key: more.pop(key) for key in ("recipient", "request", "epoch", "emitted", "age_s", "joins") if key in more
         }
         submit = Submit(
             leg=leg,

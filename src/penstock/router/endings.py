@@ -12,9 +12,11 @@ from penstock.config.schema import FailoverConfig, Limits
 from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
 from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
 from penstock.wire.codec import MAX_FRAME_BYTES
-from penstock.wire.messages import NO_HELLO, TOO_LARGE, TOO_LONG, UNKNOWN
+from penstock.wire.messages import NO_HELLO, OTHER_PROCESS, TOO_LARGE, TOO_LONG, UNKNOWN
 
-NO_FAILURES = frozenset({"queue_full", "preempted", "yielded", "deadline", "draining", TOO_LONG, NO_HELLO})
+NO_FAILURES = frozenset(
+    {"queue_full", "preempted", "yielded", "deadline", "draining", TOO_LONG, NO_HELLO, OTHER_PROCESS}
+)
 """Reasons of workers that are well and give a request back."""
 
 

@@ -36,10 +36,10 @@ from penstock.router.endings import (
 from penstock.router.leg_run import UNHEARD_S, LegRun
 from penstock.router.poison import Guilt
 from penstock.router.prompt_told import PromptTold
-from penstock.router.submission import is_apart, joining, news_of, submissions
+from penstock.router.submission import is_apart, joining, news_of, recipient, submissions
 from penstock.types import BlockHash, FinishReason, Leg, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.duties import HANDED_OVER, NO_FAULT
-from penstock.wire.messages import TOO_LARGE, TOO_LONG, UNKNOWN, PageSource, TokenItem
+from penstock.wire.messages import OTHER_PROCESS, TOO_LARGE, TOO_LONG, UNKNOWN, PageSource, TokenItem
 
 HOLD_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
@@ -189,11 +189,12 @@ class Flight:
 
     def joined(self, chosen: Chosen, source: PageSource, root: BlockHash, now: float, *, expected: int = 0) -> Effects:
         """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
+        if self.identity is None:  # nothing was placed, so nobody writes
+            return ()
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
         self._legs.append(LegRun(Leg.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
-        submit = joining(
-            self.request, self.epoch, self.emitted, source, root, identity=self.identity, now=now, expected=expected
-        )
+        to = recipient(chosen, self.identity)
+        submit = joining(self.request, self.epoch, self.emitted, source, root, to=to, now=now, expected=expected)
         return (Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
 
     # --- what workers say -------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class Flight:
         leg = self._leg(worker, incarnation, epoch)
         if leg is None or leg.ended or (reason == UNKNOWN and not leg.silent):
             return ()
-        if reason == TOO_LONG:
+        if reason in (TOO_LONG, OTHER_PROCESS):
             self._avoid[worker, incarnation] = math.inf
         elif reason in ("queue_full", "draining"):  # a worker that drains may be back
             self._avoid[worker, incarnation] = now + BUSY_S

@@ -286,7 +286,9 @@ class RouterService:
                 self.on_report(self.fleet.endpoints[slot], message)
             if message.worker == worker and message.incarnation == incarnation:
                 self._on_report(message, now)
-        elif not self.fleet.hear(worker, incarnation, now):
+            else:
+                self._watch.replaced(worker, incarnation, message, now)
+        elif not _of_sender(message, worker, incarnation) or not self.fleet.hear(worker, incarnation, now):
             self.metrics.fenced("incarnation")
         elif isinstance(message, Tokens):
             self._on_tokens(message, worker, incarnation, now)
@@ -401,6 +403,11 @@ class RouterService:
                     stream.failed((leg.worker, leg.incarnation), "still", again, now)
                 self._apply(stream, again, now)
             yield
+
+
+def _of_sender(message: PeerMessage, worker: WorkerId, incarnation: int) -> bool:
+    """Is this not what another process says, which has taken the place of this one at its address?"""
+    return not isinstance(message, Tokens) or (message.worker == worker and message.incarnation == incarnation)
 
 
 def _in_the_next_turn(call: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from penstock.hashing import block_hash, image_marks
 from penstock.router.decide import Chosen, Decision
 from penstock.router.endings import aged
 from penstock.types import PAGE_TOKENS, BlockHash, Claim, Leg, ModelIdentity, TokenBatch, ValidRequest
-from penstock.wire.messages import MAX_AGE_S, PageSource, Submit, TokenItem
+from penstock.wire.messages import MAX_AGE_S, PageSource, Recipient, Submit, TokenItem
 
 
 def submissions(
@@ -28,14 +28,18 @@ def submissions(
     ``root`` is the hash chain's root for the workers' identity; ``claim`` the request's as it is by now, if not as it
     came.  Whenever it is submitted, its age counts from when it came: it keeps its place in line.
     """
-    legs = decision.legs
+    legs, identity = decision.legs, decision.identity
+    if not legs or identity is None:
+        return []
     source = next((chosen for chosen in legs if chosen.leg is Leg.PREFILL), None)
-    of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim, now=now)
-    apart = is_apart(decision.identity)
+    to = recipient(legs[0], identity)
+    of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim, to=to, now=now)
+    apart = is_apart(identity)
     of_readers = _reading_again(of_all) if apart and emitted else of_all
     return [
         msgspec.structs.replace(
             of_readers if chosen.leg is Leg.PREFILL else of_all,
+            recipient=recipient(chosen, identity),
             leg=chosen.leg,
             apart=apart,
             pictures=() if chosen.leg is Leg.DECODE else request.pictures,
@@ -54,16 +58,21 @@ def joining(
     source: PageSource,
     root: BlockHash,
     *,
-    identity: ModelIdentity | None,
+    to: Recipient,
     now: float,
     expected: int = 0,
 ) -> Submit:
-    """For a worker that goes on with an answer which ``source`` is writing; ``identity``: of both."""
-    claim = aged(request.claim, 0.0, started=True)
-    of_all = _of_all_legs(request, epoch, emitted, root, claim, now=now)
+    """For a worker that goes on with an answer which ``source``, of the same identity, is writing."""
+    claim, apart = aged(request.claim, 0.0, started=True), is_apart(to.identity)
+    of_all = _of_all_legs(request, epoch, emitted, root, claim, to=to, now=now)
     return msgspec.structs.replace(
-        of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=is_apart(identity), expected_tokens=expected
+        of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=apart, expected_tokens=expected
     )
+
+
+def recipient(chosen: Chosen, identity: ModelIdentity) -> Recipient:
+    """The process that was chosen."""
+    return Recipient(worker=chosen.worker, incarnation=chosen.incarnation, identity=identity)
 
 
 def is_apart(identity: ModelIdentity | None) -> bool:
@@ -84,13 +93,21 @@ def _reading_again(of_all: Submit) -> Submit:
 
 
 def _of_all_legs(
-    request: ValidRequest, epoch: int, emitted: Sequence[int], root: BlockHash, claim: Claim, *, now: float
+    request: ValidRequest,
+    epoch: int,
+    emitted: Sequence[int],
+    root: BlockHash,
+    claim: Claim,
+    *,
+    to: Recipient,
+    now: float,
 ) -> Submit:
     """What every worker of an answer is told, whatever its part."""
     sampling = request.sampling
     if emitted and sampling.prompt_logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
     return Submit(
+        recipient=to,
         request=request.id,
         epoch=epoch,
         leg=Leg.WHOLE,

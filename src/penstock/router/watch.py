@@ -27,7 +27,6 @@ from penstock.telemetry.registry import Metrics
 from penstock.types import (
     GREEDY,
     Leg,
-    ModelIdentity,
     PoolingParams,
     RequestId,
     Role,
@@ -35,9 +34,10 @@ from penstock.types import (
     Task,
     WorkerId,
     WorkerState,
+    is_older,
 )
 from penstock.wire.duties import NO_FAULT
-from penstock.wire.messages import Awaited, Hello, KvEvents, Report, Submit, Suspect, WorkerDown, WorkerUp
+from penstock.wire.messages import Awaited, Hello, KvEvents, Recipient, Report, Submit, Suspect, WorkerDown, WorkerUp
 
 log = logging.getLogger("penstock.router")
 
@@ -189,6 +189,20 @@ class Watch:
         event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
         return True
 
+    def replaced(self, worker: WorkerId, incarnation: int, report: Report, now: float) -> None:
+        """Another process reports over the link to this one.  A later one of the same worker has taken its place, and
+        the supervisor is about to say so: the link is closed, and what it had goes on elsewhere."""
+        slot, link = self._fleet.slot(worker), self._links.to(worker, incarnation)
+        if slot is None or link is None or report.worker != worker or not is_older(incarnation, report.incarnation):
+            return
+        reason = "another process answers at its address"
+        work = self._fleet.work(slot)
+        self._fleet.suspect(slot, reason)
+        self._links.drop(worker)
+        event(log, logging.WARNING, "worker was replaced", worker=worker, requests=len(work))
+        self._given_up[worker, incarnation] = work, now
+        self._lose(Loss(worker=worker, incarnation=incarnation, requests=work, reason=reason))
+
     def cached(self, events: KvEvents, worker: WorkerId, incarnation: int) -> None:
         """A worker tells of its prefix cache; nobody tells of another's."""
         slot = self._fleet.slot(worker)
@@ -310,7 +324,7 @@ class Watch:
                 self._quarantine.clear(worker)  # no prompts, or none without a sound: its word must do
                 continue
             self._metrics.worker_probed(worker, "sent")
-            link.send(_question(self._quarantine.probe(worker, now), report.identity, self._task))
+            link.send(_question(self._quarantine.probe(worker, now), report, self._task))
 
     def _suspect(self, slot: int, reason: str, now: float) -> None:
         fleet = self._fleet
@@ -327,14 +341,15 @@ class Watch:
         self._suspected(suspect)
 
 
-def _question(name: RequestId, identity: ModelIdentity, task: Task) -> Submit:
+def _question(name: RequestId, report: Report, task: Task) -> Submit:
     """The smallest request there is."""
     return Submit(
+        recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),
         request=name,
         epoch=1,
         leg=Leg.WHOLE,
         prompt=(0,),
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
-        root=chain_root(identity),
+        root=chain_root(report.identity),
         pooling=None if task.writes else PoolingParams(),
     )

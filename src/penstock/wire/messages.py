@@ -92,6 +92,14 @@ class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     endpoint: Name
 
 
+class Recipient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
+    """The process that is meant.  An address outlives it: what waited for one must not be done by the next."""
+
+    worker: AnyWorker
+    incarnation: Incarnation
+    identity: ModelIdentity
+
+
 # --- gateway -> worker ---------------------------------------------------------------------------------------------
 
 
@@ -122,8 +130,10 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Please compute.  A later epoch of the same request replaces an earlier one.
 
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
+    Given back (``OTHER_PROCESS``) by whoever is not the ``recipient``.
     """
 
+    recipient: Recipient
     request: AnyRequest
     epoch: Count
     leg: Leg
@@ -177,8 +187,10 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
-    """All tokens of one step for one gateway, in one message."""
+    """All tokens of one step for one gateway, in one message.  Nobody tells of another process's."""
 
+    worker: AnyWorker
+    incarnation: Incarnation
     items: tuple[TokenItem, ...]
 
 
@@ -190,6 +202,9 @@ TOO_LARGE = "too_large"
 
 TOO_LONG = "too_long"
 """The reason of a leg that its worker's context has no room for (any more): one with more of it can go on."""
+
+OTHER_PROCESS = "other_process"
+"""The reason of a leg that was meant for another process, which had this address before, or for another model."""
 
 NO_HELLO = "no Hello"
 """The reason of a leg that came over a connection whose gateway has not said Hello yet: nothing was computed."""

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from penstock.launch.board import Board
 from penstock.launch.jobs import GettingOn, incarnations_of_a_run
-from penstock.types import MAX_INCARNATION, RESTART_BITS, BlockHash, Leg, RequestId, SamplingParams, WorkerId, is_older
+from penstock.types import (
+    MAX_INCARNATION,
+    RESTART_BITS,
+    BlockHash,
+    Leg,
+    ModelIdentity,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+    is_older,
+)
 from penstock.wire.codec import decode_peer, encode
-from penstock.wire.messages import PageSource, Submit
+from penstock.wire.messages import PageSource, Recipient, Submit
 
 
 def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:
@@ -20,7 +30,9 @@ def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:
 
 def test_the_last_restart_of_the_last_run_travels() -> None:
     source = PageSource(worker=WorkerId("p"), incarnation=MAX_INCARNATION, endpoint="tcp://a:1")
+    identity = ModelIdentity(fingerprint="f", numerics="n")
     submit = Submit(
+        recipient=Recipient(worker=WorkerId("d"), incarnation=source.incarnation, identity=identity),
         request=RequestId("r"),
         epoch=1,
         leg=Leg.DECODE,

@@ -16,7 +16,7 @@ from penstock.router.placement import Placement
 from penstock.router.policy.named import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.spans import FlightSpans
-from penstock.router.submission import joining
+from penstock.router.submission import joining, recipient
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import LEG, RETRY
 from penstock.types import Leg, Role
@@ -111,7 +111,14 @@ def test_whoever_is_lost_on_its_way_to_an_answer_is_no_retry():
         recorded.effect(effect, 3.0)
     assert (notes.facts(RETRY, "reason"), notes.facts(LEG, "outcome")) == ([], ["killed"])
     recorded.effect(
-        Send(D1, 1, joining(request(), 1, (1,), SOURCE, ROOT, identity=IDENTITY, now=0.0), 5, Due(tokens=5)), 4.0
+        Send(
+            D1,
+            1,
+            joining(request(), 1, (1,), SOURCE, ROOT, to=recipient(chosen(Leg.DECODE, D1), IDENTITY), now=0.0),
+            5,
+            Due(tokens=5),
+        ),
+        4.0,
     )
     recorded.failed((D1, 1), "unknown", (), 4.0)
     recorded.effect(LegEnded(D1, 1, request().id, 1), 5.0)

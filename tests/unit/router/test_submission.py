@@ -40,12 +40,13 @@ def request() -> ValidRequest:
     )
 
 
+PLAIN, MIXED = ModelIdentity(fingerprint="f", numerics="n"), ModelIdentity(fingerprint="f", numerics="reads>writes")
 ENCODER = PageSource(worker=WorkerId("encode-0"), incarnation=2, endpoint="ipc://@e")
 
 
 def chosen(leg: Leg) -> Decision:
     one = Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
-    return Decision(at=0.0, policy="none", identity=None, legs=(one,), encoders=(ENCODER,))
+    return Decision(at=0.0, policy="none", identity=PLAIN, legs=(one,), encoders=(ENCODER,))
 
 
 @pytest.mark.parametrize(("leg", "reads"), [(Leg.WHOLE, True), (Leg.PREFILL, True), (Leg.DECODE, False)])
@@ -55,9 +56,6 @@ def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
     assert sent.pictures == ((PICTURE,) if reads else ())
     assert sent.encoders == ((ENCODER,) if reads else ())
     assert sent.block_hashes == request().block_hashes  # the first block begins with the image
-
-
-MIXED = ModelIdentity(fingerprint="f", numerics="reads>writes")
 
 
 def both(identity: ModelIdentity) -> Decision:

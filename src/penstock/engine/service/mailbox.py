@@ -41,6 +41,7 @@ from penstock.wire.duties import HANDED_OVER, Assign, StillWanted
 from penstock.wire.messages import (
     MOST_REASON_CHARS,
     NO_HELLO,
+    OTHER_PROCESS,
     TOO_LARGE,
     UNKNOWN,
     Awaited,
@@ -49,6 +50,7 @@ from penstock.wire.messages import (
     Hello,
     PagesReceived,
     PullPages,
+    Recipient,
     Report,
     Returned,
     Submit,
@@ -86,6 +88,7 @@ class WorkerMailbox:
         ready: Ready | None = None,
     ) -> None:
         self._config = config
+        self._self = Recipient(worker=config.worker, incarnation=config.incarnation, identity=hand_over.identity)
         self._scheduler = scheduler
         self._clock = clock
         self._listener: Listener = transport.listen(config.endpoint)
@@ -335,6 +338,9 @@ class WorkerMailbox:
         self._awaited.clear()
 
     def _submit(self, peer: bytes, message: Submit, now: float) -> None:
+        if message.recipient != self._self:
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=OTHER_PROCESS))
+            return
         if not self._asks.knows(peer):
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
@@ -414,9 +420,10 @@ class WorkerMailbox:
 
     def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> bool:
         """False: some of them were not sent, and their requests have gone back."""
-        if self._listener.send(gateway.peer, Tokens(items=items)):
+        message = Tokens(worker=self._self.worker, incarnation=self._self.incarnation, items=items)
+        if self._listener.send(gateway.peer, message):
             return True
-        if fits(Tokens(items=items)):
+        if fits(message):
             # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
             for item in items:
                 self._return(item.request, item.epoch, "unsent")
