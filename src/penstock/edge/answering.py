@@ -99,7 +99,7 @@ class Answering:
 
     def plain_text(self, index: int) -> PlainText | None:
         """The text of a choice as bytes, as long as nothing is to be counted but its tokens; else None."""
-        if not self.served(index) or self.course.after.places or self.course.mark:
+        if not self.served(index) or self.course.after.places or self.course.marks is not None:
             return None
         return PlainText(index, self._prepared.answers[index], self._tokens)
 
