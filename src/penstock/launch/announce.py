@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from penstock import __version__
 from penstock.config.cores import show_cpus
 from penstock.config.resolve import ServePlan, WorkerPlan
 from penstock.config.room import show_bytes
 from penstock.launch.locate import Located
 from penstock.launch.sparsely import sparse_line
+from penstock.reach import EVERYTHING
 from penstock.types import Task
 from penstock.weights.spec import ModelSpec
 
@@ -41,7 +43,7 @@ def model_lines(
 ) -> Iterator[str]:
     """What will be served, before anything is loaded; ``generation_config``: as ``config.schema.RequestConfig``."""
     yield (
-        f"model {name}: {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters, "
+        f"penstock {__version__}, model {name}: {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters, "
         f"context {max_model_len} tokens, from {located.path}"
     )
     if located.bundled:
@@ -67,9 +69,14 @@ def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[s
 def _memory_line(plan: ServePlan) -> str:
     kept = "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     reading = "" if plan.reading is None else f" (prompts: {plan.reading.family} on {plan.reading.device})"
+    scheduler = plan.scheduler
+    size = show_bytes(scheduler.pages * plan.page_bytes)
+    if scheduler.reaches == (EVERYTHING,):  # of layers with windows a request holds fewer
+        tokens = scheduler.pages * scheduler.page_tokens
+        size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
     return (
-        f"kernels {plan.family}{reading}, {plan.dtype}; "
-        f"KV pages{kept} {plan.scheduler.pages} a worker ({show_bytes(plan.scheduler.pages * plan.page_bytes)}), "
+        f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}; KV pages{kept} {scheduler.pages} a worker "
+        f"({size}), "
         + (f"handed over by {plan.carrier}" if plan.split else "not handed over: one worker does both phases")
     )
 
@@ -104,7 +111,7 @@ def talk_lines(
     url: str, served: tuple[str, Task], *, needs_key: bool, took: str, state: str = "ready"
 ) -> Iterator[str]:
     """Ready, and how to talk to it: ``served`` is the model's name and what it is for."""
-    yield f"{state} after {took}: {url}"
+    yield f"{state} after {took}: {url}" + (", with a key" if needs_key else "") + f"; metrics: {url}/metrics"
     model, task = served
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
     if task is Task.TRANSCRIBE:
@@ -118,7 +125,7 @@ def talk_lines(
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     body = json.dumps({"model": model, "messages": messages, "stream": True})
     at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    yield f"talk to it: penstock chat{at}"
+    yield f"talk to it: {'PENSTOCK_API_KEY=KEY ' if needs_key else ''}penstock chat{at}"
     yield f"or: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 

@@ -37,7 +37,8 @@ def test_the_bundled_model_is_introduced_with_its_limits() -> None:
 def test_every_worker_has_a_line() -> None:
     plan = resolve(ServeConfig(prefill=2, decode=2), MACHINE, MODEL)
     shared, *workers = fleet_lines(plan, {w.worker: 100 + i for i, w in enumerate(plan.workers)}.get)
-    assert "kernels avx2, bf16; KV pages 8192 a worker (256MiB), handed over by shm" in shared
+    kv = "KV pages 8192 a worker (256MiB: 131,072 tokens, 64 requests of 2,048)"
+    assert shared == f"on cpu, kernels avx2, bf16; {kv}, handed over by shm"
     assert workers[0] == "prefill-0: pid 100, 4 threads on processors 0-3, 12 more while other workers are idle"
     assert workers[3] == "decode-1: pid 103, 4 threads on processors 12-15, 12 more while other workers are idle"
     plan = resolve(ServeConfig(decode_cores="0-15", lend_cores=False), MACHINE, MODEL)
@@ -48,14 +49,16 @@ def test_every_worker_has_a_line() -> None:
 
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
-    *_, curl = talk_lines("http://127.0.0.1:8001", ("it's", Task.GENERATE), needs_key=True, took="1.23 s")
+    ready, talk, curl = talk_lines("http://127.0.0.1:8001", ("it's", Task.GENERATE), needs_key=True, took="1.23 s")
+    assert ready.startswith("ready after 1.23 s: http://127.0.0.1:8001, with a key; metrics: ")
+    assert talk == "talk to it: PENSTOCK_API_KEY=KEY penstock chat --url http://127.0.0.1:8001"
     words = shlex.split(curl.removeprefix("or: "))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8001/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert (body["model"], body["stream"]) == ("it's", True)
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
     ready, talk, _ = talk_lines("http://127.0.0.1:8000", ("m", Task.GENERATE), needs_key=False, took="1.23 s")
-    assert ready == "ready after 1.23 s: http://127.0.0.1:8000"
+    assert ready == "ready after 1.23 s: http://127.0.0.1:8000; metrics: http://127.0.0.1:8000/metrics"
     assert talk == "talk to it: penstock chat"
 
 
