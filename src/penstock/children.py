@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +17,10 @@ from pathlib import Path
 
 import penstock
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # prctl(2)
+
+_SECRETS = frozenset({"PENSTOCK_API_KEY", "PENSTOCK_KV_KEY", "PENSTOCK_KV_REDIS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+_SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)($|_)|REDIS_URL")
 
 
 def command(module: str, *words: str) -> list[str]:
@@ -24,10 +29,36 @@ def command(module: str, *words: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's own, in which the child's package is this one."""
+    """This process's own without secrets, in which the child's package is this one."""
     root = str(Path(penstock.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    return {name: value for name, value in os.environ.items() if not is_secret(name)} | {"PYTHONPATH": path}
+
+
+def is_secret(name: str) -> bool:
+    """Is this a variable that opens something: a key, a password, a URL that may hold one?"""
+    return name.upper() in _SECRETS or bool(_SECRET_NAME.search(name.upper()))
+
+
+def forget_secrets() -> None:
+    """For a process that was forked and needs none: it, and what it starts, has them in its environment no more."""
+    for name in [name for name in os.environ if is_secret(name)]:
+        del os.environ[name]
+
+
+def keep_memory_private() -> None:
+    """No core dump of this process, and no other one of its user may look into it: prompts and keys are there.
+
+    To be called by a process that needs to open no file of its own below /proc for writing any more.
+    """
+    no_core_dumps()
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def no_core_dumps() -> None:
+    """Of this process and of what it starts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def started(module: str, word: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:

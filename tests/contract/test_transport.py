@@ -156,7 +156,12 @@ def test_a_closed_end_takes_and_gives_nothing(place: Place, ends: tuple[Listener
     assert (link.counters.unsent, listener.counters.unsent) == (1, 1)
 
 
-@pytest.mark.parametrize("endpoint", ["", "memory://", "ipc:///tmp/x", "ipc://@", "tcp://1.2.3.4", "udp://a:1", "a"])
+TOO_LONG = "ipc:///" + "x" * 107
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "memory://", "ipc://x", "ipc://@", TOO_LONG, "tcp://1.2.3.4", "udp://a:1", "a"]
+)
 def test_endpoints_of_no_known_kind_are_refused(place: Place, endpoint: str) -> None:
     for use in (place.transport.listen, place.transport.connect):
         with pytest.raises(ConfigError, match="endpoint"):

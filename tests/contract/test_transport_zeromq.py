@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -14,6 +18,8 @@ import zmq
 from transport_place import PATIENCE_S, Place, fresh_name, note
 
 from penstock.errors import ConfigError
+from penstock.launch.run_folder import RunFolder
+from penstock.types import WorkerId
 from penstock.wire import codec
 from penstock.wire.keys import Keys
 from penstock.wire.messages import PROTOCOL_VERSION, WorkerDown
@@ -238,3 +244,106 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPat
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
             while stranger.recv(4096):
                 continue  # the library's greeting
+
+
+# --- other users of this host ----------------------------------------------------------------------------------------
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def as_nobody(what: Callable[[], int]) -> int:
+    """The exit code of a child that is another user."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os._exit(what())
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def address_of(endpoint: str) -> str:
+    path = endpoint.removeprefix("ipc://")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+@as_root
+def test_another_user_is_hung_up_on_before_a_word_is_said() -> None:
+    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        address = address_of(transport.listen(f"ipc://@penstock-{fresh_name()}").endpoint)
+
+        def speak() -> int:
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(PATIENCE_S)
+                stranger.connect(address)
+                try:
+                    return len(stranger.recv(64))
+                except ConnectionResetError:
+                    return 0
+
+        assert as_nobody(speak) == 0
+
+
+@as_root
+def test_another_user_cannot_reach_a_socket_in_the_folder_of_a_run() -> None:
+    with closing(RunFolder()) as folder, closing(ZmqTransport(Keys.ephemeral())) as transport:
+        address = address_of(transport.listen(folder.endpoint(WorkerId("decode-0"), 1)).endpoint)
+
+        def speak() -> int:
+            with socket.socket(socket.AF_UNIX) as stranger:
+                try:
+                    stranger.connect(address)
+                except PermissionError:
+                    return 0
+                return 1
+
+        assert as_nobody(speak) == 0
+
+
+LISTENER = """
+import os, resource, sys
+from penstock.wire.keys import Keys
+from penstock.wire.zeromq import ZmqTransport
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+transport = ZmqTransport(Keys(**{name: bytes.fromhex(value) for name, value in zip(sys.argv[2::2], sys.argv[3::2])}))
+listener = transport.listen(sys.argv[1])
+print("listens", flush=True)
+while (received := listener.recv()) is None:
+    transport.wait(1.0, [listener])
+print(received.message.epoch, flush=True)
+os._exit(0)
+"""
+
+
+@as_root
+def test_another_user_who_connects_again_and_again_ends_nobody() -> None:
+    """The library gives up with SIGABRT when a process has no descriptor left to accept a connection with."""
+    keys = Keys.ephemeral()
+    endpoint = f"ipc://@penstock-{fresh_name()}"
+    pairs = [part for name in Keys.__slots__ for part in (name, getattr(keys, name).hex())]
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENER, endpoint, *pairs],
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": ":".join(part for part in sys.path if part), "PATH": ""},
+    )
+    with process, closing(ZmqTransport(keys)) as transport:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listens\n"
+
+        def storm() -> int:
+            strangers = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+            for stranger in strangers:
+                stranger.settimeout(PATIENCE_S)
+                stranger.connect(address_of(endpoint))
+            for stranger in strangers:  # all of them were looked at
+                with contextlib.suppress(ConnectionResetError):
+                    stranger.recv(64)
+            return 0
+
+        assert as_nobody(storm) == 0
+        assert transport.connect(endpoint).send(note(7))
+        assert process.stdout.readline() == b"7\n"

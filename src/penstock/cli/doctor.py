@@ -15,6 +15,7 @@ import resource
 import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +30,8 @@ from penstock.kernels.select import available_families
 from penstock.launch import event_loop
 from penstock.launch.facts import machine_facts
 from penstock.launch.gpu import gpu_report, package_version
+from penstock.launch.run_folder import RunFolder
+from penstock.types import WorkerId
 
 EPILOG = """\
 examples:
@@ -139,7 +142,7 @@ def examine(gpu: GpuReport, root: Path = Path("/")) -> list[Check]:
 
 
 def check_system() -> Check:
-    """Linux is required: memfd, pidfd and abstract sockets have no stand-in elsewhere."""
+    """Linux is required: memfd, pidfd and SO_PEERCRED have no stand-in elsewhere."""
     name = f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
     if platform.system() != "Linux":
         return Check("system", Verdict.MISSING, name, "Penstock runs on Linux; use a container or a virtual machine")
@@ -202,7 +205,7 @@ def check_facilities() -> list[Check]:
     probes: Mapping[str, tuple[Callable[[], None], str]] = {
         "memfd": (_try_memfd, "KV pages are shared through it: Linux 3.17 or newer, not forbidden by seccomp"),
         "pidfd": (_try_pidfd, "deaths are seen through it: Linux 5.3 or newer, not forbidden by seccomp"),
-        "abstract sockets": (_try_abstract_socket, "workers listen on them: not forbidden by a sandbox"),
+        "socket folder": (_try_socket_folder, "workers listen in it: XDG_RUNTIME_DIR or TMPDIR must be writable"),
         "seqpacket sockets": (_try_seqpacket, "supervisor and gateway talk over them"),
         "curve": (_try_curve, "pip install pyzmq from a wheel: its libzmq must be built with CURVE"),
     }
@@ -229,9 +232,9 @@ def _try_pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
-def _try_abstract_socket() -> None:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.bind(f"\0penstock-doctor-{os.getpid()}")
+def _try_socket_folder() -> None:
+    with closing(RunFolder()) as folder, socket.socket(socket.AF_UNIX) as probe:
+        probe.bind(folder.endpoint(WorkerId("doctor"), 1).removeprefix("ipc://"))
 
 
 def _try_seqpacket() -> None:

@@ -21,12 +21,13 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
+from penstock.children import no_core_dumps
 from penstock.config.api_keys import check_keys
 from penstock.config.beside import Beside
 from penstock.config.gpu import GpuReport, is_ruled_out
@@ -63,6 +64,7 @@ from penstock.launch.gpu import gpu_report
 from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_of_a_run, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
+from penstock.launch.run_folder import RunFolder
 from penstock.launch.sparsely import read_sparsely
 from penstock.launch.supervise import Stopped, Supervisor
 from penstock.launch.tracing import trace_config
@@ -128,8 +130,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         )
         workers = None
         if plan is not None:
-            run = secrets.token_hex(6)  # in mailbox names: no two runs on one host meet
-            mailboxes = Mailboxes(keys, lambda worker, incarnation: f"ipc://@penstock-{run}-{worker}-{incarnation}")
+            mailboxes = Mailboxes(keys, stack.enter_context(closing(RunFolder())).endpoint)
             model = located.path, spec, manifests_of(config, located), found
             workers = Workers(config, plan, model, mailboxes, slots, loras=lora.adapters)
             stack.callback(workers.close)
@@ -206,6 +207,7 @@ def begin(config: EngineSettings, name: str = "supervisor") -> Phases:
     configure(name, as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
+    no_core_dumps()  # prompts and keys would be in them
     phases = Phases(process_began())
     phases.end("imports")
     return phases

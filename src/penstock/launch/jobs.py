@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from penstock.children import forget_secrets, keep_memory_private
 from penstock.config.mixed import Reading, mixed_numerics
 from penstock.config.resolve import ServePlan, WorkerPlan, kv_store
 from penstock.config.schema import (
@@ -192,6 +193,8 @@ class Workers:
 
         configure(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
+        keep_memory_private()
+        forget_secrets()
         begun = time.monotonic()
         reading = self._plan.reading_of(place)
         ops = self._ops(place.threads, reading)
@@ -310,6 +313,8 @@ class Front:
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure(name, as_json=self.log_json)
+        keep_memory_private()
+        forget_secrets()
         # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
         from penstock.launch.front import make_http_app
         from penstock.launch.gateway import GatewayInheritance, run_gateway

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from penstock.children import forget_secrets, keep_memory_private
 from penstock.clock import MonotonicClock
 from penstock.config.storefront import StoreConfig
 from penstock.edge.catalogue import Store, make_catalogue_app
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 def run_storefront(config: StoreConfig, rim: Rim) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
+    keep_memory_private()
+    forget_secrets()
     sys.setswitchinterval(SWITCH_S)
     log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
     return event_loop.run(_run(config, rim), config.event_loop)

@@ -46,11 +46,12 @@ RECONNECT_MAX_MS = 500
 it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
 HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
 HEARTBEAT_TIMEOUT_MS = 10_000
-IPC_NAME_MAX = 100
+IPC_NAME_MAX = 107  # unix(7)
 
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _NOBLOCK, _RCVMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 
+_IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID of zmq.h
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _DOMAIN = b"penstock"
@@ -60,7 +61,7 @@ log = logging.getLogger("penstock.wire")
 
 
 class ZmqTransport:
-    """``transport.Transport`` over ipc (abstract names only) and TCP."""
+    """``transport.Transport`` over ipc (only this user's processes may connect) and TCP."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -79,6 +80,9 @@ class ZmqTransport:
         try:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.BACKLOG, CONNECTIONS_WAITING)
+            if endpoint.startswith("ipc://"):
+                # By SO_PEERCRED: a connection of another user is closed before it is spoken to, keys or no keys.
+                socket.setsockopt(_IPC_FILTER_UID, os.geteuid())
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # payloads go from listeners to links only
             socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -182,14 +186,14 @@ class ZmqTransport:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError unless it is ``ipc://@name`` (leaves nothing on disk) or ``tcp://host:port``."""
+    """Raises ConfigError unless it is ``ipc:///path``, ``ipc://@name`` (an abstract name) or ``tcp://host:port``."""
     kind, _, rest = endpoint.partition("://")
-    if kind == "ipc" and rest.startswith("@") and 1 < len(rest.encode()) <= IPC_NAME_MAX:
+    if kind == "ipc" and rest.startswith(("@", "/")) and 1 < len(rest.encode()) <= IPC_NAME_MAX:
         return
     host, _, port = rest.rpartition(":")
     if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
         return
-    raise ConfigError(f"{endpoint!r} is not an endpoint; ipc://@name and tcp://host:port are")
+    raise ConfigError(f"{endpoint!r} is not an endpoint; ipc:///path, ipc://@name and tcp://host:port are")
 
 
 class _Gate:

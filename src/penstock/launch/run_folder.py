@@ -1,0 +1,140 @@
+"""The folder in which the workers of one run listen: nobody but their own user can reach them there.
+
+::
+
+    $XDG_RUNTIME_DIR, or the folder for temporary files, or /dev/shm, or /run
+      penstock-4f1c09a2b7d3/       mode 0700
+        lock                       held (flock(2)) as long as the run lasts
+        decode-0-2                 the mailbox of a worker's second incarnation
+
+A run that was killed leaves its folder behind; the next run of the same user on this host removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.types import WorkerId
+
+_NAME = re.compile(r"\.?penstock-[0-9a-f]{12}")
+_LOCK = "lock"
+_JUST_MADE_S = 60.0
+"""A hidden folder may be one that another run is about to lock."""
+
+MOST_PATH_BYTES = 107
+"""Of a socket (unix(7))."""
+
+_LONGEST_NAME = 24
+"""Of a worker and its incarnation, as far as names of this host's workers go."""
+
+log = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """One run's.  ``close`` removes it with all that is in it."""
+
+    def __init__(self, bases: Iterable[Path] | None = None) -> None:
+        """Makes it in the first of ``bases`` that is there and can be written.  Raises ConfigError where none is."""
+        tried: list[str] = []
+        for base in default_bases() if bases is None else bases:
+            try:
+                sweep(base)
+                self.path, self._lock = _made(base)
+            except OSError as error:
+                tried.append(f"{base}: {error.strerror or error}")
+                continue
+            return
+        raise ConfigError(
+            "workers need a folder for their sockets, and none can be made: "
+            f"{'; '.join(tried)}. Set XDG_RUNTIME_DIR or TMPDIR to one that this user can write"
+        )
+
+    def endpoint(self, worker: WorkerId, incarnation: int) -> str:
+        """Where this incarnation listens.  What an earlier one has left behind is removed."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / f"{worker}-{incarnation - 1}").unlink()
+        return f"ipc://{self.path / f'{worker}-{incarnation}'}"
+
+    def close(self) -> None:
+        """May be called twice."""
+        _remove(self.path)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def default_bases() -> list[Path]:
+    """Where to look for a place, in this order."""
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    named = [Path(own)] if own else []
+    return [*named, Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm"), Path("/run")]  # noqa: S108 - mode 0700
+
+
+def _made(base: Path) -> tuple[Path, int]:
+    """A new folder, and its lock.  Raises OSError."""
+    path = base.absolute() / f"penstock-{secrets.token_hex(6)}"
+    if len(os.fsencode(path)) + 1 + _LONGEST_NAME > MOST_PATH_BYTES:
+        raise OSError(0, "its name is too long for a socket")
+    hidden = path.with_name(f".{path.name}")  # until it is locked
+    hidden.mkdir(mode=0o700)
+    try:
+        lock = os.open(hidden / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hidden.rename(path)
+    except OSError:
+        _remove(hidden)
+        raise
+    return path, lock
+
+
+def sweep(base: Path) -> None:
+    """Remove what runs of this user that were killed have left in ``base``."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(base):
+            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                found = entry.stat(follow_symlinks=False)
+                if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700 and _is_left(entry, found):
+                    _remove(Path(entry.path))
+
+
+def _is_left(entry: os.DirEntry[str], found: os.stat_result) -> bool:
+    """Is nobody there any more?"""
+    if entry.name.startswith(".") and time.time() - found.st_mtime < _JUST_MADE_S:
+        return False
+    try:
+        lock = os.open(Path(entry.path) / _LOCK, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _remove(path: Path) -> None:
+    """With the sockets and the lock in it; a folder with anything else stays."""
+    try:
+        for entry in list(os.scandir(path)):
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode) or entry.name == _LOCK:
+                os.unlink(entry.path)
+        path.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s stays: %s", path, error.strerror or error)
