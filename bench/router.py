@@ -38,6 +38,7 @@ from penstock.types import (
     ValidRequest,
     WorkerId,
     WorkerState,
+    pack_token_ids,
 )
 from penstock.wire.messages import KV_EVENT_BLOCKS, KvEvents, Report, StepRates, WorkerUp
 
@@ -172,7 +173,7 @@ def asked(number: int, hashes: list[BlockHash], tokens: int) -> Ask:
     """A request with these blocks."""
     request = ValidRequest(
         id=RequestId(f"r{number}"),
-        prompt=(0,) * tokens,
+        prompt=pack_token_ids((0,) * tokens),
         block_hashes=tuple(hashes),
         sampling=SamplingParams(seed=0, max_tokens=500),
         arrival=0.0,

@@ -47,7 +47,7 @@ from penstock.kv.transfer.memory import MemoryCarrier
 from penstock.kv.transfer.port import PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
-from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId
+from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.keys import Keys
@@ -166,7 +166,7 @@ class Worker:
                     request=request,
                     epoch=1,
                     leg=Leg.WHOLE,
-                    prompt=prompt,
+                    prompt=bytes(pack_token_ids(prompt)),
                     emitted=(),
                     sampling=SamplingParams(seed=index, max_tokens=self.length, temperature=temperature),
                     root=chain_root(self.identity),

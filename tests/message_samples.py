@@ -16,6 +16,7 @@ from penstock.types import (
     Sound,
     TokenLogprob,
     WorkerState,
+    pack_token_ids,
 )
 from penstock.wire.duties import Assign, Relieve, StillWanted
 from penstock.wire.messages import (
@@ -66,10 +67,10 @@ MESSAGES: list[Message] = [
         request="r",
         epoch=1,
         leg=Leg.DECODE,
-        prompt=(1, 2, 3),
+        prompt=bytes(pack_token_ids((1, 2, 3))),
         sampling=SamplingParams(seed=(1 << 64) - 1, max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(2,)),
         age_s=1.25,
-        emitted=(4,),
+        emitted=(4, 5, 6),
         root=bytes(range(32)),
         block_hashes=(b"\xff" * 32,),
         claim=Claim(tenant="t", weight=0.5, service=ServiceClass.BATCH, max_wait_s=2.5),

@@ -5,8 +5,10 @@ Knows nothing about processes, arrays or HTTP.  Everything here is immutable and
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from enum import IntEnum, StrEnum
-from typing import Annotated, NewType
+from typing import Annotated, NewType, TypeAlias
 
 import msgspec
 
@@ -293,11 +295,32 @@ class Begun(msgspec.Struct, frozen=True):
 NOT_BEGUN = Begun()
 
 
+TOKEN_BYTES = 4
+
+TokenIds: TypeAlias = memoryview
+"""The token ids of a prompt, ``TOKEN_BYTES`` each and read only: a sequence of integers that numpy takes as it is.
+
+A tuple of them would take 36 bytes a token.  Equal to others of its kind; ``tuple(ids)`` is to be compared with tuples.
+"""
+
+
+def pack_token_ids(tokens: Iterable[int]) -> TokenIds:
+    """Raises OverflowError for ids that have more than 32 bits or are negative."""
+    return read_token_ids(array("I", tokens).tobytes())
+
+
+def read_token_ids(packed: bytes) -> TokenIds:
+    """The ids that ``bytes(ids)`` gave.  Raises ValueError for bytes that are no whole number of ids."""
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of token ids")
+    return memoryview(packed).cast("I")
+
+
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and one choice, parsed and checked.  Below this there is no JSON and no text."""
 
     id: RequestId
-    prompt: tuple[int, ...]
+    prompt: TokenIds  # one object for all choices of a prompt
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full pages
     sampling: SamplingParams
     open_ended: bool = False  # nobody named a length: ``max_tokens`` is what the context leaves, and seldom reached

@@ -27,6 +27,7 @@ from penstock.types import (
     ValidRequest,
     WorkerId,
     WorkerState,
+    pack_token_ids,
 )
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
@@ -191,7 +192,7 @@ class Town:
         params: dict[str, object] = {"seed": 7, "max_tokens": 8} | sampling
         request = ValidRequest(
             id=RequestId(name),
-            prompt=tokens,
+            prompt=pack_token_ids(tokens),
             block_hashes=tuple(block_hashes(chain_root(IDENTITY), tokens)),
             sampling=SamplingParams(**params),
             arrival=self.clock.now(),

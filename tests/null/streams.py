@@ -31,7 +31,7 @@ def answer_tokens(request: ValidRequest, vocabulary: int) -> tuple[tuple[int, ..
     sampling = request.sampling
     tokens: list[int] = []
     while len(tokens) < sampling.max_tokens:
-        token = hash_of(request.prompt, sampling.seed, sampling.choice, len(tokens)) % vocabulary
+        token = hash_of(tuple(request.prompt), sampling.seed, sampling.choice, len(tokens)) % vocabulary
         if token in sampling.stop_token_ids:
             if len(tokens) >= sampling.min_tokens:
                 return (*tokens, token), FinishReason.STOP
@@ -44,7 +44,7 @@ def vector_of(request: ValidRequest, width: int) -> bytes:
     """What this double makes of a text that is only read."""
     assert request.pooling is not None
     count = request.pooling.dimensions or width
-    numbers = [hash_of(request.prompt, index) % 1000 / 1000 for index in range(count)]
+    numbers = [hash_of(tuple(request.prompt), index) % 1000 / 1000 for index in range(count)]
     return struct.pack(f"<{count}f", *numbers)
 
 

@@ -19,7 +19,17 @@ from penstock.config.schema import GatewayConfig
 from penstock.errors import PenstockError
 from penstock.hashing import chain_root
 from penstock.router.service import Outside, RouterService
-from penstock.types import Leg, RequestId, Role, SamplingParams, TokenLogprob, ValidRequest, WorkerId, WorkerState
+from penstock.types import (
+    Leg,
+    RequestId,
+    Role,
+    SamplingParams,
+    TokenLogprob,
+    ValidRequest,
+    WorkerId,
+    WorkerState,
+    pack_token_ids,
+)
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.duties import Assign, Relieve, StillWanted
 from penstock.wire.memory import MemoryHub, _Parcel
@@ -54,7 +64,7 @@ EXTREMES: dict[type, tuple[object, ...]] = {
     int: (-1, 0, 1 << 20, VOCAB, 1 << 31, 1 << 53, 1 << 62, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1),
     float: (-1.0, 0.0, 1e308, float("inf"), float("-inf"), float("nan")),
     str: ("", "\0", "x" * 5000, "memory://", "memory://nobody", "\N{PILE OF POO}" * 300),
-    bytes: (b"", b"\0", bytes(31), bytes(33), bytes(200_000)),
+    bytes: (b"", b"\0", bytes(31), bytes(33), b"\xff" * 40, bytes(200_000)),
     bool: (True, False),
 }
 
@@ -148,7 +158,7 @@ def test_a_worker_outlives_whatever_a_gateway_says(stage: Stage, kind: type) -> 
     other = stage.hub.connect(worker.endpoint)
     other.send(Hello(gateway="other", incarnation=1))
     plain = {
-        "prompt": (1, 2, 3),
+        "prompt": bytes(pack_token_ids((1, 2, 3))),
         "leg": Leg.WHOLE,
         "pages_from": None,
         "images": (),
@@ -187,7 +197,7 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
                 request=request,
                 epoch=1,
                 leg=Leg.DECODE,
-                prompt=tuple(range(20)),
+                prompt=bytes(pack_token_ids(range(20))),
                 pages_from=source,
                 sampling=SamplingParams(seed=1, max_tokens=4),
                 root=chain_root(IDENTITY),
@@ -209,7 +219,8 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": (5, VOCAB)}, {"prompt": (5, -1)}, {"prompt": ()}, {"emitted": (VOCAB,)},
+        {"prompt": bytes(pack_token_ids((5, VOCAB)))}, {"prompt": b"\xff" * 4},
+        {"emitted": (VOCAB,)}, {"emitted": (-1,)},
         {"block_hashes": (bytes(32),) * 9},
         {"sampling": SamplingParams(seed=1, max_tokens=4, logit_bias={VOCAB: 1.0})},
         {"sampling": SamplingParams(seed=1, max_tokens=4, stop_token_ids=(1 << 31,))},
@@ -222,7 +233,8 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
 def test_what_the_model_cannot_compute_is_given_back(stage: Stage, fields: dict[str, Any]) -> None:
     worker = stage.worker("both-0", Role.BOTH)
     plain = Submit(
-        recipient=worker.recipient, request=RequestId("r"), epoch=1, leg=Leg.WHOLE, prompt=(1, 2, 3),
+        recipient=worker.recipient, request=RequestId("r"), epoch=1, leg=Leg.WHOLE,
+        prompt=bytes(pack_token_ids((1, 2, 3))),
         sampling=SamplingParams(seed=1, max_tokens=4), root=chain_root(IDENTITY),
     )  # fmt: skip
     worker.link.send(msgspec.structs.replace(plain, **fields))
@@ -279,7 +291,7 @@ class Fake:
     def ask(self, number: int) -> asyncio.Task[None]:
         """A client, always of the same request."""
         request = ValidRequest(
-            id=RequestId("r"), prompt=tuple(range(8)), block_hashes=(), arrival=self.clock.now(),
+            id=RequestId("r"), prompt=pack_token_ids(range(8)), block_hashes=(), arrival=self.clock.now(),
             sampling=SamplingParams(seed=number, max_tokens=8, logprobs=1, prompt_logprobs=0),
         )  # fmt: skip
 

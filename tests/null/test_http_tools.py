@@ -132,7 +132,7 @@ async def test_calls_and_results_go_back():
         back: Any = [*ASK, answer.model_dump(), *results]
         again = await client.chat.completions.create(model=MODEL, messages=back, tools=[WEATHER])
         assert again.choices[0].finish_reason == "tool_calls"
-        prompt = on.streams.opened[-1].prompt
+        prompt = tuple(on.streams.opened[-1].prompt)
         text = (await on.post("/detokenize", {"tokens": list(prompt)})).json()["prompt"]
         assert "sunny <|end|>" in text
         assert '{"name": "get_weather", "arguments": {"city": "Zürich' in text
@@ -145,7 +145,7 @@ async def test_no_text_within_tools_becomes_a_control_token():
     async with speaking("Yes.") as (on, _):
         for tools in ([NOW], [odd]):
             assert (await on.chat(tools=tools)).status_code == 200
-        plain, guarded = (request.prompt for request in on.streams.opened)
+        plain, guarded = (tuple(request.prompt) for request in on.streams.opened)
         assert [(plain.count(token), guarded.count(token)) for token in range(6)] == [
             (plain.count(token),) * 2 for token in range(6)
         ]

@@ -58,7 +58,7 @@ async def test_a_stop_token_is_shown_where_it_is_asked_for():
 
 
 def prompts(streams: NullStreams) -> list[tuple[int, ...]]:
-    return [request.prompt for request in streams.opened]
+    return [tuple(request.prompt) for request in streams.opened]
 
 
 async def test_a_prompt_is_cut_to_its_last_tokens():

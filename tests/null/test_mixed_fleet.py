@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.schema import GatewayConfig
 from penstock.hashing import block_hashes, chain_root
-from penstock.types import ModelIdentity, RequestId, SamplingParams, ValidRequest
+from penstock.types import ModelIdentity, RequestId, SamplingParams, ValidRequest, pack_token_ids
 
 from .router_town import Client, Town
 from .worker_stage import IDENTITY, WINDOWED
@@ -36,7 +36,11 @@ def ask(town: Town, prompt: tuple[int, ...] = tuple(range(40)), *, name: str = "
     sampling = SamplingParams(seed=7, max_tokens=tokens)
     return town.serve(
         ValidRequest(
-            id=RequestId(name), prompt=prompt, block_hashes=hashes, sampling=sampling, arrival=town.clock.now()
+            id=RequestId(name),
+            prompt=pack_token_ids(prompt),
+            block_hashes=hashes,
+            sampling=sampling,
+            arrival=town.clock.now(),
         )
     )
 

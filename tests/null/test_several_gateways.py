@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
 from penstock.router.service import Outside, RouterService
-from penstock.types import RequestId, Role, SamplingParams, ValidRequest, WorkerId
+from penstock.types import RequestId, Role, SamplingParams, ValidRequest, WorkerId, pack_token_ids
 from penstock.wire.messages import WorkerUp
 
 from .router_town import Town
@@ -44,7 +44,7 @@ async def test_gateways_on_hosts_with_other_uptimes_stand_in_one_line() -> None:
             for router in others:
                 request = ValidRequest(
                     id=RequestId(f"r{number}/{len(streams)}"),
-                    prompt=(number % 50, 2, 3),
+                    prompt=pack_token_ids((number % 50, 2, 3)),
                     block_hashes=(),
                     sampling=SamplingParams(seed=number, max_tokens=16),
                     arrival=router._outside.clock.now(),

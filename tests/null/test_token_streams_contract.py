@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.types import FinishReason, RequestId, SamplingParams, TokenBatch, ValidRequest
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenBatch, ValidRequest, pack_token_ids
 from penstock.wire.ports import TokenStreams
 
 from .router_town import Town
@@ -61,7 +61,11 @@ async def turn_forever(town: Town) -> None:
 def request(name: str = "r", *, prompt: tuple[int, ...] = tuple(range(20)), **sampling: object) -> ValidRequest:
     params: dict[str, object] = {"seed": 7, "max_tokens": 12} | sampling
     return ValidRequest(
-        id=RequestId(name), prompt=prompt, block_hashes=(), sampling=SamplingParams(**params), arrival=0.0
+        id=RequestId(name),
+        prompt=pack_token_ids(prompt),
+        block_hashes=(),
+        sampling=SamplingParams(**params),
+        arrival=0.0,
     )
 
 

@@ -34,7 +34,7 @@ from penstock.kv.transfer.port import PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.reach import EVERYTHING, Reach
-from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId
+from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.wire.duties import Relieve, StillWanted
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import Hello, PageSource, Recipient, Report, Returned, Submit, TokenItem, Tokens
@@ -241,7 +241,7 @@ class Stage:
         }
         submit = Submit(
             leg=leg,
-            prompt=tuple(prompt),
+            prompt=bytes(pack_token_ids(prompt)),
             sampling=SamplingParams(**{"seed": 7, "max_tokens": 8} | more),
             root=chain_root(IDENTITY),
             pages_from=source.source if isinstance(source, StageWorker) else None,

@@ -195,6 +195,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_inputs_at_once: int = 64  # of those, given to workers at one time
     max_queued_requests: int = 512  # accepted and without a first token
     max_queued_tokens: int = 262_144  # prompt tokens of those
+    max_prompt_bytes: int = 1 << 30  # that the prompts of all open requests take in a gateway's memory
     first_byte_s: float = 120.0  # to the first token, resubmissions included
     max_stated_wait_s: float = 3600.0  # that a client may say it would wait for the first token
     stall_s: float = 60.0  # between two tokens

@@ -17,8 +17,14 @@ from typing import NamedTuple
 from penstock.clock import Clock
 from penstock.config.schema import Limits
 from penstock.errors import QueueFull
+from penstock.types import TOKEN_BYTES
 
 MAX_RETRY_AFTER_S = 3600
+
+PROMPT_TOKEN_BYTES = TOKEN_BYTES + 5
+"""What a token of a prompt takes in a gateway for as long as its request is open: itself, and its part of the hash of
+its block (81 bytes for ``PAGE_TOKENS``, with the object that it is)."""
+
 _SMOOTHING = 0.1
 
 
@@ -51,6 +57,7 @@ class Admission:
         self.requests = 0  # without a first token
         self.tokens = 0  # prompt tokens of those
         self.body_bytes = 0  # of bodies that are being read or parsed
+        self.prompt_bytes = 0  # of prompts of open requests
         self._wait_s: dict[int, float] = {}  # by class: smoothed time from admission to first token
         self._parties: dict[Party, _Waiting] = {}  # those of whom something waits
 
@@ -86,6 +93,8 @@ class Admission:
                     f"the limit is {self._limits.max_queued_tokens}.",
                     party.service,
                 )
+        prompt_bytes = self._check_memory(tokens, party)
+        self.prompt_bytes += prompt_bytes
         self.requests += requests
         self.tokens += tokens
         waiting = self._parties.setdefault(party, _Waiting())
@@ -96,6 +105,19 @@ class Admission:
             yield permit
         finally:
             permit.give_back()
+            self.prompt_bytes -= prompt_bytes
+
+    def _check_memory(self, tokens: int, party: Party) -> int:
+        """Bytes that so many tokens of prompts take.  Raises QueueFull where all prompts would take too many; a single
+        one may try."""
+        most, more = self._limits.max_prompt_bytes, tokens * PROMPT_TOKEN_BYTES
+        if self.prompt_bytes and self.prompt_bytes + more > most:
+            raise self.full(
+                f"the prompts of open requests take {self.prompt_bytes} bytes and this request adds {more}, "
+                f"the limit is {most} (max_prompt_bytes).",
+                party.service,
+            )
+        return more
 
     @contextmanager
     def body(self) -> Iterator[BodyHold]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.types import FinishReason
+from penstock.types import FinishReason, TokenIds
 from penstock.wire.ports import AnswerPiece, CallPiece, TokenText
 
 encode = msgspec.json.Encoder().encode
@@ -91,12 +91,12 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     token_ids: bool = False
     n: int = 1
-    prompts: tuple[tuple[int, ...], ...] = ()  # token ids, told when ``token_ids``
+    prompts: tuple[TokenIds, ...] = ()  # token ids, told when ``token_ids``
     include_usage: bool = False
 
     def prompt_ids(self, choice: int) -> list[int] | UnsetType:
         """The prompt of a choice, if it is to be told."""
-        return list(self.prompts[choice // self.n]) if self.token_ids else UNSET
+        return self.prompts[choice // self.n].tolist() if self.token_ids else UNSET
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

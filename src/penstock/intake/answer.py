@@ -49,7 +49,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt, to be shown before the answer."""
 
     text: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
 
 
 class _Waiting:

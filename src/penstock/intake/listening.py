@@ -24,7 +24,7 @@ from penstock.intake.audio.words import ENGLISH, read_words
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
-from penstock.types import GREEDY, PlacedImage, RequestId, SamplingParams, Sound, ValidRequest
+from penstock.types import GREEDY, PlacedImage, RequestId, SamplingParams, Sound, ValidRequest, pack_token_ids
 from penstock.weights.family import HEARERS
 from penstock.weights.fields import Fields
 from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, read_object, small_files
@@ -188,7 +188,7 @@ class Listening:
         root = chain_root(self._envelope.identity, tenant_salt=salt)
         return ValidRequest(
             id=RequestId(f"{self._envelope.id}/{name}"),
-            prompt=prompt,
+            prompt=pack_token_ids(prompt),
             block_hashes=tuple(block_hashes(root, prompt, images=(place,))),
             sampling=sampling,
             open_ended=sampling.max_tokens > 1,  # as long as what is heard: nobody names a length

@@ -18,7 +18,7 @@ from penstock.intake.pool_fields import Input, parse_classify, parse_embeddings,
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
-from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest
+from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest, pack_token_ids
 from penstock.weights.fields import Fields
 from penstock.weights.pooling import SENTENCES
 from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, read_object, small_files
@@ -185,7 +185,7 @@ class ReadingIntake(SingleTaskIntake):
         requests = tuple(
             ValidRequest(
                 id=RequestId(f"{envelope.id}/{index}"),
-                prompt=tokens,
+                prompt=pack_token_ids(tokens),
                 block_hashes=(),
                 sampling=READ_ONLY,
                 arrival=envelope.arrival,

@@ -45,7 +45,16 @@ from penstock.intake.validate import (
     parse_tokenize,
 )
 from penstock.kernels.blocks import hash_blocks
-from penstock.types import PAGE_TOKENS, AdapterRef, BlockHash, Grammar, RequestId, SamplingParams, ValidRequest
+from penstock.types import (
+    PAGE_TOKENS,
+    AdapterRef,
+    BlockHash,
+    Grammar,
+    RequestId,
+    SamplingParams,
+    ValidRequest,
+    pack_token_ids,
+)
 from penstock.weights.generation_config import SamplingDefaults, sampling_defaults
 from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
@@ -372,13 +381,17 @@ class ModelIntake:
         answers: list[ChoiceText] = []
         for prompt, wanted in prompts:
             hashes = await _hash_blocks(root, prompt)
+            token_ids = pack_token_ids(prompt.tokens)
             sampling = _sampling_params(call, length.max_tokens, grammar, echo=wanted.echo is not None)
+            told = wanted
+            if wanted.echo is not None:
+                told = msgspec.structs.replace(wanted, echo=Echo(text=wanted.echo.text, tokens=token_ids))
             for _ in range(call.sampling.n):
                 choice = len(requests)
                 requests.append(
                     ValidRequest(
                         id=RequestId(f"{envelope.id}/{choice}"),
-                        prompt=prompt.tokens,
+                        prompt=token_ids,
                         block_hashes=hashes,
                         sampling=msgspec.structs.replace(sampling, choice=choice),
                         open_ended=length.open_ended,
@@ -391,7 +404,7 @@ class ModelIntake:
                         claim=envelope.caller.claim(call.service),
                     )
                 )
-                answers.append(ChoiceText(self._tokenizer.table, wanted, identity=f"{envelope.name}/{choice}"))
+                answers.append(ChoiceText(self._tokenizer.table, told, identity=f"{envelope.name}/{choice}"))
         reply = Reply(
             model=self._facts.name,
             seed=call.sampling.seed,

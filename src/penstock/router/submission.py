@@ -111,7 +111,7 @@ def _of_all_legs(
         request=request.id,
         epoch=epoch,
         leg=Leg.WHOLE,
-        prompt=request.prompt,
+        prompt=bytes(request.prompt),
         sampling=sampling,
         age_s=min(max(0.0, now - request.arrival), MAX_AGE_S),
         emitted=tuple(emitted),

@@ -35,6 +35,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
     is_older,
+    pack_token_ids,
 )
 from penstock.wire.duties import NO_FAULT
 from penstock.wire.messages import Awaited, Hello, KvEvents, Recipient, Report, Submit, Suspect, WorkerDown, WorkerUp
@@ -348,7 +349,7 @@ def _question(name: RequestId, report: Report, task: Task) -> Submit:
         request=name,
         epoch=1,
         leg=Leg.WHOLE,
-        prompt=(0,),
+        prompt=bytes(pack_token_ids((0,))),
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
         root=chain_root(report.identity),
         pooling=None if task.writes else PoolingParams(),

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from penstock.hashing import block_hash, chain_root
 from penstock.sim.trace import Trace
-from penstock.types import PAGE_TOKENS, BlockHash, ModelIdentity, RequestId, SamplingParams, ValidRequest
+from penstock.types import (
+    PAGE_TOKENS,
+    TOKEN_BYTES,
+    BlockHash,
+    ModelIdentity,
+    RequestId,
+    SamplingParams,
+    ValidRequest,
+    read_token_ids,
+)
 
 IDENTITY = ModelIdentity(fingerprint="5" * 64, numerics="simulated")
 """Of all simulated workers."""
@@ -27,7 +36,6 @@ class Prompts:
         self._page_tokens = page_tokens
         self._names: dict[tuple[BlockHash, int, int], BlockHash] = {}
         self._root = chain_root(IDENTITY)
-        self._zeros = (0,) * max(job.prompt for job in trace.jobs)
         self._most = max(job.answer for job in trace.jobs)
         self._seen: set[BlockHash] = set()
         self.ideal_tokens = 0  # of prompts asked for so far, that one infinite cache of all would have had
@@ -40,7 +48,7 @@ class Prompts:
         first = job.blocks[0] if job.blocks else number
         return ValidRequest(
             id=RequestId(f"{number}"),
-            prompt=(first, *self._zeros[: job.prompt - 1]),
+            prompt=read_token_ids(first.to_bytes(TOKEN_BYTES, "little") + bytes(TOKEN_BYTES * (job.prompt - 1))),
             block_hashes=hashes,
             sampling=SamplingParams(seed=number, max_tokens=self._most, stop_token_ids=(END,)),
             arrival=arrival,

@@ -27,7 +27,7 @@ from penstock.sim.fleet import FleetFile
 from penstock.sim.network import Wire
 from penstock.sim.prompts import END, IDENTITY, WORD
 from penstock.sim.tiers import Tiers
-from penstock.types import BlockHash, Leg, RequestId, Role, WorkerId, WorkerState
+from penstock.types import BlockHash, Leg, RequestId, Role, WorkerId, WorkerState, read_token_ids
 from penstock.wire.messages import KvEvents, Report, StepRates, Submit
 
 INCARNATION = 1
@@ -125,7 +125,7 @@ class SimWorker:
             id=submit.request,
             epoch=submit.epoch,
             leg=submit.leg,
-            prompt=submit.prompt,
+            prompt=read_token_ids(submit.prompt),
             sampling=submit.sampling,
             arrival=self._agenda.now - submit.age_s,
             root=submit.root,

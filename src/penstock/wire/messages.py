@@ -26,6 +26,7 @@ import msgspec
 from penstock.types import (
     LOWER_TIERS,
     MAX_COUNT,
+    TOKEN_BYTES,
     UNCLAIMED,
     AdapterRef,
     BlockHash,
@@ -49,6 +50,7 @@ from penstock.types import (
     TokenLogprob,
     WorkerId,
     WorkerState,
+    read_token_ids,
 )
 from penstock.wire.base import Message
 from penstock.wire.duties import Assign, Relieve, StillWanted
@@ -131,13 +133,14 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
 
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
     Given back (``OTHER_PROCESS``) by whoever is not the ``recipient``.
+    Raises ValueError for a prompt that is no whole number of token ids.
     """
 
     recipient: Recipient
     request: AnyRequest
     epoch: Count
     leg: Leg
-    prompt: tuple[int, ...]
+    prompt: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES)]  # ``types.TokenIds``, little-endian
     sampling: SamplingParams
     age_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AGE_S)] = 0.0  # since it came to its gateway: its place in line
     emitted: tuple[int, ...] = ()
@@ -156,6 +159,14 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: Count = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it
     traced: bool = False  # ``TokenItem.phases`` are wanted
+
+    def __post_init__(self) -> None:
+        read_token_ids(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.prompt) // TOKEN_BYTES
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):

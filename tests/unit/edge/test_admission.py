@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import Limits
-from penstock.edge.admission import Admission, Party, Permit
+from penstock.edge.admission import PROMPT_TOKEN_BYTES, Admission, Party, Permit
 from penstock.errors import QueueFull
 
 LIMITS = Limits(max_queued_requests=5, max_queued_tokens=100, max_pending_body_bytes=1000)
@@ -43,6 +43,21 @@ def test_the_count_is_exact_after_anything(steps: list[tuple[str, list[int]]]):
             waiting.clear()
         assert admission.requests == sum(len(waiting) for _, _, waiting in scopes)
         assert admission.tokens == sum(sum(waiting.values()) for _, _, waiting in scopes)
+
+
+def test_prompts_are_bounded_together_for_as_long_as_their_requests_are_open():
+    admission = Admission(Limits(max_prompt_bytes=100 * PROMPT_TOKEN_BYTES), VirtualClock())
+    with admission.admit([90]) as permit:
+        permit.started(0)
+        assert admission.tokens == 0
+        with pytest.raises(QueueFull, match="max_prompt_bytes") as refused, admission.admit([11]):
+            pass
+        assert refused.value.retry_after >= 1
+        with admission.admit([10, 0, 0]):
+            assert admission.prompt_bytes == 100 * PROMPT_TOKEN_BYTES
+    assert admission.prompt_bytes == 0
+    with admission.admit([1000]):
+        assert admission.prompt_bytes == 1000 * PROMPT_TOKEN_BYTES, "a single one may try"
 
 
 def test_bodies_are_bounded_together():

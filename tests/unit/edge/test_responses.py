@@ -31,19 +31,20 @@ from penstock.types import (
     SamplingParams,
     ServiceClass,
     ValidRequest,
+    pack_token_ids,
 )
 
 IDENTITY = ModelIdentity(fingerprint="ab" * 32, numerics="cpp-avx2-1-fp32")
 REQUEST = ValidRequest(
     id=RequestId("r/0"),
-    prompt=(1, 2, 3),
+    prompt=pack_token_ids((1, 2, 3)),
     block_hashes=(),
     sampling=SamplingParams(seed=7, max_tokens=9, logit_bias={5: 1.0, 3: 2.0}),
     arrival=1.0,
 )
 
 OTHER_BITS = {
-    "prompt": (1, 2, 4),
+    "prompt": pack_token_ids((1, 2, 4)),
     "sampling": SamplingParams(seed=8, max_tokens=9),
     "pooling": PoolingParams(),
     "images": (PlacedImage(b"x" * 32, 0, 1, 1),),

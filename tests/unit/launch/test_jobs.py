@@ -14,6 +14,7 @@ from penstock.types import (
     SamplingParams,
     WorkerId,
     is_older,
+    pack_token_ids,
 )
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.messages import PageSource, Recipient, Submit
@@ -36,7 +37,7 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         request=RequestId("r"),
         epoch=1,
         leg=Leg.DECODE,
-        prompt=(1,),
+        prompt=bytes(pack_token_ids((1,))),
         sampling=SamplingParams(seed=1, max_tokens=1),
         root=BlockHash(bytes(32)),
         pages_from=source,

@@ -18,6 +18,7 @@ from penstock.types import (
     ValidRequest,
     WorkerId,
     WorkerState,
+    pack_token_ids,
 )
 from penstock.wire.messages import Report, WorkerUp
 
@@ -34,7 +35,7 @@ def request(
     params: dict[str, object] = {"seed": 7, "max_tokens": 8} | sampling
     return ValidRequest(
         id=RequestId(name),
-        prompt=prompt,
+        prompt=pack_token_ids(prompt),
         block_hashes=tuple(block_hashes(ROOT, prompt)),
         sampling=SamplingParams(**params),  # type: ignore[arg-type]
         arrival=arrival,

@@ -28,7 +28,7 @@ def test_a_split_request_names_its_pages_source():
     decode, prefill = (effect.submit for effect in sends if isinstance(effect, Send))
     assert decode.pages_from == PageSource(worker=P0, incarnation=1, endpoint="memory://prefill-0")
     assert prefill.pages_from is None
-    assert decode.prompt == prefill.prompt == request().prompt
+    assert decode.prompt == prefill.prompt == bytes(request().prompt)
     assert decode.block_hashes == request().block_hashes
     assert (decode.root, decode.emitted) == (ROOT, ())
     assert flight.identity == IDENTITY

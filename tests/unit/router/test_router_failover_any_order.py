@@ -102,7 +102,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert submit.epoch == self.flight.epoch
         assert list(submit.emitted) == self.delivered
         assert len(self.delivered) < self.length, "the answer was complete already"
-        assert submit.prompt == self.request.prompt
+        assert submit.prompt == bytes(self.request.prompt)
         if self.batches:
             assert submit.sampling.prompt_logprobs is None
         leg = FakeLeg(submit, effect.worker, effect.incarnation, len(submit.emitted))

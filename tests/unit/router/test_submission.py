@@ -19,6 +19,7 @@ from penstock.types import (
     SamplingParams,
     ValidRequest,
     WorkerId,
+    pack_token_ids,
 )
 from penstock.wire.messages import PageSource
 
@@ -31,7 +32,7 @@ def request() -> ValidRequest:
     prompt = (7,) * 40
     return ValidRequest(
         id=RequestId("r/0"),
-        prompt=prompt,
+        prompt=pack_token_ids(prompt),
         block_hashes=tuple(block_hashes(ROOT, prompt, images=(IMAGE,))),
         sampling=SamplingParams(seed=1, max_tokens=4),
         arrival=0.0,

@@ -140,7 +140,7 @@ def test_wrong_tags_types_and_fields_are_refused(change: dict[str, object]) -> N
 
 @pytest.mark.parametrize("head", [b"\xdd\x7f\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"])
 def test_a_short_frame_that_announces_much_takes_no_memory(head: bytes) -> None:
-    frame = encode(MESSAGES[1]).replace(b"\x93\x01\x02\x03", head)
+    frame = encode(MESSAGES[1]).replace(b"\x93\x04\x05\x06", head)
     assert head in frame
     tracemalloc.start()
     try:
@@ -149,6 +149,14 @@ def test_a_short_frame_that_announces_much_takes_no_memory(head: bytes) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("prompt", [b"", b"\0\0\0", b"\0" * 9])
+def test_a_prompt_is_whole_token_ids(prompt: bytes) -> None:
+    good = msgspec.to_builtins(MESSAGES[1], builtin_types=(bytes,))
+    frame = encode(MESSAGES[1])[:1] + msgspec.msgpack.encode(good | {"prompt": prompt})
+    with pytest.raises(ProtocolError):
+        decode(frame)
 
 
 def test_deep_nesting_is_refused() -> None:

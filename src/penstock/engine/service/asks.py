@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.engine.core.plan import Arrive
-from penstock.types import Leg, RequestId
+from penstock.types import Leg, RequestId, read_token_ids
 from penstock.wire.duties import StillWanted
 from penstock.wire.messages import Hello, PageSource, Returned, Submit, TokenItem
 from penstock.wire.phases import Phase
@@ -65,7 +65,7 @@ def arrival_of(message: Submit, now: float, *, ahead: int) -> Arrive:
         id=message.request,
         epoch=message.epoch,
         leg=message.leg,
-        prompt=message.prompt,
+        prompt=read_token_ids(message.prompt),
         sampling=message.sampling,
         arrival=now - message.age_s,
         root=message.root,

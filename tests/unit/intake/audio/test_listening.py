@@ -38,7 +38,7 @@ async def test_a_window_is_a_sound_and_the_words_that_ask(intake: ListeningIntak
     assert await listening.asks_language() is None
     request, text = await listening.window(0)
     own = [IDS[name] for name in ("<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")]
-    assert request.prompt[BEGIN:] == tuple(own)
+    assert tuple(request.prompt[BEGIN:]) == tuple(own)
     (image,), (sound,) = request.images, request.pictures
     assert (image.at, image.end, image.content) == (0, BEGIN, picture_hash(sound))
     root = chain_root(IDENTITY)
@@ -55,7 +55,7 @@ async def test_a_window_is_a_sound_and_the_words_that_ask(intake: ListeningIntak
 async def test_what_was_said_before_is_cut_from_its_beginning(intake: ListeningIntake) -> None:
     listening = await intake.listen(form(language="en", prompt=" t1 <|en|>" + " t7" * 40), ENVELOPE, translates=True)
     request, _ = await listening.window(0)
-    own = request.prompt[BEGIN:]
+    own = tuple(request.prompt[BEGIN:])
     assert own[:20] == (IDS["<|startofprev|>"], *[7] * 19)
     assert own[20:] == tuple(IDS[f"<|{name}|>"] for name in ("startoftranscript", "en", "translate", "notimestamps"))
 
@@ -64,7 +64,7 @@ async def test_a_language_is_asked_for(intake: ListeningIntake) -> None:
     listening = await intake.listen(form(wav(tones(1.7))), ENVELOPE, translates=False)
     question = await listening.asks_language()
     assert question is not None
-    assert question.prompt[BEGIN:] == (IDS["<|startoftranscript|>"],)
+    assert tuple(question.prompt[BEGIN:]) == (IDS["<|startoftranscript|>"],)
     languages = {IDS[f"<|{name}|>"] for name in ("en", "de", "fr")}
     assert set(question.sampling.banned) == set(range(VOCAB)) - languages
     assert question.sampling.max_tokens == 1
@@ -148,7 +148,7 @@ async def test_a_model_of_one_language(tmp_path: Path) -> None:
     listening = await english.listen(form(), ENVELOPE, translates=False)
     assert await listening.asks_language() is None
     request, _ = await listening.window(0)
-    assert request.prompt[BEGIN:] == (IDS["<|startoftranscript|>"], IDS["<|notimestamps|>"])
+    assert tuple(request.prompt[BEGIN:]) == (IDS["<|startoftranscript|>"], IDS["<|notimestamps|>"])
     with pytest.raises(WrongTask, match="knows English only"):
         await english.listen(form(), ENVELOPE, translates=True)
 

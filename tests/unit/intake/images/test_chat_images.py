@@ -44,7 +44,7 @@ async def test_an_image_takes_the_place_of_its_tokens(folder: Path):
     for image in got.images:
         assert set(got.prompt[image.at : image.end]) == {IMAGE_TOKEN}
         assert (got.prompt[image.at - 1], got.prompt[image.end]) == (IMAGE_TOKEN - 1, IMAGE_TOKEN + 1)
-    assert got.prompt.count(IMAGE_TOKEN) == 6 + 4
+    assert tuple(got.prompt).count(IMAGE_TOKEN) == 6 + 4
     assert [(one.rows, one.columns) for one in got.pictures] == [(2, 3), (2, 2)]
     assert got.block_hashes == tuple(block_hashes(chain_root(IDENTITY), got.prompt, images=got.images))
 
@@ -70,7 +70,7 @@ async def test_tokenize_counts_them(folder: Path):
 
 async def test_text_that_spells_the_token_is_text(folder: Path):
     got = await ask(intake_of(folder), [{"type": "text", "text": "t3 <|image_pad|> t4"}, image_part(56, 56)])
-    assert got.prompt.count(IMAGE_TOKEN) == 4
+    assert tuple(got.prompt).count(IMAGE_TOKEN) == 4
 
 
 @pytest.mark.parametrize(
