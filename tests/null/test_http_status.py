@@ -50,7 +50,10 @@ async def test_metrics_version_and_workers():
         assert metrics.text == "# no metrics\n"
         assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert (await on.client.get("/version")).json() == {"version": __version__}
-        assert (await on.client.get("/admin/workers")).json() == {"workers": [row]}
+        found = (await on.client.get("/admin/workers")).json()
+        assert found["workers"] == [row]
+        assert found["service"].pop("uptime_s") >= 0
+        assert found["service"] == {"model": MODEL, "max_model_len": 2048, "version": __version__}
 
 
 async def test_tokenize_and_detokenize_as_vllm_has_them():

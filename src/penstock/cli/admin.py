@@ -92,7 +92,8 @@ class _Service:
 
     def rows(self) -> list[dict[str, Any]]:
         """All workers."""
-        return fetch(self._url, self._key, self._timeout_s)["workers"]
+        rows: list[dict[str, Any]] = fetch(self._url, self._key, self._timeout_s)["workers"]
+        return rows
 
     def row(self, worker: str) -> dict[str, Any]:
         """One of them; empty for one that there is not, which the service words better."""

@@ -134,7 +134,9 @@ def make_app(behind: Behind) -> ASGIApp:
         _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
         _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
         *(admin.routes(behind.posts, service.door) if behind.posts else ()),
-        *status.routes(behind.streams, prepare.cards, page, behind.metrics_type, behind.waiting),
+        *status.routes(
+            behind.streams, prepare.cards, page, behind.metrics_type, waiting=behind.waiting, clock=behind.clock
+        ),
     ]
     app = Starlette(
         routes=describing(routes, behind.schemas),

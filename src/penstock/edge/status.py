@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
+from penstock.clock import Clock, MonotonicClock
 from penstock.edge.errors import refusal
 from penstock.edge.scraped import MetricsPage
 from penstock.errors import UnknownModel, UnknownRequest
@@ -22,6 +23,7 @@ from penstock.wire.ports import ModelCard, TokenStreams
 
 _encode = msgspec.json.Encoder().encode
 
+MONOTONIC = MonotonicClock()
 MAX_ID_CHARS = 128
 """Of a request's id in a path; ours are shorter."""
 
@@ -31,9 +33,12 @@ def routes(
     cards: Callable[[], Sequence[ModelCard]],
     page: MetricsPage,
     metrics_type: str,
+    *,
     waiting: Callable[[], Sequence[tuple[str, str]]] = tuple,
+    clock: Clock = MONOTONIC,
 ) -> list[Route]:
     """All ``GET`` paths (``HEAD`` comes with them).  ``waiting``: addresses of workers that are not joined yet."""
+    began = clock.now()
 
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [model_object(card) for card in cards()]})
@@ -65,10 +70,9 @@ def routes(
         return _json({"version": __version__})
 
     async def workers(_: Request) -> Response:
-        shown: dict[str, Any] = {"workers": list(streams.workers())}
-        if missing := waiting():
-            shown["joining"] = [{"endpoint": endpoint, "reason": reason} for endpoint, reason in missing]
-        return _json(shown)
+        shown = {"service": _service(cards()[0], clock.now() - began), "workers": list(streams.workers())}
+        joining = [{"endpoint": endpoint, "reason": reason} for endpoint, reason in waiting()]
+        return _json(shown | ({"joining": joining} if joining else {}))
 
     async def decisions(request: Request) -> Response:
         return _explained(streams, request.path_params["name"][:MAX_ID_CHARS])
@@ -83,6 +87,16 @@ def routes(
         Route("/admin/workers", workers),
         Route("/debug/requests/{name:path}", decisions),
     ]
+
+
+def _service(card: ModelCard, uptime_s: float) -> dict[str, Any]:
+    """What ``penstock status`` begins with."""
+    return {
+        "model": card.name,
+        "max_model_len": card.max_model_len,
+        "version": __version__,
+        "uptime_s": round(uptime_s, 1),
+    }
 
 
 def _explained(streams: TokenStreams, name: str) -> Response:

@@ -385,6 +385,8 @@ class Fleet:
             "incarnation": self.incarnations[slot],
             "steps": report.steps if report else 0,
             "tokens_in_flight": self.load[slot],
+            "prompt_tokens_computed": counters.get("prompt_tokens_computed", 0),
+            "generation_tokens": counters.get("generation_tokens", 0),
         }
         if report is not None:
             row["identity"] = report.identity.system_fingerprint
