@@ -63,6 +63,10 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
         help="without a key: also answer requests for this name, as a proxy passes it on (repeat for more; *: all)",
     )
     group.add_argument(
+        "--tls-cert", metavar="FILE", help="answer over HTTPS with this certificate (PEM, its chain too)"
+    )
+    group.add_argument("--tls-key", metavar="FILE", help="its private key (PEM); both are read again when they change")
+    group.add_argument(
         "--allowed-origin",
         metavar="ORIGIN",
         action="append",

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from penstock.config.loopback import is_loopback
-from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
+from penstock.config.schema import EngineSettings, ServeConfig, TlsConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 
 ENV_PREFIX = "PENSTOCK_"
@@ -131,6 +131,14 @@ def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None)
     environ = os.environ if environ is None else environ
     base = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else None)
     return Path(base) / "penstock" / "weights" if base and base.startswith("/") else None
+
+
+def tls_config(config: ServeConfig) -> TlsConfig | None:
+    """The files for HTTPS; None for HTTP in clear."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    cert, key = (str(Path(name).expanduser().absolute()) for name in (config.tls_cert, config.tls_key))
+    return TlsConfig(cert=cert, key=key)
 
 
 def lora_folders(given: Sequence[str]) -> dict[str, Path]:
@@ -277,6 +285,9 @@ def _check_serve(config: ServeConfig) -> None:
         )
     lora_folders(config.lora)
     _check_origins(config)
+    if (config.tls_cert is None) != (config.tls_key is None):
+        missing = "--tls-key" if config.tls_key is None else "--tls-cert"
+        raise ConfigError(f"{missing} is missing: HTTPS needs a certificate and its key")
     if config.response_cache is not None and config.allow_mixed_numerics:
         raise ConfigError(
             "--response-cache tells answers again that are the same bit for bit, which --allow-mixed-numerics does not "

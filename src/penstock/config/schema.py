@@ -284,6 +284,13 @@ class RequestConfig(Config, frozen=True, kw_only=True):
     disable_additional_properties: bool = True  # objects of JSON schemas have the properties that these name only
 
 
+class TlsConfig(Config, frozen=True, kw_only=True):
+    """Files in PEM with which clients are answered over HTTPS."""
+
+    cert: str  # the server's certificate, then those between it and its authority
+    key: str
+
+
 EventLoop = Literal["auto", "uvloop", "asyncio"]
 """Of processes that speak HTTP; "auto": uvloop if it is installed."""
 
@@ -319,6 +326,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the service from a browser
     allowed_hosts: tuple[str, ...] = ()  # names under which clients may reach it without a key, beside this host's own
     event_key: str = ""  # hex: proves that an event's id is one of this service's (docs/security.md)
+    tls: TlsConfig | None = None  # None: HTTP in clear
     fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
 
 
@@ -404,6 +412,8 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
     allowed_host: tuple[str, ...] = ()  # names under which it is reached without a key; "*": all
+    tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
+    tls_key: str | None = None  # file of its private key
     allowed_origin: tuple[str, ...] = ()  # of web pages that may use the service from a browser; "*": all
     served_model_name: str | None = None
     generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's

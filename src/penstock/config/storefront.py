@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.base import Config
 from penstock.config.scheduling import SchedulingConfig
-from penstock.config.schema import EventLoop, Limits
+from penstock.config.schema import EventLoop, Limits, TlsConfig
 
 
 class ModelPlace(Config, frozen=True, kw_only=True):
@@ -36,3 +36,4 @@ class StoreConfig(Config, frozen=True, kw_only=True):
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    tls: TlsConfig | None = None

@@ -35,12 +35,13 @@ from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
-from penstock.launch.compose import Nested, begin, listening, reachable, say, serve, slots_of, watch
+from penstock.launch.compose import Nested, begin, listening, say, serve, slots_of, url_of, watch
 from penstock.launch.event_key import event_key
 from penstock.launch.http_process import Rim
 from penstock.launch.locate import locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.supervise import Job, Supervisor
+from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure
 from penstock.types import WorkerId
@@ -74,6 +75,7 @@ def serve_catalogue(config: ServeConfig) -> int:
             event_loop=config.event_loop,
             allowed_origins=config.allowed_origin,
             allowed_hosts=config.allowed_host,
+            tls=checked_tls(config),
         )
         jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, config.log_json)
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
@@ -81,7 +83,7 @@ def serve_catalogue(config: ServeConfig) -> int:
 
         def ready() -> None:
             say(_lines(places, config.model_memory))
-            say([f"ready after {phases}: http://{reachable(config.host)}:{port}"])
+            say([f"ready after {phases}: {url_of(config, port)}"])
 
         return watch(supervisor, None, None, phases, ready)
 

@@ -67,6 +67,7 @@ from penstock.launch.restart import GATEWAY
 from penstock.launch.run_folder import RunFolder
 from penstock.launch.sparsely import read_sparsely
 from penstock.launch.supervise import Stopped, Supervisor
+from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
@@ -103,6 +104,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
     Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
     """
     phases = begin(config, nested.name if nested else "supervisor")
+    tls = None if nested else checked_tls(config)  # the front of a catalogue has its own, and asks over the loopback
     located = locate(config.model)
     spec = read_sparsely(inspect_model(located.path), config)
     name = config.served_model_name or located.name
@@ -122,6 +124,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         told = structs.replace(
             told,
             fronted=nested is not None,
+            tls=tls,
             event_key=nested.event_key if nested else event_key(config, keys if config.join else None),
         )
         told = told if plan is None else structs.replace(told, split=plan.split and told.split)
@@ -147,7 +150,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
             if nested:
                 nested.slot.set_state(WorkerState.READY)
                 return
-            url = f"http://{reachable(config.host)}:{port}"
+            url = url_of(config, port)
             needs_key = bool(config.api_key or config.api_keys)
             state = "answers, not ready before workers have joined," if config.join else "ready"
             say(talk_lines(url, (name, spec.task), needs_key=needs_key, took=str(phases), state=state))
@@ -412,6 +415,11 @@ def _worker_name(config: WorkerServeConfig) -> str:
     """A name that no other worker of the deployment is likely to have: role, host and port."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().split(".")[0].lower())
     return f"{config.role.value}-{host}-{config.listen.rpartition(':')[2]}"
+
+
+def url_of(config: ServeConfig, port: int) -> str:
+    """Where clients of this host find the service."""
+    return f"{'https' if config.tls_cert else 'http'}://{reachable(config.host)}:{port}"
 
 
 def reachable(host: str) -> str:

@@ -17,11 +17,12 @@ from typing import Any
 
 import uvicorn
 
-from penstock.config.schema import BACKLOG, Limits
+from penstock.config.schema import BACKLOG, Limits, TlsConfig
 from penstock.errors import ProtocolError
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.connections import guarded_protocol
+from penstock.launch.tls import TlsFiles
 from penstock.telemetry.log import ROOT
 from penstock.types import WorkerState
 from penstock.wire.messages import Draining, SupervisorMessage
@@ -58,7 +59,15 @@ class Rim:
 class HttpProcess:
     """``hear`` is told what the supervisor says."""
 
-    def __init__(self, rim: Rim, limits: Limits, hear: Callable[[SupervisorMessage], None]) -> None:
+    def __init__(
+        self,
+        rim: Rim,
+        limits: Limits,
+        hear: Callable[[SupervisorMessage], None],
+        tls: TlsConfig | None = None,
+    ) -> None:
+        """Raises ConfigError for TLS files that cannot be used."""
+        self._tls = None if tls is None else TlsFiles(tls)
         self._listener = rim.listener
         self._channel = rim.channel
         self._slot = rim.slot
@@ -74,7 +83,8 @@ class HttpProcess:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
-        side = [loop.create_task(work) for work in (self._beat(server), self._drain(server))]
+        watch = [] if self._tls is None else [self._tls.watch()]
+        side = [loop.create_task(work) for work in (self._beat(server), self._drain(server), *watch)]
         try:
             deadline = loop.time() + KNOWN_S
             while not known() and not server.should_exit and loop.time() < deadline:  # noqa: ASYNC110 - no event for it
@@ -90,6 +100,7 @@ class HttpProcess:
 
     def _uvicorn(self, app: App) -> uvicorn.Config:
         _adopt_logs()
+        tls = self._tls
         return uvicorn.Config(
             app,
             http=guarded_protocol(self._limits),
@@ -100,6 +111,7 @@ class HttpProcess:
             server_header=False,
             timeout_keep_alive=int(KEEP_ALIVE_S),
             backlog=BACKLOG,
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,
         )
 
     def _on_channel(self) -> None:

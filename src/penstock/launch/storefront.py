@@ -53,7 +53,7 @@ async def _run(config: StoreConfig, rim: Rim) -> int:
         app = HostCheck(app, config.allowed_hosts, config.allowed_origins)
     house.start()
     try:
-        await HttpProcess(rim, config.limits, house.on_supervisor).serve(app)
+        await HttpProcess(rim, config.limits, house.on_supervisor, config.tls).serve(app)
     finally:
         await house.close()
     return 0
