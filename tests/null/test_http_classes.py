@@ -223,3 +223,13 @@ async def test_tenants_are_no_operators(path: str):
     async with stage(ring=ring(ann=Tenant(id="a1"), root=Tenant(id="r0", operator=True))) as on:
         check(await on.client.get(path, **key("ann")), 403, "not_an_operator", "needs the key of an operator")
         assert (await on.client.get(path, **key("root"))).status_code in (200, 404, 405)
+
+
+async def test_questions_that_no_worker_is_asked_count_among_the_requests():
+    questions = (("/tokenize", {"prompt": "Once"}), ("/detokenize", {"tokens": [1]}))
+    async with stage(ring=ring(ann=Tenant(id="a1", requests_per_minute=5))) as on:
+        codes = [(await on.post(path, asked, **key("ann"))).status_code for path, asked in questions * 4]
+        assert codes == [200] * 5 + [429] * 3
+        refused = await on.post(CHAT, body(), **key("ann"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "5 requests a minute" in refused.json()["error"]["message"]

@@ -42,6 +42,7 @@ from penstock.edge.openai_completions import CompletionShape
 from penstock.edge.openai_shapes import Charge, Head, Shape, Usage
 from penstock.edge.openapi import Schemas, describing
 from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
+from penstock.edge.rates import Buckets
 from penstock.edge.reading import read_all, written
 from penstock.edge.scraped import MetricsPage, TakeSnapshot
 from penstock.edge.stored import CACHE_CONTROL, HIT, ResponseStore, StoredAnswers, repeats
@@ -91,6 +92,7 @@ class Behind:
     metrics: TakeSnapshot  # of Prometheus' text
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: Ring = field(default_factory=KeyRing)
+    buckets: Buckets | None = None  # of tenants' rates; None: of this process alone
     event_key: bytes = b""  # of the marks in events' ids
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     levels: ServiceLevels = field(default_factory=ServiceLevels)
@@ -129,8 +131,8 @@ def make_app(behind: Behind) -> ASGIApp:
         _post("/classify", service.reading(classify, ClassifyShape())),
         _post("/v1/audio/transcriptions", service.listening(translates=False)),
         _post("/v1/audio/translations", service.listening(translates=True)),
-        _post("/tokenize", service.question(_tokenize(prepare))),
-        _post("/detokenize", service.question(_detokenize(prepare))),
+        _post("/tokenize", service.question(_tokenize(prepare), counted=True)),
+        _post("/detokenize", service.question(_detokenize(prepare), counted=True)),
         _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
         _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
         *(admin.routes(behind.posts, service.door) if behind.posts else ()),
@@ -155,7 +157,7 @@ class _Service:
         self._turns = Turns()
         self._kept = KeptAnswers(behind.limits, behind.clock)
         self._traced = Traced(behind.tracer, behind.clock)
-        rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys)
+        rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys, buckets=behind.buckets)
         self._gate = Gate(rules, self.door.admission, behind.streams, behind.levels)
 
     def generation(self, prepare: Callable[[JsonObject, Envelope], Awaitable[Prepared]], shape: Shape) -> ASGIApp:
@@ -236,10 +238,12 @@ class _Service:
 
         return self.door.upload(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
-    def question(self, ask: Callable[[JsonObject], Awaitable[Any]]) -> ASGIApp:
-        """An endpoint that answers with a small JSON object."""
+    def question(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
+        """An endpoint that answers with a small JSON object; ``counted`` among its tenant's requests."""
 
         async def work(exchange: Exchange, asked: Asked) -> None:
+            if counted:
+                self._gate.count(exchange)
             await exchange.reply(200, _encode(await ask(asked.body)))
 
         return self.door.endpoint(work)

@@ -21,7 +21,7 @@ from penstock.edge.auth import EVERYBODY, Ring, Tenant
 from penstock.edge.counted import Part
 from penstock.edge.exchange import Exchange
 from penstock.edge.openai_shapes import Usage
-from penstock.edge.rates import Rates
+from penstock.edge.rates import Buckets, Rates
 from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded
 from penstock.telemetry.service_levels import ServiceLevels, Target
 from penstock.types import Claim, ServiceClass
@@ -46,6 +46,7 @@ class Rules:
     limits: Limits
     scheduling: SchedulingConfig
     ring: Ring
+    buckets: Buckets | None = None  # of tenants' rates; None: of this process alone
 
 
 class Foreseen(NamedTuple):
@@ -64,7 +65,7 @@ class Gate:
         self._admission = admission
         self._streams = streams
         self._levels = levels
-        self._rates = Rates(admission.clock)
+        self._rates = Rates(admission.clock, rules.buckets)
         self._waits_s = (config.interactive_max_wait_s, config.batch_max_wait_s)
         self._targets = (
             Target(config.interactive_ttft_ms / 1000, config.interactive_tpot_ms / 1000),
@@ -87,6 +88,15 @@ class Gate:
             max_wait_s=_wait_of(exchange.header(MAX_WAIT), self._rules.limits.max_stated_wait_s),
             waits_s=self._waits_s,
         )
+
+    def count(self, exchange: Exchange) -> None:
+        """A request that no worker is asked for.  Raises RateLimited."""
+        tenant: Tenant = exchange.tenant or EVERYBODY
+        try:
+            self._rates.take(tenant, 1, 0)
+        except CapacityError as error:
+            self._levels.shed(tenant.classes[0], error.reason)
+            raise
 
     @contextmanager
     def enter(self, exchange: Exchange, claim: Claim, costs: Sequence[int]) -> Iterator[Visit]:

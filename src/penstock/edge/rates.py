@@ -2,78 +2,119 @@
 
 A bucket holds a minute's worth and fills at an even pace.  A request takes its place and its prompt's tokens at the
 door, and its answer's tokens when they are known, which may leave the bucket empty and more: the next request waits for
-that.  Knows nothing about queues.
+that.  Knows nothing about queues, nor where buckets stand (``launch.shared_rates``: where all gateways of a host see
+them).
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.clock import Clock
 from penstock.edge.admission import MAX_RETRY_AFTER_S
 from penstock.edge.auth import Tenant
 from penstock.errors import RateLimited
+from penstock.wire.ports import RateLevel
 
 MINUTE_S = 60.0
 
 
-@dataclass(slots=True)
-class _Bucket:
-    size: int
-    left: float
-    at: float
+class Buckets(Protocol):
+    """Where the levels of buckets stand, by tenant and unit."""
 
-    def fill(self, size: int, now: float) -> None:
-        """What has come since; the size may have changed in the file of keys."""
-        self.left = min(size, self.left + (now - self.at) * size / MINUTE_S)
-        self.size, self.at = size, now
+    def locked(self) -> AbstractContextManager[None]:
+        """The scope in which levels are read and written."""
+        ...
+
+    def get(self, tenant: str, unit: str) -> RateLevel | None:
+        """None for a bucket that nobody has used, which is full."""
+        ...
+
+    def put(self, tenant: str, unit: str, level: RateLevel) -> None:
+        """It is so now."""
+        ...
+
+
+class OwnBuckets:
+    """Of one process (``Buckets``)."""
+
+    def __init__(self) -> None:
+        self._levels: dict[tuple[str, str], RateLevel] = {}
+
+    def locked(self) -> AbstractContextManager[None]:
+        """See ``Buckets``."""
+        return nullcontext()
+
+    def get(self, tenant: str, unit: str) -> RateLevel | None:
+        """See ``Buckets``."""
+        return self._levels.get((tenant, unit))
+
+    def put(self, tenant: str, unit: str, level: RateLevel) -> None:
+        """See ``Buckets``."""
+        self._levels[tenant, unit] = level
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    unit: str
+    size: int
+    amount: int
 
 
 class Rates:
     """One for an application."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, buckets: Buckets | None = None) -> None:
         self._clock = clock
-        self._buckets: dict[tuple[str, str], _Bucket] = {}  # (tenant, unit)
+        self._buckets = OwnBuckets() if buckets is None else buckets
 
     def take(self, tenant: Tenant, requests: int, tokens: int) -> None:
         """Let so much in.  Raises RateLimited, and takes nothing then.
 
         What is larger than a whole bucket is let in when the bucket is full: it takes what will come, too.
         """
-        asked = (
+        limits = (
             ("requests", tenant.requests_per_minute, requests),
             ("prompt tokens", tenant.tokens_per_minute, tokens),
         )
-        buckets: list[tuple[_Bucket, int]] = []
-        for unit, size, amount in asked:
-            if size is None:
-                continue
-            bucket = self._bucket(tenant, unit, size)
-            lacking = min(amount, size) - bucket.left
-            if lacking > 0:
-                raise self._refusal(unit, amount, bucket, lacking)
-            buckets.append((bucket, amount))
-        for bucket, amount in buckets:
-            bucket.left -= amount
+        asked = [_Asked(unit, size, amount) for unit, size, amount in limits if size is not None]
+        if not asked:
+            return
+        with self._buckets.locked():
+            now = self._clock.now()
+            left = [self._left(tenant, each.unit, each.size, now) for each in asked]
+            for each, has in zip(asked, left, strict=True):
+                lacking = min(each.amount, each.size) - has
+                if lacking > 0:
+                    raise _refusal(each, has, lacking)
+            for each, has in zip(asked, left, strict=True):
+                self._buckets.put(tenant.id, each.unit, RateLevel(has - each.amount, now))
 
     def used(self, tenant: Tenant, tokens: int) -> None:
         """So many tokens of an answer were written."""
-        if tenant.tokens_per_minute is not None:
-            self._bucket(tenant, "prompt tokens", tenant.tokens_per_minute).left -= tokens
+        if tenant.tokens_per_minute is None or not tokens:
+            return
+        with self._buckets.locked():
+            now = self._clock.now()
+            has = self._left(tenant, "prompt tokens", tenant.tokens_per_minute, now)
+            self._buckets.put(tenant.id, "prompt tokens", RateLevel(has - tokens, now))
 
-    def _bucket(self, tenant: Tenant, unit: str, size: int) -> _Bucket:
-        now = self._clock.now()
-        bucket = self._buckets.setdefault((tenant.id, unit), _Bucket(size, size, now))
-        bucket.fill(size, now)
-        return bucket
+    def _left(self, tenant: Tenant, unit: str, size: int, now: float) -> float:
+        """With what has come since; the size may have changed in the file of keys."""
+        level = self._buckets.get(tenant.id, unit)
+        if level is None:
+            return size
+        return min(size, level.left + max(0.0, now - level.at) * size / MINUTE_S)
 
-    def _refusal(self, unit: str, amount: int, bucket: _Bucket, lacking: float) -> RateLimited:
-        retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(lacking * MINUTE_S / bucket.size)))
-        kind = "tokens" if unit == "prompt tokens" else unit
-        return RateLimited(
-            f"Your key may use {bucket.size} {kind} a minute. {max(0, math.floor(bucket.left))} are left now, and this "
-            f"request asks for {amount} {unit}. Retry in {retry_after} s.",
-            retry_after=retry_after,
-        )
+
+def _refusal(asked: _Asked, left: float, lacking: float) -> RateLimited:
+    retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(lacking * MINUTE_S / asked.size)))
+    kind = "tokens" if asked.unit == "prompt tokens" else asked.unit
+    return RateLimited(
+        f"Your key may use {asked.size} {kind} a minute. {max(0, math.floor(left))} are left now, and this "
+        f"request asks for {asked.amount} {asked.unit}. Retry in {retry_after} s.",
+        retry_after=retry_after,
+    )

@@ -40,6 +40,7 @@ from penstock.launch.event_key import event_key
 from penstock.launch.http_process import Rim
 from penstock.launch.locate import locate
 from penstock.launch.restart import GATEWAY
+from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.supervise import Job, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
@@ -77,7 +78,8 @@ def serve_catalogue(config: ServeConfig) -> int:
             allowed_hosts=config.allowed_host,
             tls=checked_tls(config),
         )
-        jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, config.log_json)
+        buckets = SharedBuckets(config.scheduling.max_tenants)
+        jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, buckets, config.log_json)
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
         supervisor.when_stopping(listener.close)
 
@@ -96,6 +98,7 @@ class CatalogueJobs:
     store: StoreConfig
     listener: socket.socket
     slots: Mapping[str, Slot]
+    buckets: SharedBuckets  # of tenants' rates: those of all models
     log_json: bool
 
     def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
@@ -109,7 +112,7 @@ class CatalogueJobs:
         host, port = own.getsockname()
         return Job(
             body=partial(self._model, self.entries[worker], own),
-            keep=(own.fileno(),),
+            keep=(own.fileno(), self.buckets.descriptor),
             endpoint=f"{host}:{port}",
             handed_over=own.close,
         )
@@ -137,6 +140,7 @@ class CatalogueJobs:
                 listener=listener,
                 slot=self.slots[entry.name],
                 event_key=event_key(self.store),
+                buckets=self.buckets,
             ),
         )
 

@@ -65,6 +65,7 @@ from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnatio
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.run_folder import RunFolder
+from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.sparsely import read_sparsely
 from penstock.launch.supervise import Stopped, Supervisor
 from penstock.launch.tls import checked_tls
@@ -91,6 +92,7 @@ class Nested:
     listener: socket.socket
     slot: Slot
     event_key: str
+    buckets: SharedBuckets
 
     def pulse(self) -> None:
         """I am alive."""
@@ -129,7 +131,13 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         )
         told = told if plan is None else structs.replace(told, split=plan.split and told.split)
         front = Front(
-            config=told, listener=listener, keys=keys, slots=slots, log_json=config.log_json, created=int(time.time())
+            config=told,
+            listener=listener,
+            keys=keys,
+            slots=slots,
+            log_json=config.log_json,
+            created=int(time.time()),
+            buckets=nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants),
         )
         workers = None
         if plan is not None:

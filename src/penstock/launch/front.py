@@ -19,6 +19,7 @@ from penstock.intake.request_schemas import request_schemas
 from penstock.intake.service import ModelIntake
 from penstock.launch.http_process import App
 from penstock.launch.rings import ring_of
+from penstock.launch.shared_rates import SharedBuckets
 from penstock.router.service import RouterService
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import Tracer
@@ -34,6 +35,7 @@ def make_http_app(
     waiting: Callable[[], Sequence[tuple[str, str]]],
     *,
     created: int,
+    buckets: SharedBuckets,
 ) -> App:
     """The HTTP application of this configuration; ``waiting``: as ``joined.JoinedWorkers``.  Raises ModelError."""
     intake, pools, hears = _intakes(config, created)
@@ -53,6 +55,7 @@ def make_http_app(
             metrics=metrics.snapshot,
             met=metrics.met,
             keys=ring,
+            buckets=buckets,
             event_key=bytes.fromhex(config.event_key),
             scheduling=config.scheduling,
             levels=metrics.levels,

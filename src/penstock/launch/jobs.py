@@ -50,6 +50,7 @@ from penstock.launch.channel import Channel
 from penstock.launch.mixing import AskedNumerics, checked
 from penstock.launch.nodes import spread_over
 from penstock.launch.restart import GATEWAY
+from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.sparsely import numerics_of
 from penstock.launch.supervise import Job
 from penstock.launch.zygote import prefer_for_oom_kill
@@ -305,11 +306,12 @@ class Front:
     slots: Mapping[str, Slot]
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells
+    buckets: SharedBuckets  # of tenants' rates
 
     def job(self, name: str, incarnation: int, channel: Channel) -> Job:
         """What a gateway does."""
         body = partial(self._run, name, incarnation, channel)
-        return Job(body=body, keep=(self.listener.fileno(), channel.fileno()))
+        return Job(body=body, keep=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure(name, as_json=self.log_json)
@@ -323,7 +325,7 @@ class Front:
         inherited = GatewayInheritance(
             rim=Rim(listener=self.listener, channel=channel, slot=self.slots[name]),
             keys=self.keys,
-            make_app=partial(make_http_app, created=self.created),
+            make_app=partial(make_http_app, created=self.created, buckets=self.buckets),
         )
         own = self.config.name.replace(GATEWAY, name, 1)
         return run_gateway(structs.replace(self.config, name=own, incarnation=incarnation), inherited)

@@ -7,7 +7,7 @@ faces both.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -204,6 +204,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, each prompt once."""
         return sum(len(request.prompt) for request in self.requests[:: self.reply.n])
+
+
+class RateLevel(NamedTuple):
+    """Of a bucket of a tenant's rate, at one moment."""
+
+    left: float
+    at: float  # monotonic seconds of this host
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,138 @@
+"""One suite for rates of one process and for those that all gateways of a host share; and those with real processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.edge.auth import Tenant
+from penstock.edge.rates import Buckets, OwnBuckets, Rates
+from penstock.errors import RateLimited
+from penstock.launch.shared_rates import SharedBuckets
+
+ANN = Tenant(id="ann", requests_per_minute=6, tokens_per_minute=600)
+BOB = Tenant(id="bob", requests_per_minute=6)
+
+KINDS: dict[str, Callable[[], Buckets]] = {"own": OwnBuckets, "shared": lambda: SharedBuckets(16)}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def buckets(request: pytest.FixtureRequest) -> Buckets:
+    made: Buckets = request.param()
+    return made
+
+
+def let_in(rates: Rates, tenant: Tenant, tries: int, tokens: int = 0) -> int:
+    """How many of so many requests."""
+    count = 0
+    for _ in range(tries):
+        try:
+            rates.take(tenant, 1, tokens)
+        except RateLimited:
+            continue
+        count += 1
+    return count
+
+
+def test_a_minutes_worth_and_then_an_even_pace(buckets: Buckets) -> None:
+    clock = VirtualClock(100.0)
+    rates = Rates(clock, buckets)
+    assert let_in(rates, ANN, 20) == 6
+    clock.advance(10.0)
+    assert let_in(rates, ANN, 20) == 1
+    clock.advance(1000.0)
+    assert let_in(rates, ANN, 20) == 6
+    assert let_in(rates, BOB, 20) == 6
+
+
+def test_tokens_of_prompts_and_answers(buckets: Buckets) -> None:
+    clock = VirtualClock(100.0)
+    rates = Rates(clock, buckets)
+    assert let_in(rates, ANN, 3, tokens=250) == 2
+    rates.used(ANN, 400)  # 300 more than there were
+    clock.advance(30.0)
+    with pytest.raises(RateLimited, match="0 are left") as refused:
+        rates.take(ANN, 1, 1)
+    assert refused.value.retry_after == 1
+    clock.advance(1.0)
+    rates.take(ANN, 1, 10)
+
+
+def test_what_is_refused_takes_nothing(buckets: Buckets) -> None:
+    rates = Rates(VirtualClock(100.0), buckets)
+    rates.take(ANN, 1, 500)
+    assert let_in(rates, ANN, 20, tokens=101) == 0
+    assert let_in(rates, ANN, 20, tokens=1) == 5
+
+
+def test_a_size_that_has_changed(buckets: Buckets) -> None:
+    rates = Rates(VirtualClock(100.0), buckets)
+    rates.take(ANN, 1, 0)
+    assert let_in(rates, Tenant(id="ann", requests_per_minute=3), 20) == 3
+
+
+def test_more_tenants_than_there_is_room_for_are_served_all_the_same() -> None:
+    clock = VirtualClock(100.0)
+    rates = Rates(clock, SharedBuckets(4))
+    for i in range(1000):
+        clock.advance(1.0)
+        assert let_in(rates, Tenant(id=str(i), requests_per_minute=1), 2) == 1
+
+
+def in_child(work: Callable[[], int]) -> int:
+    """The number that ``work`` returns in a process of its own."""
+    child = os.fork()
+    if not child:
+        os._exit(work())
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_gateways_share_them_and_one_that_is_forked_anew_begins_with_what_is_left() -> None:
+    buckets = SharedBuckets(16)
+    tenant = Tenant(id="t", requests_per_minute=50)
+
+    def gateway() -> int:
+        return let_in(Rates(VirtualClock(100.0), buckets), tenant, 20)
+
+    assert [in_child(gateway) for _ in range(4)] == [20, 20, 10, 0]
+
+
+def test_several_at_once_let_in_no_more_than_one_may() -> None:
+    buckets = SharedBuckets(16)
+    tenant = Tenant(id="t", requests_per_minute=100)
+    begin, go = os.pipe()
+    children: list[int] = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(begin, 1)  # until all are there
+            os._exit(let_in(Rates(VirtualClock(100.0), buckets), tenant, 1000))
+        children.append(child)
+    os.close(begin)
+    os.close(go)
+    assert sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children) == 100
+
+
+def test_nobody_waits_for_one_that_is_stopped_in_the_middle() -> None:
+    buckets = SharedBuckets(16)
+    there, gone = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        with buckets.locked():
+            os.write(there[1], b"x")
+            os.close(gone[1])
+            os.read(gone[0], 1)
+        os._exit(0)
+    try:
+        os.read(there[0], 1)
+        assert let_in(Rates(VirtualClock(100.0), buckets), BOB, 20) == 6
+    finally:
+        os.close(gone[1])
+        os.waitpid(child, 0)
+        for end in (*there, gone[0]):
+            os.close(end)
