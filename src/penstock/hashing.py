@@ -12,6 +12,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from blake3 import blake3
 
 from penstock.types import PAGE_TOKENS, BlockHash, Medium, ModelIdentity, PlacedImage, Sound
@@ -27,8 +28,19 @@ def chain_root(identity: ModelIdentity, *, adapter: str = "", tenant_salt: str =
     return BlockHash(hasher.digest())
 
 
+def medium_salt(salt: str) -> bytes:
+    """What travels of a tenant's salt with its images and sounds; nothing for none."""
+    return blake3(b"penstock/salt/1" + salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
+
+
 def picture_hash(picture: Medium) -> bytes:
-    """Names what a model sees: pixels, their arrangement, and how tones become numbers; or what it hears."""
+    """Names what a model sees: pixels, their arrangement, and how tones become numbers; or what it hears.
+
+    Tenants with different salts (``medium_salt``) have different names for the same, and so share nothing of it.
+    """
+    if picture.salt:
+        plain = picture_hash(msgspec.structs.replace(picture, salt=b""))
+        return blake3(b"penstock/salted/1" + picture.salt + plain).digest()
     if isinstance(picture, Sound):
         head = struct.pack("<2I", picture.columns, picture.bands)
         return blake3(b"penstock/sound/1" + head).update(picture.features).digest()

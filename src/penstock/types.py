@@ -220,6 +220,10 @@ class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         return self.at + self.rows * self.columns
 
 
+MAX_SALT_BYTES = 32
+"""Of a salt as it travels with an image: a hash."""
+
+
 class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="picture"):
     """An image as its model reads it, brought to its size; ``hashing.picture_hash`` names it.
 
@@ -232,6 +236,7 @@ class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     scale: float
     mean: tuple[float, float, float]
     deviation: tuple[float, float, float]
+    salt: Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)] = b""  # of its tenant, who shares rows with nobody
 
 
 MAX_FEATURES_BYTES = 1 << 24
@@ -244,6 +249,7 @@ class Sound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # tokens that stand for it
     bands: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
     features: Annotated[bytes, msgspec.Meta(max_length=MAX_FEATURES_BYTES)]  # fp32, little-endian: [bands, frames]
+    salt: Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)] = b""  # see ``Picture``
 
     @property
     def rows(self) -> int:

@@ -210,7 +210,7 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     try:
         if key in SIZES and isinstance(value, str):
             value = parse_size(value)
-        if key in ("join", "lora", "allowed_host", "allowed_origin") and isinstance(value, str):
+        if key in ("join", "lora", "allowed_host", "allowed_origin", "remote_image_host") and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
         return msgspec.convert(value, kind, strict=not isinstance(value, str))

@@ -176,6 +176,8 @@ class Limits(Config, frozen=True, kw_only=True):
     max_images: int = 8  # of one chat
     max_image_bytes: int = 12 << 20  # of one image as it is sent or fetched
     max_image_pixels: int = 32_000_000  # of one image as it is stored; looked at before it is decoded
+    max_image_scans: int = 64  # of one JPEG file: each is a pass over all its pixels
+    max_decoding_image_bytes: int = 512 << 20  # of all images that are being decoded, 12 bytes a pixel
     max_image_tokens: int = 1024  # that one image becomes; a larger one is made smaller
     max_queued_images: int = 64  # that wait to be decoded, of all requests
     remote_image_s: float = 10.0  # to fetch one image, redirects included
@@ -184,6 +186,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_audio_rate: int = 192_000  # samples a second
     max_audio_prompt_chars: int = 16_384  # of what is said to have been said before
     max_pending_audio_s: float = 7200.0  # of all sounds that are being heard; their samples take 64 kB a second
+    max_reading_audio_bytes: int = 256 << 20  # of all sounds whose files are being read, some 8 bytes a sample
     max_queued_audio: int = 16  # sounds and windows that wait to be read, of all requests
     max_session_chars: int = 256  # of a session's name
     default_max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = (
@@ -273,6 +276,7 @@ class Offers(Config, frozen=True, kw_only=True):
     """What a service takes beside text for its model."""
 
     remote_images: bool = False  # images may be fetched from public addresses
+    remote_image_hosts: tuple[str, ...] = ()  # the only ones; empty: any
     lora: LoraConfig = LoraConfig()
 
 
@@ -319,6 +323,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
     remote_images: bool = False  # images may be fetched from public addresses
+    remote_image_hosts: tuple[str, ...] = ()  # the only ones; empty: any
     lora: LoraConfig = LoraConfig()
     response_cache: int = 0  # bytes of stored responses; 0: none
     trace: TraceConfig = TraceConfig()
@@ -427,6 +432,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     allow_mixed_numerics: bool = False  # prompts may be read in another numerics class than answers are written in, and
     # an answer may go on in another when its own has no worker left
     remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only
+    remote_image_host: tuple[str, ...] = ()  # the only hosts that they are fetched from; empty: any
     response_cache: Positive | None = None  # bytes of stored responses, all gateways together; None: none are stored
     trace_endpoint: str | None = None  # URL of an OpenTelemetry collector that spans of requests are sent to
     trace_file: str | None = None  # that they are written to

@@ -119,6 +119,7 @@ class Listening:
         """``before``: tokens in front of every window's own.  ``room``: for the samples that were read."""
         self._intake = intake
         self._asked, self._envelope, translates = asked
+        self._salt = self._envelope.caller.salt + self._asked.cache_salt
         self._before = before
         self._samples_N, self._spans = read
         self._room = room
@@ -203,5 +204,5 @@ class Listening:
     async def _hear(self, index: int) -> Heard:
         if self._heard is None or self._heard[0] != index:
             begin, end = self._spans[index]
-            self._heard = (index, await self._intake.sounds.hear(self._samples_N[begin:end]))
+            self._heard = (index, await self._intake.sounds.hear(self._samples_N[begin:end], self._salt))
         return self._heard[1]

@@ -102,9 +102,7 @@ class ModelIntake:
             sampling=_suggested(files, requests),
             requests=requests,
         )
-        self._images = (
-            None if recipe is None else Images(recipe, limits, _remote(limits) if offers.remote_images else None)
-        )
+        self._images = None if recipe is None else Images(recipe, limits, _remote(limits, offers))
         self._adapters = AdapterBook(offers.lora, folder, name)
         suggested = msgspec.to_builtins(self._facts.sampling)
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len, sampling=suggested)
@@ -159,7 +157,8 @@ class ModelIntake:
         wish = Wish(tooling=checked.text.tooling, constrained=call.grammar is not None, closed=call.closed)
         written = await self._write_chat(checked.text, wish, cut=keep is not None)
         call = await self._with_calls_demanded(call, written.grammars, envelope.caller.tenant)
-        prompt = await self._see(_last(written.tokens, keep), checked.text)
+        salt = envelope.caller.salt + call.cache_salt
+        prompt = await self._see(_last(written.tokens, keep), checked.text, salt)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt.tokens)
         length = _length(call.sampling, room, self._limits.default_max_tokens)
@@ -265,15 +264,15 @@ class ModelIntake:
             )
         return chars
 
-    async def _see(self, tokens: tuple[int, ...], text: ChatText) -> Seen:
-        """The prompt with the images of its chat."""
+    async def _see(self, tokens: tuple[int, ...], text: ChatText, salt: str = "") -> Seen:
+        """The prompt with the images of its chat; who has another ``salt`` shares nothing of them."""
         if self._images is None:
             return Seen(tokens)
         if text.images and not installed():
             raise unsupported(
                 text.images[0].where, "images need Pillow on the server; pip install 'penstock[vision]' brings it."
             )
-        return await self._images.see(tokens, text.images)
+        return await self._images.see(tokens, text.images, salt)
 
     async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool, cut: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -470,8 +469,11 @@ def _sampling_params(call: Call, max_tokens: int, grammar: Grammar | None, *, ec
     )
 
 
-def _remote(limits: Limits) -> RemoteImages:
-    return RemoteImages(max_bytes=limits.max_image_bytes, max_seconds=limits.remote_image_s)
+def _remote(limits: Limits, offers: Offers) -> RemoteImages | None:
+    if not offers.remote_images:
+        return None
+    hosts = offers.remote_image_hosts
+    return RemoteImages(max_bytes=limits.max_image_bytes, max_seconds=limits.remote_image_s, hosts=hosts)
 
 
 async def _hash_blocks(root: BlockHash, prompt: Seen) -> tuple[BlockHash, ...]:

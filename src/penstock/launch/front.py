@@ -79,7 +79,9 @@ def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None,
             max_model_len=length,
             limits=config.limits,
             created=created,
-            offers=Offers(remote_images=config.remote_images, lora=config.lora),
+            offers=Offers(
+                remote_images=config.remote_images, remote_image_hosts=config.remote_image_hosts, lora=config.lora
+            ),
             requests=config.requests,
         )
         return writing, None, None

@@ -21,12 +21,16 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
-MAX_KEYS = 1 << 16
+MAX_KEYS = 1 << 13
 MAX_TENSORS = 1 << 20
 MAX_NAME_BYTES = 1 << 16
 MAX_TEXT_BYTES = 64 << 20
-MAX_ARRAY = 1 << 26
-"""Elements of an array; the largest known vocabularies have some 2^18 tokens and 2^19 merges."""
+MAX_ELEMENTS = 1 << 22
+"""Of all arrays of the metadata together, which become Python's objects of 60 bytes and more; the largest known
+vocabularies have some 2^18 tokens, each with a score and a type, and 2^19 merges."""
+
+MAX_TEXTS_BYTES = 256 << 20
+"""Of all texts of the metadata together."""
 
 MAX_RANK = 4
 
@@ -186,6 +190,8 @@ class _Reader:
         self.raw = raw
         self.where = where
         self.at = 0
+        self._elements = 0  # of arrays so far
+        self._text_bytes = 0
 
     def refuse(self, reason: str) -> ModelError:
         return ModelError(f"{self.where}: {reason}")
@@ -213,6 +219,9 @@ class _Reader:
         length: int = self.scalar(_SCALARS[10], what)
         if length > most:
             raise self.refuse(f"damaged, {what} would have {length} bytes")
+        self._text_bytes += length
+        if self._text_bytes > MAX_TEXTS_BYTES:
+            raise self.refuse(f"its texts have more than {MAX_TEXTS_BYTES >> 20} MiB together")
         begin = self.take(length, what)
         try:
             return str(self.raw[begin : begin + length], "utf-8")
@@ -237,15 +246,23 @@ class _Reader:
             raise self.refuse(f"{what} must be true or false, got {value}")
         return bool(value)
 
+    def _length(self, what: str, *, least_bytes: int) -> int:
+        """Of an array.  Checked in sum before anything of it is read."""
+        length = self.count(f"elements of {what}", MAX_ELEMENTS, least_bytes=least_bytes)
+        self._elements += length
+        if self._elements > MAX_ELEMENTS:
+            raise self.refuse(f"its arrays have more than {MAX_ELEMENTS} elements together")
+        return length
+
     def _array(self, what: str) -> list[Any]:
         kind = self.scalar(_SCALARS[4], what)
         if kind == _TEXT:
-            length = self.count(f"elements of {what}", MAX_ARRAY, least_bytes=8)
+            length = self._length(what, least_bytes=8)
             return [self.text(what, MAX_TEXT_BYTES) for _ in range(length)]
         form = _SCALARS.get(kind)
         if form is None:
             raise self.refuse(f"{what} is an array of a type that is not known, number {kind}")
-        length = self.count(f"elements of {what}", MAX_ARRAY, least_bytes=form.size)
+        length = self._length(what, least_bytes=form.size)
         begin = self.take(length * form.size, what)
         values = struct.unpack_from(f"<{length}{form.format[1:]}", self.raw, begin)
         return [bool(value) for value in values] if kind == _BOOL else list(values)

@@ -14,7 +14,7 @@ from penstock.errors import ModelError
 from penstock.weights.strict_json import parse_object
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 32 << 20
 """The cap of the format's own reader."""
 
 MAX_RANK = 16

@@ -16,6 +16,7 @@ from gguf import GGUFReader, GGUFWriter
 
 from penstock.errors import ModelError
 from penstock.kernels.native import NativeOps, families
+from penstock.weights import gguf
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.fields import Fields
 from penstock.weights.gguf import parse_header
@@ -225,3 +226,17 @@ def test_any_damage_to_the_header_is_refused_or_harmless(tmp_path: Path) -> None
         path.write_bytes(damaged[:end] if place % 50 == 0 else damaged)
         with contextlib.suppress(ModelError):
             assert inspect_model(path).layers == 1
+
+
+def test_what_becomes_objects_is_bounded_in_sum_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def array(count: int) -> bytes:
+        return struct.pack("<IQ", 0, count) + bytes(count)  # of bytes
+
+    monkeypatch.setattr(gguf, "MAX_ELEMENTS", 100)
+    keys = [(f"k{n}", ARRAY, array(40)) for n in range(2)]
+    assert len(parse_header(memoryview(header(keys)), "f.gguf").metadata) == 2
+    with pytest.raises(ModelError, match="arrays have more than 100 elements together"):
+        parse_header(memoryview(header([*keys, ("k2", ARRAY, array(40))])), "f.gguf")
+    monkeypatch.setattr(gguf, "MAX_TEXTS_BYTES", 64)
+    with pytest.raises(ModelError, match="its texts have more than"):
+        parse_header(memoryview(header([(f"key{n}", TEXT, text("x" * 30)) for n in range(2)])), "f.gguf")

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from penstock.config.schema import Limits
 from penstock.errors import QueueFull
-from penstock.hashing import picture_hash
+from penstock.hashing import medium_salt, picture_hash
 from penstock.intake.audio.features import Features, SoundRecipe
-from penstock.intake.audio.resampling import resampled
-from penstock.intake.audio.wav import Recording, samples_of
+from penstock.intake.audio.resampling import resampled, working_bytes
+from penstock.intake.audio.wav import PIECE_BYTES, Recording, samples_of
 from penstock.intake.audio.windows import windows
+from penstock.intake.memory_budget import MemoryBudget
 from penstock.types import PlacedImage, Sound
 
 THREADS = 2
@@ -27,6 +28,12 @@ T = TypeVar("T")
 
 Span = tuple[int, int]
 """A window: its first sample, and the one behind its last."""
+
+
+def reading_bytes(recording: Recording, rate: int) -> int:
+    """What reading it takes at its peak beside the file: its samples twice, those at ``rate``, and room to work."""
+    frames = round(recording.seconds * recording.rate)
+    return 8 * frames + 4 * round(recording.seconds * rate) + PIECE_BYTES + working_bytes(recording.rate, rate)
 
 
 class Room:
@@ -50,6 +57,7 @@ class Sounds:
         self._features = Features(recipe)
         self._limits = limits
         self._queued = 0
+        self._reading = MemoryBudget(limits.max_reading_audio_bytes)
         self.held_s = 0.0  # of all requests
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="sounds")
 
@@ -71,17 +79,18 @@ class Sounds:
         """Samples at the model's rate, and the windows they are heard in.  Raises RequestError, or QueueFull."""
 
         def work() -> tuple[NDArray[np.float32], list[Span]]:
-            samples_N = resampled(samples_of(recording), recording.rate, self.recipe.rate)
+            with self._reading.hold(reading_bytes(recording, self.recipe.rate)):
+                samples_N = resampled(samples_of(recording), recording.rate, self.recipe.rate)
             return samples_N, windows(samples_N, self.recipe.samples)
 
         return await self._beside(work)
 
-    async def hear(self, samples_N: NDArray[np.float32]) -> tuple[PlacedImage, Sound]:
-        """One window, in front of a prompt.  Raises QueueFull."""
+    async def hear(self, samples_N: NDArray[np.float32], salt: str = "") -> tuple[PlacedImage, Sound]:
+        """One window, in front of a prompt.  Who has another ``salt`` shares nothing of it.  Raises QueueFull."""
 
         def work() -> tuple[PlacedImage, Sound]:
             features_BT = self._features.of(samples_N).astype("<f4", copy=False)
-            sound = Sound(self.recipe.tokens, self.recipe.bands, features_BT.tobytes())
+            sound = Sound(self.recipe.tokens, self.recipe.bands, features_BT.tobytes(), medium_salt(salt))
             return PlacedImage(picture_hash(sound), 0, sound.rows, sound.columns), sound
 
         return await self._beside(work)

@@ -30,6 +30,14 @@ _PHASES_AT_A_TIME = 64
 """Whose weights are made together."""
 
 
+def working_bytes(rate: int, wanted: int) -> int:
+    """What ``resampled`` takes at its peak beside its samples and a copy of them: neighbours in float64."""
+    if rate == wanted:
+        return 0
+    scale = min(1.0, wanted / rate) * ROLL_OFF
+    return 8 * _AT_A_TIME * 2 * math.ceil(ZEROS / scale)
+
+
 def resampled(samples_N: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
     """The same sound with ``wanted`` samples a second instead of ``rate``."""
     if rate == wanted:
@@ -39,7 +47,7 @@ def resampled(samples_N: NDArray[np.float32], rate: int, wanted: int) -> NDArray
     scale = min(1.0, up / down) * ROLL_OFF
     half = math.ceil(ZEROS / scale)
     count = -(-len(samples_N) * up // down)
-    padded_N = np.pad(samples_N.astype(np.float64), (half - 1, half + down))
+    padded_N = np.pad(samples_N, (half - 1, half + down))
     near_N2 = sliding_window_view(padded_N, 2 * half)
     out = np.empty(count, np.float32)
     for first in range(0, min(up, count), _PHASES_AT_A_TIME):
@@ -49,7 +57,8 @@ def resampled(samples_N: NDArray[np.float32], rate: int, wanted: int) -> NDArray
             own = out[phase::up]
             for at in range(0, len(own), _AT_A_TIME):
                 stop = min(len(own), at + _AT_A_TIME)
-                own[at:stop] = near_N2[begin + at * down : begin + (stop - 1) * down + 1 : down] @ weights_K
+                near = near_N2[begin + at * down : begin + (stop - 1) * down + 1 : down]
+                own[at:stop] = near.astype(np.float64) @ weights_K
     return out
 
 

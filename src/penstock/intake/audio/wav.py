@@ -132,12 +132,22 @@ def _recording(head: bytes, data: memoryview) -> Recording:
     return Recording(kind=kind, bits=bits, channels=channels, rate=rate, data=data[: len(data) // frame * frame])
 
 
+_PIECE_SAMPLES = 1 << 20
+PIECE_BYTES = 16 * _PIECE_SAMPLES
+"""What samples take that are made into numbers at a time."""
+
+
 def samples_of(recording: Recording) -> NDArray[np.float32]:
     """[N] from -1 to 1: all channels on average.  Raises RequestError for numbers that are none."""
-    wide = _NUMBERS[recording.kind, recording.bits](recording.data)
-    if recording.kind == FLOAT and not np.isfinite(wide).all():
-        raise bad_audio("it has samples that are no numbers.")
-    mono_N: NDArray[np.float32] = wide.reshape(-1, recording.channels).mean(axis=1, dtype=np.float32)
+    frame = recording.channels * recording.bits // 8
+    mono_N = np.empty(len(recording.data) // frame, np.float32)
+    step = _PIECE_SAMPLES // recording.channels
+    for begin in range(0, len(mono_N), step):
+        piece = recording.data[begin * frame : (begin + step) * frame]
+        wide = _NUMBERS[recording.kind, recording.bits](piece)
+        if recording.kind == FLOAT and not np.isfinite(wide).all():
+            raise bad_audio("it has samples that are no numbers.")
+        mono_N[begin : begin + step] = wide.reshape(-1, recording.channels).mean(axis=1, dtype=np.float32)
     return mono_N
 
 

@@ -1,6 +1,7 @@
 """All images of one chat, beside the event loop and within bounds: from URLs to pictures, and into the prompt.
 
-At most ``THREADS`` images are decoded at a time, and so many may wait (``Limits.max_queued_images``).
+At most ``THREADS`` images are decoded at a time, in bounded memory, and so many may wait as
+``Limits.max_queued_images`` says.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import msgspec
 
 from penstock.config.schema import Limits
 from penstock.errors import QueueFull, RequestError
-from penstock.hashing import picture_hash
-from penstock.intake.images.pixels import bad_image, picture_of
+from penstock.hashing import medium_salt, picture_hash
+from penstock.intake.images.pixels import bad_image, decoding_bytes, picture_of
 from penstock.intake.images.recipe import ImageRecipe
 from penstock.intake.images.remote import RemoteImages
+from penstock.intake.memory_budget import MemoryBudget
 from penstock.intake.message_fields import ImageUrl
 from penstock.types import Picture, PlacedImage
 
@@ -49,15 +51,16 @@ class Images:
         self._limits = limits
         self._remote = remote
         self._queued = 0
+        self._decoding = MemoryBudget(limits.max_decoding_image_bytes)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
 
     def close(self) -> None:
         """Lets the threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def see(self, tokens: tuple[int, ...], urls: Sequence[ImageUrl]) -> Seen:
-        """The prompt with these images, in which the template wrote one token for each.  Raises RequestError, or
-        QueueFull."""
+    async def see(self, tokens: tuple[int, ...], urls: Sequence[ImageUrl], salt: str = "") -> Seen:
+        """The prompt with these images, in which the template wrote one token for each.  Who has another ``salt``
+        shares nothing of them.  Raises RequestError, or QueueFull."""
         shown = tokens.count(self.recipe.token)
         if shown != len(urls):
             raise RequestError(
@@ -71,17 +74,17 @@ class Images:
             raise QueueFull(f"{self._queued} images wait to be decoded, at most {self._limits.max_queued_images} may.")
         self._queued += len(urls)
         try:
-            return expanded(tokens, self.recipe.token, await self._pictures(urls))
+            return expanded(tokens, self.recipe.token, await self._pictures(urls, medium_salt(salt)))
         finally:
             self._queued -= len(urls)
 
-    async def _pictures(self, urls: Sequence[ImageUrl]) -> list[tuple[Picture, bytes]]:
+    async def _pictures(self, urls: Sequence[ImageUrl], salt: bytes) -> list[tuple[Picture, bytes]]:
         """Pictures with their hashes, one after another: what is refused early costs nothing later."""
         made: list[tuple[Picture, bytes]] = []
         for image in urls:
             raw = None if image.url[:5].lower() == "data:" else await self._fetch(image)
             loop = asyncio.get_running_loop()
-            made.append(await loop.run_in_executor(self._pool, self._picture, image, raw))
+            made.append(await loop.run_in_executor(self._pool, self._picture, image, raw, salt))
             if sum(len(picture.pixels) for picture, _ in made) > MAX_PICTURE_BYTES:
                 raise bad_image(image.where, f"all images together have more than {MAX_PICTURE_BYTES} bytes of pixels.")
         return made
@@ -95,11 +98,13 @@ class Images:
             )
         return await self._remote.fetch(image.url, image.where)
 
-    def _picture(self, image: ImageUrl, raw: bytes | None) -> tuple[Picture, bytes]:
+    def _picture(self, image: ImageUrl, raw: bytes | None, salt: bytes) -> tuple[Picture, bytes]:
         """On a thread."""
         if raw is None:
             raw = data_of(image, self._limits.max_image_bytes)
-        picture = picture_of(raw, self.recipe, self._limits, image.where)
+        with self._decoding.hold(decoding_bytes(raw, image.where, self._limits)):
+            picture = picture_of(raw, self.recipe, self._limits, image.where)
+        picture = msgspec.structs.replace(picture, salt=salt) if salt else picture
         return picture, picture_hash(picture)
 
 

@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 import httptools
@@ -27,10 +28,23 @@ _CHUNK = 64 << 10
 _INWARD = tuple(
     map(
         ipaddress.ip_network,
-        ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16", "::/96", "192.0.0.0/24", "192.88.99.0/24"),
+        (
+            *("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16", "::/96", "192.0.0.0/24", "192.88.99.0/24"),
+            *("fec0::/10", "3fff::/20", "5f00::/16", "168.63.129.16/32"),
+        ),
     )
 )
-"""Networks in which other addresses hide (translated, tunnelled, compatible ones), or whose members are no hosts."""
+"""Networks in which other addresses hide (translated, tunnelled, compatible ones), or whose members are no public
+hosts: site-local and documentation addresses, segment routing, and the address at which Azure serves its machines."""
+
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
+"""The third quarter of addresses that hide one of IPv4 (RFC 5214, 6.1)."""
+
+RESOLVERS = 4
+RESOLVE_S = 5.0
+MAX_RESOLVING = 64
+"""Threads that resolve names, how long one is waited for, and how many may be asked for at a time: a name server that
+says nothing holds its own threads up, not those of the loop."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Host and port to addresses."""
@@ -46,13 +60,43 @@ def is_public(address: str) -> bool:
         return is_public(str(found.ipv4_mapped))
     if any(found in network for network in _INWARD):
         return False
+    if isinstance(found, ipaddress.IPv6Address) and int(found) >> 32 & 0xFFFFFFFF in _ISATAP:
+        return False
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
 
 
-async def resolve(host: str, port: int) -> Sequence[str]:
-    """As the system resolves names.  Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+class Resolver:
+    """Resolves names as the system does, on threads of its own."""
+
+    def __init__(self, patience_s: float = RESOLVE_S) -> None:
+        self._patience_s = patience_s
+        self._pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolver")
+        self._asked = 0  # that are not over, waited for or not
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        """Addresses of a name.  Raises OSError, also when it takes too long or too many are asked for."""
+        if self._asked >= MAX_RESOLVING:
+            raise OSError("too many names are being resolved")
+        self._asked += 1
+        asked = asyncio.get_running_loop().run_in_executor(self._pool, _addresses, host, port)
+        asked.add_done_callback(self._over)
+        done, _ = await asyncio.wait([asked], timeout=self._patience_s)
+        if not done:
+            raise OSError("resolving the name takes too long")
+        return asked.result()
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _over(self, asked: asyncio.Future[list[str]]) -> None:
+        self._asked -= 1
+        if not asked.cancelled():
+            asked.exception()  # whoever wanted to know may be gone
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 class RemoteImages:
@@ -63,13 +107,16 @@ class RemoteImages:
         *,
         max_bytes: int,
         max_seconds: float,
-        resolve: Resolve = resolve,
+        hosts: Sequence[str] = (),
+        resolve: Resolve | None = None,
         public: Callable[[str], bool] = is_public,
     ) -> None:
-        """``resolve`` and ``public`` are exchanged in tests only."""
+        """``hosts``: the only ones that are fetched from, ``.example.com`` for all below that name; empty: any.
+        ``resolve`` and ``public`` are exchanged in tests only."""
+        self._hosts = tuple(host.lower().rstrip(".") for host in hosts)
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
-        self._resolve = resolve
+        self._resolve: Resolve = resolve or Resolver()
         self._public = public
         self._tls = ssl.create_default_context()
 
@@ -96,6 +143,8 @@ class RemoteImages:
 
     async def _get(self, url: SplitResult, where: str) -> _Answer:
         host, port = str(url.hostname), PORTS[url.scheme]
+        if self._hosts and not self._allowed(host):
+            raise bad_image(where, "this server fetches from some hosts only, and its is none of them.")
         addresses = await self._resolve(host, port)
         if not addresses or not all(map(self._public, addresses)):
             raise bad_image(where, "its address is not a public one.")
@@ -106,6 +155,10 @@ class RemoteImages:
             return await self._read(reader, where)
         finally:
             writer.transport.abort()  # at once: an orderly end of TLS may take longer than all of this may
+
+    def _allowed(self, host: str) -> bool:
+        name = host.lower().rstrip(".")
+        return any(name.endswith(allowed) if allowed.startswith(".") else name == allowed for allowed in self._hosts)
 
     async def _connect(
         self, url: SplitResult, addresses: Sequence[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from transformers import WhisperFeatureExtractor
 from penstock.config.schema import Limits
 from penstock.errors import ModelError, RequestError
 from penstock.intake.audio.features import Features, SoundRecipe, read_sound_recipe
+from penstock.intake.audio.preparing import reading_bytes
 from penstock.intake.audio.resampling import resampled
 from penstock.intake.audio.wav import FLOAT, PCM, read_wav, samples_of
 from penstock.intake.audio.windows import windows
@@ -172,3 +174,17 @@ def test_the_recipe_is_the_models(tmp_path: Path) -> None:
 def test_a_written_file_is_what_was_written() -> None:
     samples_N = tones(0.5)
     np.testing.assert_allclose(read(wav(samples_N, channels=2)), samples_N, atol=4e-5)
+
+
+def test_a_sound_is_read_in_bounded_memory() -> None:
+    """Beside the file no more than what is counted for its samples."""
+    raw = riff(PCM, 8, bytes(4_000_000), rate=192_000)
+    recording = read_wav(raw, Limits())
+    tracemalloc.start()
+    try:
+        samples_N = resampled(samples_of(recording), recording.rate, 16_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(samples_N) == 333_334
+    assert peak <= reading_bytes(recording, 16_000) + (4 << 20)

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.config.schema import Limits
 from penstock.errors import QueueFull, RequestError
-from penstock.hashing import block_hashes, chain_root
+from penstock.hashing import block_hashes, chain_root, picture_hash
 from penstock.intake.images import pixels
 from penstock.intake.service import ModelIntake
 from penstock.types import ModelIdentity, RequestId, ValidRequest
-from penstock.wire.ports import Envelope
+from penstock.wire.ports import Caller, Envelope
 from vision_models import IMAGE_TOKEN, data_url, image_part, write_vision_model
 
 STORYTELLER = Path(pixels.__file__).parents[2] / "bundled/storyteller"
@@ -145,3 +145,16 @@ async def test_a_template_that_shows_no_images_is_named(folder: Path, tmp_path: 
     (other / "tokenizer_config.json").write_text('{"chat_template": "{% for m in messages %}t3 {% endfor %}"}')
     with pytest.raises(RequestError, match="shows 0 of 1 images"):
         await ask(intake_of(other), [image_part(30, 30)])
+
+
+async def test_tenants_share_nothing_of_an_image(folder: Path):
+    intake = intake_of(folder)
+    body = {"model": "m", "messages": [{"role": "user", "content": [TEXT, image_part(90, 60)]}], "max_tokens": 4}
+    images = {}
+    for salt, more in (("", {}), ("a", {}), ("b", {}), ("", {"cache_salt": "a"})):
+        envelope = Envelope(id=RequestId("x"), arrival=1.0, identity=IDENTITY, caller=Caller(salt=salt))
+        request = (await intake.chat(body | more, envelope)).requests[0]
+        assert picture_hash(request.pictures[0]) == request.images[0].content, "as the worker looks at it"
+        images[salt, *more] = request.images[0].content
+    assert len({images["",], images["a",], images["b",]}) == 3
+    assert images["", "cache_salt"] == images["a",]

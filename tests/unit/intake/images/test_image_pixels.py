@@ -12,7 +12,8 @@ from PIL import Image
 
 from penstock.config.schema import Limits
 from penstock.errors import ModelError, RequestError
-from penstock.intake.images.pixels import picture_of
+from penstock.intake.images import pixels
+from penstock.intake.images.pixels import decoding_bytes, has_more_scans, picture_of
 from penstock.intake.images.recipe import ImageRecipe, read_recipe
 from penstock.types import Picture
 from penstock.weights.small_files import SmallFiles
@@ -161,3 +162,28 @@ def test_a_recipe_that_cannot_be_followed_is_refused(change: dict[str, object], 
 
 def test_a_model_of_text_has_no_recipe():
     assert read_recipe(Files(config_json='{"architectures": ["LlamaForCausalLM"]}')) is None
+
+
+def many_scans(count: int) -> bytes:
+    """A progressive JPEG with so many more scans that say nothing new: 10 bytes and a pass over all pixels each."""
+    raw = encoded(picture(64, 64), "JPEG", progressive=True)
+    scan = b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x00"
+    return raw[:-2] + scan * count + raw[-2:]
+
+
+def test_a_jpeg_of_many_passes_is_refused_before_the_first_of_them(monkeypatch: pytest.MonkeyPatch):
+    assert not has_more_scans(encoded(picture(64, 64), "JPEG", progressive=True), 12)
+    assert has_more_scans(many_scans(64), 64)
+    assert has_more_scans(b"\xff\xd8" + b"\xff\xe0\x00\x02" * 100_000, 64), "a file of nothing but markers"
+    noise = b"\xff\x00\xff\xd0\xff\xff" * 100_000
+    assert not has_more_scans(b"\xff\xd8\xff\xda\x00\x02" + noise + b"\xff\xd9" + b"\xff\xda\x00\x02" * 999, 64)
+    monkeypatch.setattr(pixels, "_prepared", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(RequestError, match="more than 64 scans"):
+        read(many_scans(4000))
+
+
+def test_what_decoding_takes_is_known_from_the_head():
+    assert decoding_bytes(bomb(4000, 3000), "here", Limits()) == 4000 * 3000 * 12
+    assert decoding_bytes(b"nothing", "here", Limits()) == 0
+    with pytest.raises(RequestError, match="max_image_pixels"):
+        decoding_bytes(bomb(8000, 8000), "here", Limits())

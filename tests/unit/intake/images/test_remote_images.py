@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -11,7 +13,7 @@ import pytest
 
 from penstock.errors import RequestError
 from penstock.intake.images import remote
-from penstock.intake.images.remote import RemoteImages, is_public
+from penstock.intake.images.remote import RemoteImages, Resolver, is_public
 
 IMAGE = b"image" * 100
 
@@ -22,6 +24,8 @@ IMAGE = b"image" * 100
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
         *("224.0.0.1", "255.255.255.255", "192.0.0.8", "198.18.0.1", "240.0.0.1", "nonsense", ""),
         *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1"),
+        *("168.63.129.16", "::ffff:168.63.129.16", "fec0::1", "3fff::1", "2606:4700::5efe:10.0.0.1"),
+        *("2606:4700::200:5efe:127.0.0.1", "5f00::1"),
         *("64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::", "::127.0.0.1", "64:ff9b:1::1"),
     ],
 )
@@ -175,3 +179,38 @@ async def test_size_and_time_are_limited(loopback: Callable[[int], None]):
         loopback(port)
         with pytest.raises(RequestError, match="remote_image_s"):
             await fetcher(max_seconds=0.05).fetch("http://example.com/", "here")
+
+
+async def test_only_hosts_that_the_operator_names_are_fetched_from():
+    async def nowhere(host: str, port: int) -> Sequence[str]:
+        raise OSError(f"{host} was asked for")
+
+    images = RemoteImages(max_bytes=1, max_seconds=5.0, hosts=("cdn.example.com", ".example.org"), resolve=nowhere)
+    for url in ("https://example.com/a", "https://xexample.org/a", "https://cdn.example.com.evil.net/a"):
+        with pytest.raises(RequestError, match="some hosts only"):
+            await images.fetch(url, "here")
+    for url in ("https://CDN.example.com./a", "https://a.b.example.org/a"):
+        with pytest.raises(RequestError, match="could not be fetched"):
+            await images.fetch(url, "here")
+
+
+async def test_a_name_server_that_says_nothing_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch):
+    goes_on = threading.Event()
+
+    def getaddrinfo(host: str, port: int, type: int) -> list[tuple[object, ...]]:
+        assert host == "quick" or goes_on.wait(60)
+        return [(0, 0, 0, "", ("1.1.1.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    resolver = Resolver(patience_s=0.01)
+    for _ in range(remote.RESOLVERS - 1):
+        with pytest.raises(OSError, match="too long"):
+            await resolver("slow", 80)
+    resolver._patience_s = 60.0
+    assert await resolver("quick", 80) == ["1.1.1.1"]
+    assert await asyncio.to_thread(lambda: 1) == 1, "the loop's own threads are free"
+    monkeypatch.setattr(remote, "MAX_RESOLVING", remote.RESOLVERS - 1)
+    with pytest.raises(OSError, match="too many"):
+        await resolver("quick", 80)
+    goes_on.set()
+    resolver.close()
