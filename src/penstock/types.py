@@ -188,7 +188,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     second: Count | None = None  # where the second of two texts begins, for models that tell them apart
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability (nats, of the unmodified distribution) of one token, and of the likeliest alternatives."""
 
     token: TokenId
@@ -342,7 +342,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""  # the span that it is a part of, as a ``traceparent`` of W3C Trace Context; "": none is recorded
 
 
-class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
+class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The next tokens of one answer, in order, each exactly once."""
 
     tokens: tuple[int, ...]

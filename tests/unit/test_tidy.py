@@ -17,6 +17,7 @@ import pytest
 from penstock.cli.parsing import COMMANDS
 from penstock.config import schema
 from penstock.config.tracing import TraceLimits
+from penstock.config.turns import TurnLimits
 from penstock.telemetry import metrics, spans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,7 @@ STRUCTS = {
     "routing": schema.RoutingConfig,
     "scheduling": schema.SchedulingConfig,
     "trace": TraceLimits,
+    "turns": TurnLimits,
 }
 
 

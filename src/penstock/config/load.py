@@ -45,7 +45,7 @@ SIZES = (
 )
 """Settings in bytes, which may be said as "512MiB"."""
 
-_TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace")
+_TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns")
 """In a file only: too many for flags."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)

@@ -13,6 +13,7 @@ from penstock.config.base import Config
 from penstock.config.hand_over import HandOverConfig
 from penstock.config.scheduling import SchedulingConfig
 from penstock.config.tracing import TraceConfig, TraceLimits
+from penstock.config.turns import TurnLimits
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
 
@@ -320,6 +321,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     scheduling: SchedulingConfig = SchedulingConfig()
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
+    turns: TurnLimits = TurnLimits()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
     remote_images: bool = False  # images may be fetched from public addresses
@@ -440,6 +442,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     limits: Limits = Limits()
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
+    turns: TurnLimits = TurnLimits()
     trace: TraceLimits = TraceLimits()
 
 

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.clock import Clock
 from penstock.config.scheduling import SchedulingConfig
 from penstock.config.schema import Limits
+from penstock.config.turns import TurnLimits
 from penstock.edge import admin, sse, status
 from penstock.edge.answering import Answering, Course, gather, stream, whole
 from penstock.edge.auth import Authenticated, KeyRing, Ring
@@ -95,6 +96,7 @@ class Behind:
     buckets: Buckets | None = None  # of tenants' rates; None: of this process alone
     event_key: bytes = b""  # of the marks in events' ids
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    turns: TurnLimits = field(default_factory=TurnLimits)
     levels: ServiceLevels = field(default_factory=ServiceLevels)
     pools: Pools | None = None  # None: the model writes
     posts: Posts | None = None  # None: workers cannot be told anything here
@@ -154,7 +156,7 @@ class _Service:
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
         self.door = Door(behind.limits, behind.clock)
-        self._turns = Turns()
+        self._turns = Turns(behind.turns.answer_units_per_turn)
         self._kept = KeptAnswers(behind.limits, behind.clock)
         self._traced = Traced(behind.tracer, behind.clock)
         rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys, buckets=behind.buckets)

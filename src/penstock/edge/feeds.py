@@ -23,19 +23,17 @@ from penstock.errors import WorkerLost
 from penstock.types import TokenBatch
 from penstock.wire.ports import PolledTokens, TokenStream
 
-UNITS_PER_TURN = 1024
-"""Work that one turn of the event loop does for answers; a unit is one to five microseconds."""
-
 BEGIN_UNITS = 128
 BATCH_UNITS = 8
-"""To begin a stream, which places it at a worker, and to send a batch, whatever is in it.  A token or an alternative of
-it is one more."""
+"""Of work: to begin a stream, which places it at a worker, and to send a batch, whatever is in it.  A token, or an
+alternative of it, is one more; a unit is one to five microseconds."""
 
 
 class Turns:
     """Work for many answers, so much in one turn of the event loop, in order.  One for an application."""
 
-    def __init__(self, units: int = UNITS_PER_TURN) -> None:
+    def __init__(self, units: int) -> None:
+        """``units``: of work in a turn."""
         self._units = units
         self._waiting: deque[Callable[[], int]] = deque()
         self._is_due = False

@@ -296,6 +296,7 @@ def _gateway_config(
         scheduling=config.scheduling,
         failover=config.failover,
         routing=config.routing,
+        turns=config.turns,
         join=config.join,
         allow_mixed_numerics=config.allow_mixed_numerics,
         remote_images=config.remote_images or bool(config.remote_image_host),

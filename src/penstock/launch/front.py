@@ -58,6 +58,7 @@ def make_http_app(
             buckets=buckets,
             event_key=bytes.fromhex(config.event_key),
             scheduling=config.scheduling,
+            turns=config.turns,
             levels=metrics.levels,
             stored=stored,
             tracer=tracer,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig
 from penstock.launch import event_loop
+from penstock.launch.garbage import GarbageCollection
 from penstock.launch.http_process import SWITCH_S, App, HttpProcess, Rim
 from penstock.launch.joined import JoinedWorkers
 from penstock.launch.tracing import open_tracer
@@ -64,10 +65,14 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     router.start()
     joined.start()
     announcing = asyncio.create_task(_announce(config, router, joined)) if config.join else None
+    garbage = GarbageCollection(config.turns, router.open_requests)
+    garbage.begin()
+    collecting = asyncio.create_task(garbage.run(), name="garbage collection")
     try:
         # At a service's start there are no workers, and clients are told so; one that is forked anew hears of them.
         await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
     finally:
+        collecting.cancel()
         if announcing is not None:
             announcing.cancel()
         await joined.close()

@@ -48,6 +48,9 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
 """Between submissions without a new token; the first resubmission goes at once."""
 
+WAITING_LOOK_S = 0.25
+"""Between two looks at a flight that nothing is delivered of, yet or for a second; at least between any two."""
+
 BUSY_S = 0.25
 """How long a worker that returned a request because of a full queue, or drains, is not asked again for it."""
 
@@ -384,6 +387,13 @@ class Flight:
         for leg in asked:
             leg.heard = now
         return asked
+
+    def look_at(self, now: float) -> float:
+        """When something of it can be late that is not by ``now``: a leg's word, a deadline, a wait for a prefill."""
+        if not self._started or now - self._idle_since >= UNHEARD_S:
+            return now + WAITING_LOOK_S
+        heard = [leg.heard for leg in self._legs if leg.silent]
+        return max(now + WAITING_LOOK_S, min(heard, default=now) + UNHEARD_S)
 
     def still(self, now: float, since: float) -> Effects:
         """No worker of this request has computed or copied anything since ``since``, though all of them report.

@@ -12,9 +12,11 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.config.turns import TurnLimits
+from penstock.router.turn_room import TurnRoom
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage
-from penstock.wire.messages import Awaited, Cancel, Hello
+from penstock.wire.messages import Awaited, Cancel, Hello, Tokens
 from penstock.wire.transport import AsyncLink
 
 log = logging.getLogger("penstock.router")
@@ -29,6 +31,9 @@ class Connect(Protocol):
 Handle = Callable[[WorkerId, int, PeerMessage], None]
 """Called with worker, incarnation and each message that came from it."""
 
+
+MESSAGE_UNITS = 16
+"""To handle a message, whatever is in it.  Each request that it has tokens of is one more."""
 
 NOBODY_AWAITED: Mapping[WorkerId, Sequence[Awaited]] = {}
 
@@ -45,12 +50,15 @@ class WorkerLink:
         self._unsent: list[Cancel] = []
         self._reader: asyncio.Task[None] | None = None
 
-    def read(self, handle: Handle) -> None:
-        """Start to hand every message to ``handle``.  Needs a running event loop."""
-        self._reader = asyncio.get_running_loop().create_task(self._read(handle), name=f"link {self.worker}")
+    def read(self, handle: Handle, room: TurnRoom) -> None:
+        """Start to hand every message to ``handle``, when a turn has ``room``.  Needs a running event loop."""
+        self._reader = asyncio.get_running_loop().create_task(self._read(handle, room), name=f"link {self.worker}")
 
-    async def _read(self, handle: Handle) -> None:
+    async def _read(self, handle: Handle, room: TurnRoom) -> None:
         async for received in self._link:
+            while not room.has_room:  # noqa: ASYNC110 - there is room in the next turn
+                await asyncio.sleep(0)
+            room.take(units_of(received.message))
             try:
                 handle(self.worker, self.incarnation, received.message)
             except Exception:
@@ -89,12 +97,19 @@ class WorkerLink:
         return self._link.counters.malformed + self._link.counters.unsent
 
 
+def units_of(message: PeerMessage) -> int:
+    """What it takes to handle this."""
+    return MESSAGE_UNITS + (len(message.items) if isinstance(message, Tokens) else 0)
+
+
 class Links:
     """All links, by worker."""
 
-    def __init__(self, connect: Connect, handle: Handle) -> None:
+    def __init__(self, connect: Connect, handle: Handle, units_per_turn: int | None = None) -> None:
+        """``units_per_turn``: of messages of all workers (``units_of``)."""
         self._connect = connect
         self._handle = handle
+        self._room = TurnRoom(units_per_turn or TurnLimits().message_units_per_turn)
         self._links: dict[WorkerId, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by links that are closed
@@ -105,7 +120,7 @@ class Links:
         self.drop(worker)
         self._opened += 1
         link = WorkerLink(worker, incarnation, self._connect(endpoint), self._opened)
-        link.read(self._handle)
+        link.read(self._handle, self._room)
         self._links[worker] = link
         return link
 

@@ -31,6 +31,7 @@ from penstock.router.placement import Placement
 from penstock.router.plausible import has_known_tokens, is_of
 from penstock.router.poison import KeptApart
 from penstock.router.relief import Relief
+from penstock.router.rounds import Rounds
 from penstock.router.slices import Slices
 from penstock.router.spans import Place, recorded
 from penstock.router.stream import Stream
@@ -43,6 +44,7 @@ from penstock.types import ModelIdentity, RequestId, ServiceClass, ValidRequest,
 from penstock.wire.codec import PeerMessage
 from penstock.wire.duties import HANDED_OVER, Relieve, StillWanted
 from penstock.wire.messages import (
+    Awaited,
     Draining,
     KvEvents,
     Report,
@@ -90,7 +92,7 @@ class RouterService:
         self._patience = Patience.of(config.failover, config.limits)
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
-        self._links = Links(outside.connect, self.on_message)
+        self._links = Links(outside.connect, self.on_message, config.turns.message_units_per_turn)
         self.orders = Orders(self.fleet, self._links)
         self._streams: dict[RequestId, Stream] = {}
         self._placement = Placement(
@@ -115,13 +117,9 @@ class RouterService:
         )
         self._deeds = Deeds(self._streams, means)
         self._apply = self._deeds.apply
+        deaths = config.failover.poison_deaths
         losses = Losses(
-            self._streams,
-            self._apply,
-            self.metrics,
-            poison_deaths=config.failover.poison_deaths,
-            slices=self._slices,
-            clock=outside.clock,
+            self._streams, self._apply, self.metrics, poison_deaths=deaths, slices=self._slices, clock=outside.clock
         )
         self._relief = Relief(
             self.fleet,
@@ -135,6 +133,10 @@ class RouterService:
         watched = WatchedState(self.fleet, self._links, self._placement.prefixes)
         self._watch = Watch(config, watched, self.metrics, lose=losses.take, suspect=outside.suspect)
         self._relief.is_probe = self._watch.asks
+        self._rounds = Rounds(config.turns.flights_per_turn)
+        self._looking = False  # more of them are looked at in the next turn
+        self._deserting = False
+        self._awaited: dict[WorkerId, list[Awaited]] = {}  # legs that workers are asked about with the next beat
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
         self._ticker: asyncio.Task[None] | None = None
         self._vocabulary = config.vocabulary or 1 << 32
@@ -205,6 +207,7 @@ class RouterService:
         except BaseException:
             self._end(stream)
             raise
+        self._rounds.add(stream, now)
         return stream
 
     def _end(self, stream: Stream) -> None:
@@ -231,6 +234,10 @@ class RouterService:
         if identities:
             self._identity = identities[0]
         return self._identity
+
+    def open_requests(self) -> int:
+        """Requests that are not over."""
+        return self._tally.open
 
     def ready(self) -> bool:
         """Is there a ready worker for each leg, and may new requests come?"""
@@ -378,19 +385,44 @@ class RouterService:
         now = self._outside.clock.now()
         self._watch.listened(now)
         self._deeds.place_waiting(now)
+        if not self._looking:
+            self._look()
         if not self._watch.due(now):
             return
-        streams = list(self._streams.values())
-        self._watch.beat([stream.flight for stream in streams], now)
+        awaited, self._awaited = self._awaited, {}
+        self._watch.beat(awaited, now)
         deserted = self._watch.deserted(now)
-        still: list[tuple[Stream, float]] = []
-        for stream in streams:
-            self._apply(stream, stream.flight.tick(now, deserted), now)
-            since = self._watch.still(stream.flight, now)
+        if deserted is not None and not self._deserting:
+            self._deserting = True
+            self._slices.add(self._desert(list(self._streams.values()), deserted))
+
+    def _look(self) -> None:
+        """At requests whose turn it is: is anything of them late?  The rest of them follows in the next turns."""
+        now = self._outside.clock.now()
+        for stream in self._rounds.take(now):
+            if stream.settled:
+                continue
+            flight = stream.flight
+            for leg in flight.unheard(now):
+                self._awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
+            self._apply(stream, flight.tick(now), now)
+            since = self._watch.still(flight, now)
             if since is not None:
-                still.append((stream, since))
-        if still:
-            self._slices.add(self._move_still(still))
+                self._slices.add(self._move_still([(stream, since)]))
+            self._rounds.add(stream, flight.look_at(now))
+        self._looking = self._rounds.due(now)
+        if self._looking:
+            _in_the_next_turn(self._look)
+
+    def _desert(self, streams: Sequence[Stream], why: str) -> Iterator[None]:
+        """Nobody need wait for a worker any more."""
+        try:
+            for stream in streams:
+                now = self._outside.clock.now()
+                self._apply(stream, stream.flight.tick(now, why), now)
+                yield
+        finally:
+            self._deserting = False
 
     def _move_still(self, still: Sequence[tuple[Stream, float]]) -> Iterator[None]:
         """Give them to others, unless a worker has said something meanwhile."""

@@ -7,7 +7,7 @@ lost their worker.  Knows nothing of what becomes of those, and nothing about to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -222,15 +222,11 @@ class Watch:
         """Is it time for a beat?"""
         return now - self._beaten >= self._failover.beat_s
 
-    def beat(self, flights: Iterable[Flight], now: float) -> None:
-        """Greet everybody, ask about legs of ``flights`` that are silent, and look for silent workers."""
+    def beat(self, awaited: Mapping[WorkerId, Sequence[Awaited]], now: float) -> None:
+        """Greet everybody, ask about legs that are ``awaited``, and look for silent workers."""
         self._beaten = now
         for message in tuple(self._unconnected.values()):
             self._connect(message)
-        awaited: dict[WorkerId, list[Awaited]] = {}
-        for flight in flights:
-            for leg in flight.unheard(now):
-                awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
         fleet = self._fleet
         lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.lacking(slot, now)}
         self._links.beat(self._hello, awaited, lacking)

@@ -179,7 +179,7 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
 # --- worker -> gateway ---------------------------------------------------------------------------------------------
 
 
-class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New tokens of one request.  ``index`` counts the answer's tokens before them, emitted ones included."""
 
     request: AnyRequest

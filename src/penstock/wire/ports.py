@@ -132,7 +132,7 @@ class Posts(Protocol):
 # --- between edge and intake: requests in, text out ------------------------------------------------------------------
 
 
-class TokenText(msgspec.Struct, frozen=True, kw_only=True):
+class TokenText(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One token as a client sees it."""
 
     raw: bytes  # the bytes that the token adds to the text; may be part of a character
@@ -143,7 +143,7 @@ class TokenText(msgspec.Struct, frozen=True, kw_only=True):
     top: tuple[TokenText, ...] = ()  # likeliest first
 
 
-class CallPiece(msgspec.Struct, frozen=True, kw_only=True):
+class CallPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A part of a tool call.  The first of a call has ``id`` and ``name``."""
 
     index: int  # of the call within the answer
@@ -152,7 +152,7 @@ class CallPiece(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str = ""  # more of the JSON text
 
 
-class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one batch of tokens adds to one answer.  Pieces joined are the whole answer, however tokens were batched."""
 
     text: str = ""
