@@ -93,12 +93,8 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="fetch images of chats from public addresses (default: they come within the request only)",
     )
-    group.add_argument(
-        "--remote-image-host",
-        metavar="HOST",
-        action="append",
-        help="fetch them from this host only; .example.com: all below that name (repeat for more; default: any)",
-    )
+    hosts = "fetch them from this host only; .example.com: all below that name (repeat for more; default: any)"
+    group.add_argument("--remote-image-host", metavar="HOST", action="append", help=hosts)
     group.add_argument("--catalogue", metavar="FILE", help="several models, loaded on demand (docs/catalogue.md)")
     group.add_argument("--model-memory", metavar="SIZE", help="of all models of the catalogue that are loaded")
     group.add_argument("--lora", metavar="NAME=DIR", action="append", help="a LoRA adapter, as NAME (repeat for more)")
