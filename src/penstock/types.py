@@ -131,6 +131,7 @@ class WorkerState(StrEnum):
     WEDGED = "wedged"
     DEAD = "dead"
     QUARANTINED = "quarantined"  # it was given up, speaks again, and is to prove that it computes
+    FOREIGN = "foreign"  # it serves another model than its gateway, which gives it nothing
 
 
 class GrammarKind(StrEnum):

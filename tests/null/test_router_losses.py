@@ -12,10 +12,11 @@ import pytest
 from penstock.config.schema import FailoverConfig, GatewayConfig
 from penstock.errors import WorkerLost
 from penstock.router.failover import Phase
-from penstock.types import RequestId, WorkerId, WorkerState
+from penstock.types import Duty, ModelIdentity, RequestId, WorkerId, WorkerState
 from penstock.wire.messages import TokenItem, Tokens
 
 from .router_town import SPLIT, WHOLE, WIDE, Town, rows
+from .worker_stage import IDENTITY
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
@@ -268,3 +269,38 @@ async def test_a_report_of_a_later_process_closes_the_link_to_the_earlier_one():
         await town.finish()
         client.assert_true_answer()
         assert town.router.debug(client.request.id)[-1].legs[0].worker == other
+
+
+async def _two_models(config: GatewayConfig) -> tuple[Town, ModelIdentity]:
+    town = Town("both-0", "both-1", config=config)
+    await town.__aenter__()
+    await town.wait(6.0, step=0.25)
+    stranger = ModelIdentity(fingerprint="another", numerics=IDENTITY.numerics)
+    town.fork("both-2", stranger)
+    await town.wait(0.5)
+    for name in ("both-0", "both-1"):
+        await town.tell(name, duty=Duty.DRAIN, force=True)
+    return town, stranger
+
+
+async def test_a_worker_of_another_model_is_given_nothing_while_all_others_are_away():
+    town, _ = await _two_models(GatewayConfig(name="g", model_name="null"))
+    assert rows(town) == {"both-0": "draining", "both-1": "draining", "both-2": "foreign"}
+    (row,) = [row for row in town.router.workers() if row["id"] == "both-2"]
+    assert row["reason"].startswith("it serves another model (another) than this gateway (")
+    client = town.ask()
+    await town.wait(1.0)
+    assert not town.router.debug(client.request.id)[-1].legs
+    await town.tell("both-0", duty=Duty.SERVE)
+    await town.finish()
+    client.assert_true_answer()
+    await town.__aexit__()
+
+
+async def test_it_serves_in_a_rolling_upgrade():
+    town, stranger = await _two_models(GatewayConfig(name="g", model_name="null", allow_model_upgrade=True))
+    assert rows(town)["both-2"] == "ready"
+    client = town.ask()
+    await town.finish()
+    assert town.router.debug(client.request.id)[-1].identity == stranger
+    await town.__aexit__()

@@ -143,6 +143,12 @@ def _add_join_flags(group: argparse._ArgumentGroup) -> None:
         help="prompts may be read on another kind of processor than answers are written on, and an answer may go on on "
         "another, rather than wait or fail: in other bits",
     )
+    group.add_argument(
+        "--allow-model-upgrade",
+        action="store_true",
+        help="use joined workers of another model than that of most when the gateway began, as in a rolling upgrade; "
+        "without it they are foreign and given nothing",
+    )
     group.add_argument("--keys", metavar="DIR", help="the keys that the workers were started with")
 
 

@@ -227,6 +227,7 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     quarantine_s: float = 1.0  # a worker that was given up and speaks again is probed after so long; doubles
     quarantine_max_s: float = 30.0  # and no more than this
     probe_s: float = 2.0  # to answer a probe
+    pin_model_s: float = 5.0  # after the first worker was ready, that the model of most is the one that is served
     no_path_s: float = 2.0  # with every worker that could serve gone for so long, requests fail at once
     retry_share: float = 1.0  # repeated resubmissions after failures that each new request adds to the budget
     retry_burst: int = 1024  # the most that the budget holds; with more open streams, as many as there are of those
@@ -324,6 +325,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     turns: TurnLimits = TurnLimits()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
+    allow_model_upgrade: bool = False  # workers of another model than that of the first ones are used
     remote_images: bool = False  # images may be fetched from public addresses
     remote_image_hosts: tuple[str, ...] = ()  # the only ones; empty: any
     lora: LoraConfig = LoraConfig()
@@ -433,6 +435,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
     allow_mixed_numerics: bool = False  # prompts may be read in another numerics class than answers are written in, and
     # an answer may go on in another when its own has no worker left
+    allow_model_upgrade: bool = False  # joined workers of another model than that of the first ones are used
     remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only
     remote_image_host: tuple[str, ...] = ()  # the only hosts that they are fetched from; empty: any
     response_cache: Positive | None = None  # bytes of stored responses, all gateways together; None: none are stored

@@ -123,21 +123,13 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         slots = slots_of((*gateways, *_names(plan)))
         length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
         told = _gateway_config(config, located, spec, (name, length, port), lora)
-        told = structs.replace(
-            told,
-            fronted=nested is not None,
-            tls=tls,
-            event_key=nested.event_key if nested else event_key(config, keys if config.join else None),
-        )
+        known = nested.event_key if nested else event_key(config, keys if config.join else None)
+        told = structs.replace(told, fronted=nested is not None, tls=tls, event_key=known)
         told = told if plan is None else structs.replace(told, split=plan.split and told.split)
+        created, json = int(time.time()), config.log_json
+        buckets = nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants)
         front = Front(
-            config=told,
-            listener=listener,
-            keys=keys,
-            slots=slots,
-            log_json=config.log_json,
-            created=int(time.time()),
-            buckets=nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants),
+            config=told, listener=listener, keys=keys, slots=slots, log_json=json, created=created, buckets=buckets
         )
         workers = None
         if plan is not None:
@@ -299,6 +291,7 @@ def _gateway_config(
         turns=config.turns,
         join=config.join,
         allow_mixed_numerics=config.allow_mixed_numerics,
+        allow_model_upgrade=config.allow_model_upgrade,
         remote_images=config.remote_images or bool(config.remote_image_host),
         remote_image_hosts=config.remote_image_host,
         lora=lora,

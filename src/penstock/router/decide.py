@@ -32,6 +32,8 @@ Pairs = frozenset[tuple[WorkerId, int]]
 
 _NOBODY: Pairs = frozenset()
 
+_NO_HELP = (WorkerState.DEAD, WorkerState.FOREIGN)
+
 SERVING = (Role.PREFILL, Role.DECODE, Role.BOTH)
 """Roles that have a part in an answer."""
 
@@ -193,7 +195,7 @@ def can_serve(fleet: Fleet) -> bool:
 def could_serve(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -> bool:
     """Are there processes ``besides`` these, whatever their state, for each part of a request?"""
     every = zip(fleet.ids, fleet.roles, fleet.states, strict=True)
-    there = {role for name, role, state in every if state is not WorkerState.DEAD and name not in besides}
+    there = {role for name, role, state in every if state not in _NO_HELP and name not in besides}
     return Role.BOTH in there or (Role.PREFILL in there and Role.DECODE in there)
 
 

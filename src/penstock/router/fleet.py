@@ -29,7 +29,7 @@ STATES = tuple(WorkerState)
 
 OTHER_IDENTITY = 128
 _READY = STATES.index(WorkerState.READY)
-_COMPUTES = (WorkerState.READY, WorkerState.DRAINING, WorkerState.QUARANTINED)
+_COMPUTES = (WorkerState.READY, WorkerState.DRAINING, WorkerState.QUARANTINED, WorkerState.FOREIGN)
 
 
 class Fleet:
@@ -177,6 +177,14 @@ class Fleet:
         self._changed()
         self.states[slot] = WorkerState.QUARANTINED
         self.reasons[slot] = reason
+
+    def set_reason(self, slot: int, reason: str) -> None:
+        """Why a worker is in its state, until it reports again."""
+        self.reasons[slot] = reason
+
+    def present(self) -> list[ModelIdentity]:
+        """Of all workers that have reported and are not known to be dead."""
+        return [report.identity for report in self.reports if report is not None]
 
     def silent(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
         """Slots that have work of ours and have not said a word for ``silence_s`` and ``overrun`` predicted steps.
@@ -354,7 +362,7 @@ class Fleet:
         """
         longest = 0.0
         for slot, known in enumerate(self._contexts):
-            if self.roles[slot] not in (Role.DECODE, Role.BOTH):
+            if self.roles[slot] not in (Role.DECODE, Role.BOTH) or self.states[slot] is WorkerState.FOREIGN:
                 continue
             if known is None:
                 if self.states[slot] is not WorkerState.DEAD:

@@ -20,6 +20,7 @@ from penstock.router.endings import NO_FAILURES, is_no_fault_of_sender
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
+from penstock.router.pinned import PinnedModel
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.quarantine import Quarantine
 from penstock.telemetry.log import event
@@ -100,6 +101,8 @@ class Watch:
         self._lose = lose
         self._suspected = suspect
         self._quarantine = Quarantine(config.failover, config.name)
+        self._pinned = PinnedModel(config.failover.pin_model_s, follows_upgrades=config.allow_model_upgrade)
+        self._foreign: dict[WorkerId, int] = {}  # incarnations of which it was logged that they are
         self._task = config.task
         self._given_up: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
         self.refusals: dict[WorkerId, int] = {}  # given back in a row, by workers that wrote no token meanwhile
@@ -159,6 +162,7 @@ class Watch:
         self._links.drop(message.worker)
         self._unconnected.pop(message.worker, None)
         self.refusals.pop(message.worker, None)
+        self._foreign.pop(message.worker, None)
         moved, given_up = self._given_up.pop((message.worker, message.incarnation), ((), 0.0))
         self._lose(
             Loss(
@@ -180,8 +184,13 @@ class Watch:
         was = self._fleet.states[slot] if slot is not None else None
         if report.state is WorkerState.READY and self._quarantine.holds(report.worker, report.incarnation):
             report = msgspec.structs.replace(report, state=WorkerState.QUARANTINED)
+        foreign = self._pinned.is_foreign(report.identity)
+        if foreign and report.state in (WorkerState.READY, WorkerState.QUARANTINED):
+            report = msgspec.structs.replace(report, state=WorkerState.FOREIGN)
         if not self._fleet.report(report, now):
             return False
+        if foreign:
+            self._tell_foreign(report)
         if slot is not None:
             self._prefixes.told(slot, report.incarnation, report.kv_sequence)
         self._metrics.worker_report(report.worker, report.incarnation, report.counters)
@@ -189,6 +198,15 @@ class Watch:
             return False
         event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
         return True
+
+    def _tell_foreign(self, report: Report) -> None:
+        slot, pinned = self._fleet.slot(report.worker), self._pinned.fingerprint or ""
+        reason = f"it serves another model ({report.identity.fingerprint[:12]}) than this gateway ({pinned[:12]})"
+        if slot is not None:
+            self._fleet.set_reason(slot, reason)
+        if self._foreign.get(report.worker) != report.incarnation:
+            self._foreign[report.worker] = report.incarnation
+            event(log, logging.WARNING, "worker is foreign", worker=report.worker, reason=reason)
 
     def replaced(self, worker: WorkerId, incarnation: int, report: Report, now: float) -> None:
         """Another process reports over the link to this one.  A later one of the same worker has taken its place, and
@@ -225,6 +243,7 @@ class Watch:
     def beat(self, awaited: Mapping[WorkerId, Sequence[Awaited]], now: float) -> None:
         """Greet everybody, ask about legs that are ``awaited``, and look for silent workers."""
         self._beaten = now
+        self._pinned.look(self._fleet.present(), now, ready=bool(self._fleet.identities()))
         for message in tuple(self._unconnected.values()):
             self._connect(message)
         fleet = self._fleet
