@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import Limits
+from penstock.edge.counted import Counted
 from penstock.edge.event_ids import EventMarks
-from penstock.edge.kept import KeptAnswers, Met
+from penstock.edge.kept import KeptAnswer, KeptAnswers, Met
 from penstock.edge.keyed import Keyed
+from penstock.types import RequestId, SamplingParams, ValidRequest
 
-from .streams import NullStreams
+from .streams import NullStreams, answer_tokens
 
 
 def keyed(number: int) -> Keyed:
@@ -31,3 +33,18 @@ def test_another_answer_by_the_same_key_is_not_given_up_with_it():
     second, _ = kept.meet(keyed(1), NullStreams())
     kept.left(keyed(1), first)
     assert kept.meet(keyed(1), NullStreams()) == (second, Met.JOINED)
+
+
+async def test_who_asks_again_and_again_for_a_kept_answer_leaves_nothing_behind():
+    streams = NullStreams()
+    answer = KeptAnswer(streams, 1.0, lambda: None, Counted())
+    for number in range(50):
+        request = ValidRequest(
+            id=RequestId(f"r{number}"), prompt=(1, 2), block_hashes=(), arrival=0.0,
+            sampling=SamplingParams(seed=1, max_tokens=4),
+        )  # fmt: skip
+        reader = answer.stream(request)
+        assert [token async for batch in reader for token in batch.tokens] == list(answer_tokens(request, 4096)[0])
+        await reader.aclose()
+        answer.stopped(request.id)  # too late to mean anything
+    assert answer._asked == {}

@@ -78,10 +78,10 @@ class _Tokens:
         self.finished = True
         self._pump.cancel()
 
-    def read(self) -> _Reader:
-        """From the first token on.  Whoever asks counts as a reader from now on, until the reader is closed."""
+    def read(self, closed: Callable[[], object]) -> _Reader:
+        """From the first token on.  Whoever asks counts as a reader from now on, until the reader is ``closed``."""
         self._readers += 1
-        return _Reader(self)
+        return _Reader(self, closed)
 
     async def after(self, at: int) -> TokenBatch | None:
         """The batch with this number, once it is there; None after the last."""
@@ -126,8 +126,9 @@ class _Tokens:
 class _Reader:
     """``TokenStream`` of one who reads kept tokens."""
 
-    def __init__(self, tokens: _Tokens) -> None:
+    def __init__(self, tokens: _Tokens, closed: Callable[[], object]) -> None:
         self._tokens = tokens
+        self._over = closed
         self._at = 0
         self._closed = False
 
@@ -146,6 +147,7 @@ class _Reader:
         """See ``TokenStream``."""
         if not self._closed:
             self._closed = True
+            self._over()
             self._tokens.left()
 
 
@@ -169,13 +171,15 @@ class KeptAnswer:
         tokens = self._choices.get(choice)
         if tokens is None:
             tokens = self._choices[choice] = _Tokens(self._streams.stream(request), self._grace_s, self._over)
-        return tokens.read()
+        return tokens.read(lambda: self._asked.pop(request.id, None))
 
     def stopped(self, request: RequestId) -> None:
         """See ``Answers``."""
-        choice, name = self._asked[request]
-        self._streams.stopped(name)
-        self._choices[choice].enough()
+        asked = self._asked.get(request)
+        if asked is not None:
+            choice, name = asked
+            self._streams.stopped(name)
+            self._choices[choice].enough()
 
     @property
     def begun(self) -> bool:

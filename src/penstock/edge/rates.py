@@ -43,6 +43,7 @@ class OwnBuckets:
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, str], RateLevel] = {}
+        self._swept = float("-inf")
 
     def locked(self) -> AbstractContextManager[None]:
         """See ``Buckets``."""
@@ -55,6 +56,9 @@ class OwnBuckets:
     def put(self, tenant: str, unit: str, level: RateLevel) -> None:
         """See ``Buckets``."""
         self._levels[tenant, unit] = level
+        if level.at >= self._swept + MINUTE_S:  # what nobody has used since is full again: as good as none
+            before, self._swept = level.at - MINUTE_S, level.at
+            self._levels = {name: known for name, known in self._levels.items() if known.left < 0 or known.at > before}
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,12 @@ class Columns:
         self._missed.append((0.0, 0.0))
         self._size += 1
 
+    def rename(self, slot: int, hashed: int) -> None:
+        """The slot is another worker's, or nobody's.  To be called when it was cleared."""
+        self.hashes[slot] = hashed
+        used = set(self._table[_DOMAIN, : self._size].tolist())
+        self._domains = {name: number for name, number in self._domains.items() if number in used}
+
     def clear(self, slot: int) -> None:
         """The worker of this slot has ended: nothing is known of the next one."""
         self._table[:, slot] = 0.0
@@ -155,11 +161,19 @@ class Columns:
         table[_MEASURED, slot] = report.measured
         table[_GATEWAYS, slot] = report.gateways
         table[_CONTEXT, slot] = report.max_model_len
-        domain = self._domains.setdefault(report.domain, len(self._domains) + 1) if report.domain else 0
+        domain = self._numbered(report.domain) if report.domain else 0
         table[_DOMAIN, slot], table[_FETCH, slot] = domain, report.fetch_s
         if report.tier_s or self.tiers:
             self.tiers = max(self.tiers, len(report.tier_s))
             table[_TIERS, slot] = (*report.tier_s, *[np.inf] * (LOWER_TIERS - len(report.tier_s)))
+
+    def _numbered(self, domain: str) -> int:
+        """The lowest number that no other has."""
+        known = self._domains.get(domain)
+        if known is None:
+            taken = set(self._domains.values())
+            known = self._domains[domain] = next(n for n in range(1, len(taken) + 2) if n not in taken)
+        return known
 
     def _level(self, times: tuple[float, ...]) -> tuple[float, ...]:
         """A worker's rates without that by which it differs from the usual one by noise alone."""
@@ -254,7 +268,7 @@ class Columns:
         domains = self._table[_DOMAIN, : len(hits)].astype(np.intp)
         if not domains.any() or not stored.any():
             return hits
-        best = np.zeros(len(self._domains) + 1, np.int32)
+        best = np.zeros(max(self._domains.values(), default=0) + 1, np.int32)
         np.maximum.at(best, domains, stored)
         best[0] = 0
         return np.maximum(hits, best[domains])

@@ -127,7 +127,7 @@ class Decision:
         known = {slot for weighed in self.weighed for slot in weighed.slots.tolist()}
         aside = dict(self.set_aside)
         for slot, standing in enumerate(self.standing):
-            if slot not in known:
+            if slot not in known and self.names[slot]:
                 why = aside.get(slot) or self._why_not(standing)
                 reasons.append(Reason(None, self.names[slot], False, why))
         return tuple(reasons)

@@ -1,9 +1,9 @@
 """The fleet as the gateway knows it: who is there, in what state, and how many tokens each has still to compute.
 
-Columns, one slot a worker id; an id keeps its slot over restarts.  Two sources are joined: what workers report, and
-the gateway's own book of what it has handed out, so that the second of two decisions in one millisecond knows of the
-first.  Whatever comes from another incarnation than the current one is ignored (a fence).  The numbers that decisions
-compare stand in ``columns``.
+Columns, one slot a worker id; an id keeps its slot over restarts, until it is forgotten.  Two sources are joined: what
+workers report, and the gateway's own book of what it has handed out, so that the second of two decisions in one
+millisecond knows of the first.  Whatever comes from another incarnation than the current one is ignored (a fence).  The
+numbers that decisions compare stand in ``columns``.
 Knows nothing about links, requests' content or policies.  Pure: time is handed in.
 """
 
@@ -33,7 +33,7 @@ _COMPUTES = (WorkerState.READY, WorkerState.DRAINING, WorkerState.QUARANTINED, W
 
 
 class Fleet:
-    """All workers ever seen.  Read the columns, never write them; ``load`` is what policies compare.
+    """All workers that are there or were lately.  Read the columns, never write them; policies compare ``load``.
 
     A *slot* is the index of a worker in every column.
     """
@@ -63,6 +63,7 @@ class Fleet:
         self.columns = Columns()
         self._book = Book(self.columns)
         self._slots: dict[WorkerId, int] = {}
+        self._vacant: list[int] = []  # of workers that were forgotten
         self._arrays: dict[tuple[Role, ModelIdentity | None], Slots] = {}  # until somebody changes
         self._standing: dict[ModelIdentity | None, bytes] = {}  # the same
         self._names: tuple[WorkerId, ...] = ()
@@ -116,6 +117,25 @@ class Fleet:
         self.states[slot] = message.state
         self.reasons[slot] = message.reason
         return True
+
+    def vanished(self, now: float, after_s: float) -> list[WorkerId]:
+        """Workers that have been gone for so long."""
+        gone = (slot for slot in self._slots.values() if self._ended[slot] and now - self.heard[slot] >= after_s)
+        return [self.ids[slot] for slot in gone]
+
+    def forget(self, worker: WorkerId) -> int | None:
+        """A worker that is gone will not be back under this name: its slot is for another.  Returns the slot."""
+        slot = self._slots.get(worker)
+        if slot is None or not self._ended[slot]:
+            return None
+        self._clear(slot)
+        del self._slots[worker]
+        self._vacant.append(slot)
+        self._names = ()
+        self.ids[slot], self.incarnations[slot], self.endpoints[slot] = WorkerId(""), 0, ""
+        self.states[slot], self.reasons[slot], self._contexts[slot] = WorkerState.DEAD, "", None
+        self.columns.rename(slot, 0)
+        return slot
 
     # --- what the worker says ---------------------------------------------------------------------------------------
 
@@ -310,8 +330,8 @@ class Fleet:
         return slots
 
     def names(self) -> tuple[WorkerId, ...]:
-        """``ids``, as they are now and for good."""
-        if len(self._names) != len(self.ids):
+        """``ids`` as they are now, whatever becomes of them; "" for a slot that is vacant."""
+        if not self._names:
             self._names = tuple(self.ids)
         return self._names
 
@@ -373,7 +393,7 @@ class Fleet:
 
     def status_rows(self) -> list[dict[str, Any]]:
         """One mapping a worker, in order of ids, as ``penstock status --json`` prints it."""
-        return [self._row(slot) for slot in sorted(range(len(self.ids)), key=self.ids.__getitem__)]
+        return [self._row(slot) for _, slot in sorted(self._slots.items())]
 
     def _row(self, slot: int) -> dict[str, Any]:
         report, counters = self.reports[slot], self.counters[slot]
@@ -406,7 +426,18 @@ class Fleet:
     # --- columns ----------------------------------------------------------------------------------------------------
 
     def _add(self, worker: WorkerId) -> int:
-        slot = self._slots[worker] = len(self.ids)
+        hashed = int.from_bytes(blake2b(worker.encode(), digest_size=8).digest(), "little")
+        if self._vacant:
+            slot = self._vacant.pop()
+            self.ids[slot] = worker
+            self.columns.rename(slot, hashed)
+        else:
+            slot = self._new_slot(worker, hashed)
+        self._slots[worker] = slot
+        self._names = ()
+        return slot
+
+    def _new_slot(self, worker: WorkerId, hashed: int) -> int:
         self.ids.append(worker)
         self.incarnations.append(0)
         self.roles.append(Role.BOTH)
@@ -428,8 +459,8 @@ class Fleet:
         self._others.append(0)
         self._work.append({})
         self._book.add()
-        self.columns.add(int.from_bytes(blake2b(worker.encode(), digest_size=8).digest(), "little"))
-        return slot
+        self.columns.add(hashed)
+        return len(self.ids) - 1
 
     def _clear(self, slot: int) -> None:
         """What an ended incarnation had is gone with it."""

@@ -17,7 +17,7 @@ from penstock.errors import Conflict, NotTaken, UnknownWorker
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.telemetry.log import event
-from penstock.types import Duty, Role, WorkerState
+from penstock.types import Duty, Role, WorkerId, WorkerState
 from penstock.wire.duties import Assign
 
 log = logging.getLogger("penstock.router")
@@ -48,9 +48,9 @@ class Orders:
     ) -> dict[str, Any]:
         """See ``Posts``."""
         fleet = self._fleet
-        slot = next((slot for slot, name in enumerate(fleet.ids) if name == worker), None)
+        slot = fleet.slot(WorkerId(worker))
         if slot is None:
-            raise UnknownWorker(worker[:128], ", ".join(sorted(fleet.ids)) or "none")
+            raise UnknownWorker(worker[:128], ", ".join(sorted(filter(None, fleet.ids))) or "none")
         incarnation = fleet.incarnations[slot]
         link = self._links.to(fleet.ids[slot], incarnation)
         if link is None or not fleet.is_up(slot):

@@ -111,8 +111,13 @@ class PrefixIndex:
     def lacking(self, slot: int, now: float) -> bool:
         """Is the worker to be asked for all that it has?  True at most once in ``ASK_AGAIN_S``."""
         followed = self._followed[slot] if slot < len(self._followed) else None
-        if followed is None or followed.whole or followed.owner is None or now - followed.asked < ASK_AGAIN_S:
+        if followed is None or followed.whole or now - followed.asked < ASK_AGAIN_S:
             return False
+        if followed.owner is None:  # there was no room when it came; others may have gone since
+            self._begin(slot, followed)
+            if followed.owner is None:
+                followed.asked = now
+                return False
         followed.asked = now
         return True
 

@@ -51,6 +51,9 @@ TICK_S = 0.05
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
 
+FORGETTING_S = 10.0
+"""Between two looks for workers that are to be forgotten."""
+
 MOST_REFUSALS = 16
 """Requests that a worker may give back in a row, for reasons of its own, before it is taken out of routing."""
 
@@ -110,6 +113,7 @@ class Watch:
         self._peopled = float("inf")  # when there was last somebody; at the beginning they are waited for
         self._ticked: float | None = None
         self._beaten = float("-inf")
+        self._next_forgetting = float("-inf")
 
     # --- the supervisor ---------------------------------------------------------------------------------------------
 
@@ -120,7 +124,9 @@ class Watch:
         earlier = (fleet.incarnations[slot], fleet.work(slot)) if slot is not None else (0, ())
         if not fleet.up(message, now):
             return
-        self._prefixes.follow(fleet.ids.index(message.worker) if slot is None else slot, message.incarnation)
+        followed = fleet.slot(message.worker)
+        assert followed is not None, "it was taken in"
+        self._prefixes.follow(followed, message.incarnation)
         self._connect(message)
         if message.incarnation != earlier[0]:
             self._quarantine.clear(message.worker)
@@ -250,12 +256,27 @@ class Watch:
         lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.lacking(slot, now)}
         self._links.beat(self._hello, awaited, lacking)
         self._prefixes.sweep()
+        self._forget_vanished(now)
         for slot in list(fleet.silent(now, self._failover.silence_s, self._failover.overrun)):
             quiet, work = now - fleet.heard[slot], fleet.work(slot)
             self._suspect(slot, f"silent for {quiet:.1f} s with {len(work)} requests", now)
         for worker, incarnation, frames in self._links.malformed():
             self.distrust(worker, incarnation, f"{frames} messages that are none of ours", now)
         self._probe(now)
+
+    def _forget_vanished(self, now: float) -> None:
+        """Workers whose names never come back (those of pods, say) must not fill this process."""
+        if now < self._next_forgetting:
+            return
+        self._next_forgetting = now + min(FORGETTING_S, self._failover.forget_s)
+        for worker in self._fleet.vanished(now, self._failover.forget_s):
+            slot = self._fleet.forget(worker)
+            if slot is not None:
+                self._prefixes.drop(slot)
+            self._quarantine.clear(worker)
+            self._given_up = {place: what for place, what in self._given_up.items() if place[0] != worker}
+            self._metrics.forget_worker(worker)
+            log.info("%s has been gone for %g s and is forgotten", worker, self._failover.forget_s)
 
     def deserted(self, now: float) -> str | None:
         """Why nobody need wait for a worker: those that are needed have all been gone for ``no_path_s``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +61,11 @@ class WorkerTotals:
     def workers(self) -> Sequence[str]:
         """All that ever reported, in order of name."""
         return sorted(self._incarnations)
+
+    def forget(self, worker: str) -> None:
+        """It is gone for good."""
+        for known in (self._incarnations, self._carried, self._current):
+            known.pop(worker, None)
 
     def copy(self) -> WorkerTotals:
         """As they are now."""
@@ -200,6 +206,16 @@ class Metrics:
     def worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """``WorkerTotals.report``."""
         self.totals.report(worker, incarnation, counters)
+
+    def forget_worker(self, worker: str) -> None:
+        """No more is shown of a worker that has been gone for long."""
+        self.totals.forget(worker)
+        for counter in (self._deaths, self._suspicions):
+            with suppress(KeyError):
+                counter.remove(self._model, worker)
+        for outcome in ("sent", "answered", "unanswered"):
+            with suppress(KeyError):
+                self._probes.remove(self._model, worker, outcome)
 
     # --- what is shown ----------------------------------------------------------------------------------------------
 

@@ -275,3 +275,12 @@ def test_a_promise_is_real_and_nearly_the_longest(sent, settled, asked):
     for slot, known in full.items():
         longest = next((i for i, block in enumerate(prompt) if block not in known), len(prompt))
         assert longest * 31 / 32 - 1 <= depths.get(slot, 0) <= longest
+
+
+def test_a_worker_for_which_there_was_no_room_is_followed_when_there_is():
+    index = PrefixIndex(capacity=1 << 10, max_workers=2)
+    for slot in range(3):
+        index.follow(slot, 1)
+    assert [index.lacking(slot, 10.0) for slot in range(3)] == [True, True, False]
+    index.drop(0)
+    assert index.lacking(2, 12.0)

@@ -1,0 +1,35 @@
+"""Token buckets of tenants: those of keys that are gone are gone, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.edge.auth import Tenant
+from penstock.edge.rates import MINUTE_S, Rates
+from penstock.errors import RateLimited
+
+
+def tenant(number: int) -> Tenant:
+    return Tenant(id=f"t{number}", requests_per_minute=2, tokens_per_minute=100)
+
+
+def test_a_bucket_that_is_full_again_is_not_kept() -> None:
+    clock = VirtualClock(1.0)
+    rates = Rates(clock)
+    for number in range(1000):
+        rates.take(tenant(number), 1, 10)
+        clock.advance(MINUTE_S / 10)
+    assert len(rates._buckets._levels) < 60
+
+
+def test_one_that_is_not_is() -> None:
+    clock = VirtualClock(1.0)
+    rates = Rates(clock)
+    rates.take(tenant(0), 1, 10)
+    rates.used(tenant(0), 500)  # an answer of five minutes' worth
+    for number in range(1, 4):
+        clock.advance(MINUTE_S)
+        rates.take(tenant(number), 1, 1)
+    with pytest.raises(RateLimited):
+        rates.take(tenant(0), 1, 1)
