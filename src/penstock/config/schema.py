@@ -212,6 +212,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_idempotency_key_chars: int = 256
     max_idempotency_keys: int = 65_536  # that a gateway remembers, with what they were used for
     idempotency_s: float = 600.0  # and for how long
+    max_logged_refusals: int = 20  # requests answered 4xx that have a line in the log, in 10 s; others are counted
     max_kept_tokens: int = 1 << 20  # of finished answers with a key, told again without being computed
     resume_grace_s: float = 1.0  # an answer with a key goes on for so long when its client has gone
 
@@ -337,6 +338,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()  # names under which clients may reach it without a key, beside this host's own
     event_key: str = ""  # hex: proves that an event's id is one of this service's (docs/security.md)
     tls: TlsConfig | None = None  # None: HTTP in clear
+    log_requests: bool = False  # each has a line in the log; else those that are refused
     fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
 
 
@@ -424,6 +426,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     allowed_host: tuple[str, ...] = ()  # names under which it is reached without a key; "*": all
     tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
     tls_key: str | None = None  # file of its private key
+    log_requests: bool = False  # each has a line in the log; else those that are refused
     allowed_origin: tuple[str, ...] = ()  # of web pages that may use the service from a browser; "*": all
     served_model_name: str | None = None
     generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's

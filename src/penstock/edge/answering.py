@@ -14,7 +14,6 @@ import msgspec
 
 from penstock.edge import sse
 from penstock.edge.counted import Counted
-from penstock.edge.errors import noted
 from penstock.edge.event_ids import After, EventIds, EventMarks, Place
 from penstock.edge.event_stream import EventOut
 from penstock.edge.feeds import Feeds, Then, Turns
@@ -285,7 +284,7 @@ async def stream(answering: Answering, turns: Turns, out: EventOut, shape: Shape
     except Exception as error:
         if not out.started:
             raise
-        await out.finish(sse.failure(noted(error).body))
+        await out.fail(error)
         return
     usage = sse.event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""
     await out.finish(usage + sse.DONE)

@@ -45,6 +45,7 @@ from penstock.edge.openapi import Schemas, describing
 from penstock.edge.pool_shapes import ClassifyShape, EmbeddingShape, PoolHead, PoolShape, RerankShape
 from penstock.edge.rates import Buckets
 from penstock.edge.reading import read_all, written
+from penstock.edge.request_log import RequestLog, note_usage
 from penstock.edge.scraped import MetricsPage, TakeSnapshot
 from penstock.edge.stored import CACHE_CONTROL, HIT, ResponseStore, StoredAnswers, repeats
 from penstock.edge.traced import Traced, header_of, parts_of, told
@@ -105,6 +106,7 @@ class Behind:
     stored: ResponseStore | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
     schemas: Callable[[], Schemas] = dict  # of request bodies
+    log_requests: bool = False  # each has a line in the log; else those that are refused
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
     waiting: Callable[[], Sequence[tuple[str, str]]] = tuple  # addresses of workers to be joined, each with the reason
 
@@ -147,7 +149,9 @@ def make_app(behind: Behind) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
-    return opened_to(Authenticated(app, behind.keys), behind.allowed_origins)
+    opened = opened_to(Authenticated(app, behind.keys), behind.allowed_origins)
+    most = behind.limits.max_logged_refusals
+    return RequestLog(opened, behind.clock, every=behind.log_requests, max_refusals=most)
 
 
 class _Service:
@@ -214,6 +218,7 @@ class _Service:
                 pooled = await read_all(streams, asked, self._behind.limits.max_inputs_at_once)
                 visit.started(0)
                 visit.used(used)
+                note_usage(exchange.note, envelope.id, used, None)
             head = PoolHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
             told(span, head.id, used, "")
             answer = await written(shape, head, asked, pooled)
@@ -289,7 +294,9 @@ class _Service:
                     body = await whole(shape, head, choices, answering.used())
                     await exchange.reply(200, body, *headers())
             finally:
-                told(asked.span, head.id, answering.settle(), "" if stored is None else stored.word)
+                used = answering.settle()
+                note_usage(exchange.note, envelope.id, used, visit.first_token)
+                told(asked.span, head.id, used, "" if stored is None else stored.word)
 
     def _stored(self, exchange: Exchange, asked: _Accepted, identity: ModelIdentity) -> StoredAnswers | None:
         """Stored responses, for a request that they may serve."""

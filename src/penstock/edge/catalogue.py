@@ -36,6 +36,7 @@ from penstock.edge.fronted import saying
 from penstock.edge.gate import CLASS, MAX_WAIT
 from penstock.edge.keyed import IDEMPOTENCY_KEY, LAST_EVENT_ID
 from penstock.edge.openapi import Schemas, describing
+from penstock.edge.request_log import RequestLog
 from penstock.edge.stored import CACHE_CONTROL, RESPONSE_CACHE
 from penstock.edge.traced import TRACE_RESPONSE, trace_headers
 from penstock.edge.upstream import Upstream
@@ -122,7 +123,9 @@ def make_catalogue_app(store: Store) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
-    return opened_to(Authenticated(app, store.keys), store.allowed_origins)
+    opened = opened_to(Authenticated(app, store.keys), store.allowed_origins)
+    most = store.limits.max_logged_refusals
+    return RequestLog(opened, store.clock, every=False, max_refusals=most, passes_on=True)
 
 
 class _Service:

@@ -13,7 +13,7 @@ from penstock.clock import Clock
 from penstock.config.schema import Limits
 from penstock.edge import json_strict
 from penstock.edge.admission import Admission, BodyHold
-from penstock.edge.errors import ClientGone, noted
+from penstock.edge.errors import ClientGone, code_of, noted
 from penstock.edge.exchange import Exchange
 from penstock.edge.fair_threads import FairThreads
 from penstock.edge.forms import boundary_of, parse_form
@@ -102,6 +102,7 @@ class Door:
                 with self.admission.body() as hold:
                     await read(exchange, hold)
             except ClientGone:
+                exchange.note.code = "client_gone"
                 return
             except asyncio.CancelledError:  # by nobody but a process that ends: another one can be asked
                 if exchange.started:
@@ -109,6 +110,7 @@ class Door:
                 await exchange.refuse(NoWorkers("The service has stopped."))
             except Exception as error:
                 if exchange.started:
+                    exchange.note.code = code_of(error)
                     noted(error)
                     raise
                 await exchange.refuse(error)

@@ -71,6 +71,11 @@ def noted(error: BaseException) -> Refusal:
     return answer
 
 
+def code_of(error: BaseException) -> str:
+    """One word for ``error``, for logs: the code that its client is told, or what it is."""
+    return str(getattr(error, "code", None) or type(error).__name__)
+
+
 def _request_headers(error: RequestError) -> tuple[Header, ...]:
     if isinstance(error, Unauthorized):
         return ((b"www-authenticate", b"Bearer"),)

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from penstock.edge import sse
 from penstock.edge.body_writer import BodyWriter
-from penstock.edge.errors import Header, noted
+from penstock.edge.errors import Header, code_of, noted
 from penstock.edge.exchange import Exchange
 
 
@@ -35,7 +35,7 @@ async def tell(
     except Exception as error:
         if not out.started:
             raise
-        await out.finish(sse.failure(noted(error).body))
+        await out.fail(error)
         return
     await out.finish(last())
 
@@ -110,6 +110,11 @@ class EventOut:
             return
         await self._start()
         await self._exchange.finish(b"".join((*self._unsent, data)))
+
+    async def fail(self, error: Exception) -> None:
+        """The last event says what went wrong."""
+        self._exchange.note.code = code_of(error)
+        await self.finish(sse.failure(noted(error).body))
 
     async def _start(self) -> None:
         if not self._exchange.started:

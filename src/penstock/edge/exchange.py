@@ -15,7 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.config.schema import Limits
 from penstock.edge.admission import BodyHold
 from penstock.edge.body_writer import BODY_WRITER, BodyWriter
-from penstock.edge.errors import JSON_TYPE, ClientGone, Header, noted
+from penstock.edge.errors import JSON_TYPE, ClientGone, Header, code_of, noted
+from penstock.edge.request_log import NOTE, RequestNote
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
 
 TENANT = "penstock.tenant"
@@ -36,6 +37,12 @@ class Exchange:
         self._body_read = False
         self.started = False  # the status line is out
         self.finished = False  # so is everything else
+
+    @property
+    def note(self) -> RequestNote:
+        """What the log of requests is to say of it."""
+        note: RequestNote | None = self._scope.get(NOTE)
+        return RequestNote() if note is None else note
 
     @property
     def tenant(self) -> Any:
@@ -147,6 +154,7 @@ class Exchange:
     async def refuse(self, error: BaseException) -> None:
         """Answer with an error, and read no more of this client than is polite."""
         answer = noted(error)
+        self.note.code = code_of(error)
         length = (b"content-length", str(len(answer.body)).encode())
         if self._body_read or not self._has_body():
             await self.start(answer.status, JSON_TYPE, length, *answer.headers)

@@ -222,6 +222,11 @@ class Visit:
             self._gate.ended(self._claim, first - self._since, tpot_s)
 
     @property
+    def first_token(self) -> float | None:
+        """When the first token came, in monotonic seconds."""
+        return min(self._first.values(), default=None)
+
+    @property
     def begun(self) -> bool:
         """Has a token come?"""
         return bool(self._first)

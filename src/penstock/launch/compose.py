@@ -299,6 +299,7 @@ def _gateway_config(
         trace=trace_config(config),
         event_loop=config.event_loop,
         allowed_origins=config.allowed_origin,
+        log_requests=config.log_requests,
         allowed_hosts=config.allowed_host,
     )
 

@@ -62,6 +62,7 @@ def make_http_app(
             levels=metrics.levels,
             stored=stored,
             tracer=tracer,
+            log_requests=config.log_requests,
             schemas=lambda: request_schemas(config.limits),
             allowed_origins=config.allowed_origins,
             waiting=waiting,

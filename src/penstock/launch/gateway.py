@@ -22,6 +22,7 @@ from penstock.launch.tracing import open_tracer
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
+from penstock.telemetry.throughput import ThroughputLog
 from penstock.wire.keys import Keys
 from penstock.wire.messages import Hello
 from penstock.wire.zeromq import ZmqTransport
@@ -64,7 +65,9 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     app = inherited.make_app(config, router, metrics, tracer, joined.waiting)
     router.start()
     joined.start()
-    announcing = asyncio.create_task(_announce(config, router, joined)) if config.join else None
+    side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
+    if config.join:
+        side.append(asyncio.create_task(_announce(config, router, joined)))
     garbage = GarbageCollection(config.turns, router.open_requests)
     garbage.begin()
     collecting = asyncio.create_task(garbage.run(), name="garbage collection")
@@ -73,8 +76,8 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
         await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
     finally:
         collecting.cancel()
-        if announcing is not None:
-            announcing.cancel()
+        for task in side:
+            task.cancel()
         await joined.close()
         await router.close()
         transport.close()

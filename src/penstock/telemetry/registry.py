@@ -120,6 +120,7 @@ class Metrics:
         self.spans: Callable[[], Mapping[str, int]] = dict[str, int]  # by what became of them
         self.totals = WorkerTotals()
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
+        self._prompts = 0  # their tokens
         self._generation_tokens = 0
         self._began = time.time()
         self._resubmissions = self._counter(names.RESUBMISSIONS).labels(model_name)
@@ -151,6 +152,7 @@ class Metrics:
         self._queue.observe(queued_s)
         self._prefill.observe(max(0.0, ttft_s - queued_s))
         self._prompt_tokens.inc(prompt_tokens)
+        self._prompts += prompt_tokens
 
     def more_tokens(self, count: int, gap_s: float | None, answers: int = 1) -> None:
         """``count`` tokens of each of so many answers were delivered, ``gap_s`` after those before them (None: they are
@@ -158,6 +160,10 @@ class Metrics:
         self._generation_tokens += count * answers
         if gap_s is not None and count:
             self._itl.observe(gap_s / count, count * answers)
+
+    def tokens(self) -> tuple[int, int]:
+        """Of prompts and of answers, so far."""
+        return self._prompts, self._generation_tokens
 
     def finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
         """A request ended for one of ``FINISHED_REASONS``; ``decode_s`` after its first token, if there was one."""

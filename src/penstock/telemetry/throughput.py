@@ -1,0 +1,54 @@
+"""A line in the log every ten seconds while a gateway is busy: how many requests are open, how fast tokens come.
+
+Knows nothing about whose requests they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from penstock.clock import Clock
+from penstock.telemetry.log import event
+from penstock.telemetry.registry import Metrics
+
+log = logging.getLogger("penstock.gateway")
+
+EVERY_S = 10.0
+
+
+class ThroughputLog:
+    """Of one gateway."""
+
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._at = clock.now()
+        self._prompt, self._answers = metrics.tokens()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Write the line, unless nothing has happened since the last look and nothing is open."""
+        now, (prompt, answers) = self._clock.now(), self._metrics.tokens()
+        seconds = max(now - self._at, 1e-9)
+        read, written = prompt - self._prompt, answers - self._answers
+        self._at, self._prompt, self._answers = now, prompt, answers
+        requests = self._metrics.open_requests()
+        if not (read or written or requests):
+            return
+        rows = self._metrics.rows()
+        event(
+            log,
+            logging.INFO,
+            "throughput",
+            open_requests=requests,
+            running=sum(row["running"] for row in rows),
+            queued=sum(row["queued"] for row in rows),
+            prompt_tokens_per_s=round(read / seconds, 1),
+            generation_tokens_per_s=round(written / seconds, 1),
+        )
