@@ -24,6 +24,8 @@ SILENT = frozenset({"/health", "/ready", "/metrics"})
 
 WINDOW_S = 10.0
 MAX_PATH_CHARS = 128
+CLIENT_GONE = 499
+"""nginx' status of a request whose client left before it had an answer."""
 
 
 class RequestNote:
@@ -97,7 +99,11 @@ class RequestLog:
     def _fields(self, scope: Scope, note: RequestNote, status: int, began: float) -> dict[str, Field]:
         now = self._clock.now()
         fields: dict[str, Field] = {"request_id": note.id} if note.id else {}
-        fields |= {"method": scope["method"][:16], "route": scope["path"][:MAX_PATH_CHARS], "status": status}
+        fields |= {
+            "method": scope["method"][:16],
+            "route": scope["path"][:MAX_PATH_CHARS],
+            "status": status or CLIENT_GONE,
+        }
         if note.code:
             fields["code"] = note.code
         if note.prompt_tokens:
