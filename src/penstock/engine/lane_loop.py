@@ -63,7 +63,7 @@ class LaneLoop:
             return True
         outcome = self.scheduler.commit(plan, (), self.clock.now())
         self.mailbox.publish(outcome, plan)
-        return bool(plan.reserved or plan.preempted or outcome.progress or outcome.pages_done)
+        return bool(plan.reserved or plan.preempted or plan.checked or outcome.progress or outcome.pages_done)
 
     def _finish(self, lane: Lane) -> None:
         plan, begun = self._begun.pop(lane)

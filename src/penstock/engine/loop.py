@@ -62,7 +62,7 @@ class EngineLoop:
         drawn, seconds = self._run(plan)
         outcome = self.scheduler.commit(plan, drawn, self.clock.now(), seconds)
         self.mailbox.publish(outcome, plan)
-        moved = plan.rows or plan.reserved or plan.preempted or outcome.progress or outcome.pages_done
+        moved = plan.rows or plan.reserved or plan.preempted or plan.checked or outcome.progress or outcome.pages_done
         return heard or bool(moved)
 
     def _run(self, plan: Plan) -> tuple[Sequence[Drawn], float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 from penstock.types import PageId
@@ -9,6 +10,12 @@ from penstock.types import PageId
 
 class PageGuard(Protocol):
     """Knows the content of full and final pages by a checksum (``kv.seals``)."""
+
+    pages_per_turn: int
+    """Pages that may be looked at between two steps, one at least: everybody waits meanwhile."""
+
+    page_s: float
+    """About how long one takes."""
 
     def seal(self, page: PageId) -> None:
         """This page is full and final now."""
@@ -21,6 +28,9 @@ class PageGuard(Protocol):
 
 class Trust:
     """Checks nothing: for pages that this process cannot read."""
+
+    pages_per_turn = sys.maxsize
+    page_s = 0.0
 
     def seal(self, page: PageId) -> None:
         """See ``PageGuard``."""

@@ -83,7 +83,7 @@ class Imports:
         block, group = brought.wanted[place]
         new = good and self._memory.prefix.insert(block, page, group)
         if new:
-            self._memory.guard.seal(page)
+            self._memory.seal(page)
         if new and not brought.over:
             brought.came[place] = page
         else:

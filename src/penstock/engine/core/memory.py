@@ -41,6 +41,7 @@ class Refusal(Enum):
 
     NO_ROOM = "not enough pages"
     BEING_COMPUTED = "another request is computing a block that this one can share"
+    BEING_CHECKED = "cached pages that it can share are compared with their checksums, some in each turn"
 
 
 class PageMemory:
@@ -70,6 +71,9 @@ class PageMemory:
         self._written: dict[Request, list[PageId]] = {}  # given up while a lane was still writing to them
         self.owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
         self.guard: PageGuard = Trust()
+        self._turn = 0  # plans so far
+        self._checked: dict[PageId, int] = {}  # in which of them a cached page was found to be what it was
+        self.checked_now = 0  # pages looked at in this turn
         self.damaged = 0  # cached pages that were not what they had been, found before they were used
         self._ahead = ahead
         self._sizes = [reach.tokens(page_tokens) for reach in self.reaches]  # tokens of a page of each group
@@ -81,6 +85,16 @@ class PageMemory:
         self._moving = [group for group, reach in enumerate(self.reaches) if reach.span is not None]
         self._being_computed: dict[BlockHash, Request] = {}
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
+
+    def begin_turn(self) -> None:
+        """A step is planned: so many pages may be checked again (``PageGuard.pages_per_turn``)."""
+        self._turn += 1
+        self.checked_now = 0
+
+    def seal(self, page: PageId) -> None:
+        """This page is full and final now."""
+        self._checked.pop(page, None)
+        self.guard.seal(page)
 
     def covered(self, hashes: Sequence[BlockHash]) -> int:
         """Tokens of a prompt with these block hashes that the prefix cache has now."""
@@ -132,27 +146,44 @@ class PageMemory:
             if last < limit and request.leg is not Leg.DECODE and request.hashes[last] in self._being_computed:
                 request.waits_for = request.hashes[last]
                 return Refusal.BEING_COMPUTED
-            spans = [self._span(request, group, found) for group in range(self.groups)]
-            fresh = self.pool.reserve(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
-            if isinstance(fresh, Shortfall):
-                self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
-                return Refusal.NO_ROOM
-            with fresh:
-                sound = self._sound(shared.pages)
-                if sound:
+            sound = self._sound(request, shared.pages)
+            if sound is None:
+                return Refusal.BEING_CHECKED
+            if sound:
+                spans = [self._span(request, group, found) for group in range(self.groups)]
+                fresh = self.pool.reserve(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
+                if isinstance(fresh, Shortfall):
+                    self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
+                    return Refusal.NO_ROOM
+                with fresh:
                     request.adopt(_dealt(spans, self._sizes, shared.take(), fresh.take()))
         if not sound:
             return self.admit(request, spare=spare)
+        request.checked_since = None
         self._count_found(request, found, limit)
         return None
 
-    def _sound(self, pages: Sequence[PageId]) -> bool:
-        """Are these cached pages what they were?  Those that are not leave the cache, and are computed again."""
-        broken = [page for page in pages if not self.guard.intact(page)]
+    def _sound(self, request: Request, pages: Sequence[PageId]) -> bool | None:
+        """Are these cached pages what they were?  Those that are not leave the cache, and are computed again.
+
+        None: that is not known yet of all of them.  So many are looked at in a turn, all requests together; what was
+        found sound since the request first asked needs not be looked at again.
+        """
+        if request.checked_since is None:
+            request.checked_since = self._turn
+        since, turn, checked = request.checked_since, self._turn, self._checked
+        unknown = [page for page in pages if checked.get(page, -1) < since]
+        now = unknown[: max(0, self.guard.pages_per_turn - self.checked_now)]
+        self.checked_now += len(now)
+        broken = [page for page in now if not self.guard.intact(page)]
+        checked.update(dict.fromkeys(now, turn))
         for page in broken:
+            del checked[page]
             self.prefix.forget(page)
         self.damaged += len(broken)
-        return not broken
+        if broken:
+            return False
+        return True if len(now) == len(unknown) else None
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
@@ -261,7 +292,7 @@ class PageMemory:
             own = request.held[group]
             page = self.prefix.full(group, end) - 1
             if page >= own.begin and self.prefix.insert(name, own.pages[page], group):
-                self.guard.seal(own.pages[page])
+                self.seal(own.pages[page])
                 self.on_final(request, page, group)
 
     def _extend(self, request: Request, ends: Sequence[int], fresh: Lease) -> None:

@@ -199,6 +199,7 @@ class Plan:
     returned: tuple[ReturnedRequest, ...] = ()  # could not stay or could not be taken
     preempted: int = 0  # requests whose pages were taken back in making this plan
     gone: tuple[RequestId, ...] = ()  # forgotten since the last plan, however they ended; the runner forgets them too
+    checked: int = 0  # cached pages that were compared with their checksums for it
     lane: Lane | None = None  # None: nothing else is computed meanwhile
 
 

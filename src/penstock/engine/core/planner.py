@@ -192,8 +192,8 @@ class Planner:
             if head is not None and (not pending or queue.turn(head)[:2] < queue.turn(pending[-1])[:2]):
                 growing = self._growing() if growing < 0 else growing
                 refusal = self._admit(draft, head, growing, resting=resting)
-                if refusal is Refusal.BEING_COMPUTED:
-                    del waiting[0]  # its line waits for a block that others do not need
+                if refusal in (Refusal.BEING_COMPUTED, Refusal.BEING_CHECKED):
+                    del waiting[0]  # its line waits for blocks that others do not need
                     continue
                 letting_in = refusal is None
                 if letting_in:

@@ -48,6 +48,7 @@ class Request:
         "apart",
         "arrival",
         "cached_tokens",
+        "checked_since",
         "claim",
         "computed",
         "deadline",
@@ -125,6 +126,7 @@ class Request:
         self.settled = 0  # blocks whose content is final and was offered to the prefix cache
         self.announced = 0  # leg=prefill: pieces (reach.Pieces) that the receiver has been told of
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
+        self.checked_since: int | None = None  # the turn in which it first asked for cached pages
         self.preempted = 0  # how often its pages were taken back
         self.read_by: float | None = None  # a long prompt is not read sooner than then (``gentle``)
         self.first_token = False  # leg=decode: the prefill worker's token is here

@@ -238,6 +238,7 @@ class Scheduler:
         if self._in_flight and (lane is None or lane in self._in_flight or None in self._in_flight):
             raise RuntimeError("the last plan has not been committed")
         self._table.expire(now)
+        self.memory.begin_turn()
         resting = lane is None and self._pace.until > now and self._planner.may_rest()
         self.resting_until = self._pace.until if resting else None
         cost = self._costs[lane]
@@ -255,7 +256,8 @@ class Scheduler:
         plan = Plan(
             rows=tuple(draft.rows),
             steps=draft.steps,
-            predicted_s=cost.predict(draft.work) * draft.steps if draft.rows else 0.0,
+            predicted_s=cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
+            checked=self.memory.checked_now,
             reserved=tuple(request for request in draft.admitted if request.leg is Leg.DECODE),
             returned=tuple(table.returned),
             preempted=draft.preempted + draft.yielded,
@@ -271,6 +273,11 @@ class Scheduler:
         if lane is not None:
             self._begins(draft, lane)
         return plan
+
+    @property
+    def _checking_s(self) -> float:
+        """About how long cached pages were checked for this plan."""
+        return self.memory.checked_now * self.memory.guard.page_s
 
     def _begins(self, draft: Draft, lane: Lane) -> None:
         for row in draft.rows:

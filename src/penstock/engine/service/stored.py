@@ -111,6 +111,7 @@ class StoredPages:
         self._passed: list[_Waiting] = []
         self._open: dict[Ticket, _Waiting] = {}  # those that something was asked for
         self._loading: dict[PageKey, Ticket] = {}
+        self._news_left = self._memory.guard.pages_per_turn  # of what tiers tell, in this turn
         self.counts = Counts()
         self._watcher: Callable[[RequestId, PageWait], None] = lambda request, wait: None
         self._memory.on_final = self._final
@@ -155,6 +156,7 @@ class StoredPages:
 
     def settled(self) -> None:
         """The scheduler has had its turn with every request that passed: it holds what it found, or waits for room."""
+        self._news_left = self._memory.guard.pages_per_turn
         self._take_news()
         for waiting in self._passed:
             self._release(waiting)
@@ -290,7 +292,9 @@ class StoredPages:
         return bool(behind)
 
     def _take_news(self) -> None:
-        for news in self._store.news():
+        some = self._store.news(self._news_left)  # each is a page to be sealed
+        self._news_left -= len(some)
+        for news in some:
             waiting = self._open.get(news.ticket)
             if waiting is None:
                 continue

@@ -108,14 +108,15 @@ class PageStore:
         for tier in self._peers:
             tier.evicted(key)
 
-    def news(self) -> list[News]:
-        """What has come since the last call."""
+    def news(self, most: int) -> list[News]:
+        """What has come since the last call, so much of it at most."""
         news: list[News] = []
         try:
-            while True:
+            while len(news) < most:
                 news.append(self._news.get_nowait())
         except Empty:
-            return news
+            pass
+        return news
 
     def counters(self) -> dict[str, float]:
         """Of all tiers, by ``telemetry.metrics.tier_counter``."""
