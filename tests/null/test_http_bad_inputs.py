@@ -106,6 +106,10 @@ async def test_right_content_types(on: Stage, kind: str):
 async def test_compressed_bodies(on: Stage):
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     check(await on.client.post(CHAT, content=b"\x1f\x8b", headers=headers), 415, "unsupported_media_type", "Compressed")
+    for codings in (["identity", "gzip"], ["gzip", "identity"], ["identity, br"], ["x-gzip"]):
+        several = [("content-type", "application/json"), *(("content-encoding", coding) for coding in codings)]
+        answer = await on.client.post(CHAT, content=GOOD, headers=several)
+        check(answer, 415, "unsupported_media_type", "Compressed")
 
 
 async def test_bodies_over_the_limit(on: Stage):

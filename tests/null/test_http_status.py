@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from penstock import __version__
 from penstock.config.schema import Limits
+from penstock.edge.auth import Tenant
 
 from .http_stage import MODEL, stage
 from .streams import NullStreams
+from .test_http_classes import key, ring
 
 
 async def test_models_tell_the_context():
@@ -94,6 +96,17 @@ async def test_a_header_tells_the_route_when_asked_and_nothing_that_would_break_
         on.streams.explains = False
         on.client.headers["x-penstock-explain"] = "1"
         assert "x-penstock-route" not in (await on.chat()).headers
+
+
+async def test_the_route_is_for_operators():
+    """It says how much others have running."""
+    tenants = ring(ann=Tenant(id="a1"), root=Tenant(id="r0", operator=True))
+    async with stage(ring=tenants) as on:
+        for name, told in (("ann", False), ("root", True)):
+            on.client.headers.update(key(name, **{"x-penstock-explain": "1"})["headers"])
+            answer = await on.chat()
+            assert answer.status_code == 200
+            assert ("x-penstock-route" in answer.headers) is told
 
 
 async def test_a_session_comes_from_a_header_or_the_body():

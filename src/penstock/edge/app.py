@@ -27,7 +27,7 @@ from penstock.config.schema import Limits
 from penstock.config.turns import TurnLimits
 from penstock.edge import admin, sse, status
 from penstock.edge.answering import Answering, Course, gather, stream, whole
-from penstock.edge.auth import Authenticated, KeyRing, Ring
+from penstock.edge.auth import EVERYBODY, Authenticated, KeyRing, Ring, WrongKeys
 from penstock.edge.cross_origin import opened_to
 from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header
@@ -103,6 +103,7 @@ class Behind:
     posts: Posts | None = None  # None: workers cannot be told anything here
     hears: Hears | None = None  # None: it hears nothing
     met: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
+    unauthorized: Callable[[str], None] = lambda code: None  # counts requests without a valid key
     stored: ResponseStore | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
     schemas: Callable[[], Schemas] = dict  # of request bodies
@@ -149,7 +150,8 @@ def make_app(behind: Behind) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
-    opened = opened_to(Authenticated(app, behind.keys), behind.allowed_origins)
+    wrong = WrongKeys(behind.clock, behind.unauthorized)
+    opened = opened_to(Authenticated(app, behind.keys, wrong), behind.allowed_origins)
     most = behind.limits.max_logged_refusals
     return RequestLog(opened, behind.clock, every=behind.log_requests, max_refusals=most)
 
@@ -285,7 +287,7 @@ class _Service:
         ):
             answering = Answering(streams, prepared, visit, course)
             more = [*header_of(asked.span), *([] if stored is None else stored.headers())]
-            headers = partial(self._headers, envelope.id, more, explained=exchange.header(EXPLAIN) is not None)
+            headers = partial(self._headers, envelope.id, more, explained=self._explains(exchange))
             try:
                 if reply.stream:
                     await stream(answering, self._turns, EventOut(exchange, headers), shape, head)
@@ -338,6 +340,10 @@ class _Service:
             )
         finally:
             self._kept.left(keyed, answer)
+
+    def _explains(self, exchange: Exchange) -> bool:
+        """Is it to be said how the request was routed?  That tells of others' requests, so only to operators."""
+        return exchange.header(EXPLAIN) is not None and (exchange.tenant or EVERYBODY).operator
 
     def _headers(self, name: str, more: Sequence[Header], *, explained: bool) -> list[Header]:
         """Of an answer.  To be asked for when its first choice has a worker."""

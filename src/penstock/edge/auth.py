@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,8 +37,17 @@ FOR = b"x-penstock-for"
 
 MAX_KEY_BYTES = 4096
 
+MISSING = "missing_api_key"
+"""The code of a refusal for want of a key."""
+
 LOOK_S = 1.0
 """Between two looks whether the file of keys has changed."""
+
+SAY_AGAIN_S = 60.0
+"""Between two lines that say that the file of keys cannot be read."""
+
+WRONG_KEYS_LINE_S = 1.0
+"""Between two lines about wrong keys, however many come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +134,7 @@ class FileRing:
         self._besides = {hashlib.sha256(key.encode()).digest(): EVERYBODY for key in besides}
         self._seen: object = None
         self._looked = clock.now()
+        self._said: float | None = None  # when it was said last that the file cannot be read
         self._ring = KeyRing()
         self._read()
 
@@ -144,13 +154,16 @@ class FileRing:
         return self._ring.find(key)
 
     def _look(self) -> None:
-        if _state(self._path) == self._seen:
+        told_lately = self._said is None or self._looked - self._said < SAY_AGAIN_S
+        if _state(self._path) == self._seen and told_lately:
             return
         try:
             self._read()
+            self._said = None
             event(log, logging.INFO, "API keys read again", tenants=self.tenants)
         except ConfigError as error:
-            log.error("API keys stay as they were: %s", error)
+            self._said = self._looked
+            log.error("API keys stay as they were, those that were revoked since among them: %s", error)
 
     def _read(self) -> None:
         self._seen = _state(self._path)
@@ -179,12 +192,36 @@ def _state(path: Path) -> object:
     return facts.st_mtime_ns, facts.st_ino, facts.st_size
 
 
+class WrongKeys:
+    """Counts requests that had no right key, and says so: a line a second at most."""
+
+    def __init__(self, clock: Clock, count: Callable[[str], None] = lambda code: None) -> None:
+        """``count`` is told the code of each refusal."""
+        self._clock = clock
+        self._count = count
+        self._unsaid = 0
+        self._said = -WRONG_KEYS_LINE_S
+
+    def note(self, scope: Scope, code: str) -> None:
+        """A request was refused with this code."""
+        self._count(code)
+        if code == MISSING:  # somebody who does not guess
+            return
+        self._unsaid += 1
+        now = self._clock.now()
+        if now - self._said >= WRONG_KEYS_LINE_S:
+            client = str((scope.get("client") or ("unknown",))[0])
+            event(log, logging.WARNING, "requests refused: wrong keys", requests=self._unsaid, latest_from=client)
+            self._unsaid, self._said = 0, now
+
+
 class Authenticated:
     """An ASGI application behind a key ring.  ``OPTIONS`` and every path but ``OPEN_PATHS`` need a key."""
 
-    def __init__(self, app: ASGIApp, ring: Ring) -> None:
+    def __init__(self, app: ASGIApp, ring: Ring, wrong: WrongKeys) -> None:
         self._app = app
         self._ring = ring
+        self._wrong = wrong
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._ring.open or scope["path"] in OPEN_PATHS:
@@ -198,6 +235,7 @@ class Authenticated:
         elif isinstance(found, Tenant):
             await self._app({**scope, TENANT: found}, receive, send)
         else:
+            self._wrong.note(scope, found.code or "")
             await Exchange(scope, receive, send).refuse(found)
 
     def _check(self, scope: Scope) -> Tenant | Unauthorized:
@@ -205,7 +243,7 @@ class Authenticated:
         if not given:
             return Unauthorized(
                 "You didn't provide an API key. Send it in a header: Authorization: Bearer YOUR_KEY.",
-                code="missing_api_key",
+                code=MISSING,
             )
         kind, _, key = given[0].partition(b" ")
         said = next((value for name, value in scope["headers"] if name == FOR), None)

@@ -26,7 +26,7 @@ from penstock.clock import Clock
 from penstock.config.schema import Limits
 from penstock.edge import sse, upstream
 from penstock.edge.app import EXPLAIN, RERANK_PATHS, ROUTE, SESSION, http_error, unforeseen
-from penstock.edge.auth import EVERYBODY, FOR, Authenticated, Ring
+from penstock.edge.auth import EVERYBODY, FOR, Authenticated, Ring, WrongKeys
 from penstock.edge.cross_origin import opened_to
 from penstock.edge.door import Asked, Door, Sent
 from penstock.edge.errors import Header, noted, refusal
@@ -123,7 +123,7 @@ def make_catalogue_app(store: Store) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Exception: unforeseen},
     )
     app.router.redirect_slashes = False
-    opened = opened_to(Authenticated(app, store.keys), store.allowed_origins)
+    opened = opened_to(Authenticated(app, store.keys, WrongKeys(store.clock)), store.allowed_origins)
     most = store.limits.max_logged_refusals
     return RequestLog(opened, store.clock, every=False, max_refusals=most, passes_on=True)
 

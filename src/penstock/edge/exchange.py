@@ -74,7 +74,8 @@ class Exchange:
 
     async def read_body(self, limits: Limits, hold: BodyHold, most: int) -> bytes:
         """The raw body, of at most so many bytes.  Raises as ``read_json_body``, but for its type."""
-        if self.header(b"content-encoding") not in (None, b"identity"):
+        codings = (self.headers(b"content-encoding") or b"").lower().split(b",")
+        if any(coding.strip() not in (b"", b"identity") for coding in codings):
             raise WrongMediaType("Compressed bodies are not read here.", code="unsupported_media_type")
         declared = self._declared_length()
         if declared is not None and declared > most:

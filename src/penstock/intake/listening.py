@@ -119,7 +119,7 @@ class Listening:
         """``before``: tokens in front of every window's own.  ``room``: for the samples that were read."""
         self._intake = intake
         self._asked, self._envelope, translates = asked
-        self._salt = self._envelope.caller.salt + self._asked.cache_salt
+        self._salt = self._envelope.caller.cache_salt(self._asked.cache_salt)
         self._before = before
         self._samples_N, self._spans = read
         self._room = room
@@ -185,7 +185,7 @@ class Listening:
         place, sound = await self._hear(index)
         prompt = (self._intake.words.start,) * sound.columns + own
         caller = self._envelope.caller
-        salt = caller.salt + self._asked.cache_salt
+        salt = caller.cache_salt(self._asked.cache_salt)
         root = chain_root(self._envelope.identity, tenant_salt=salt)
         return ValidRequest(
             id=RequestId(f"{self._envelope.id}/{name}"),

@@ -157,7 +157,7 @@ class ModelIntake:
         wish = Wish(tooling=checked.text.tooling, constrained=call.grammar is not None, closed=call.closed)
         written = await self._write_chat(checked.text, wish, cut=keep is not None)
         call = await self._with_calls_demanded(call, written.grammars, envelope.caller.tenant)
-        salt = envelope.caller.salt + call.cache_salt
+        salt = envelope.caller.cache_salt(call.cache_salt)
         prompt = await self._see(_last(written.tokens, keep), checked.text, salt)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt.tokens)
@@ -374,7 +374,7 @@ class ModelIntake:
     ) -> Prepared:
         grammar = await self._checked_grammar(call, envelope.caller.tenant)
         content = "" if adapter is None else adapter.fingerprint
-        salt = envelope.caller.salt + call.cache_salt
+        salt = envelope.caller.cache_salt(call.cache_salt)
         root = chain_root(envelope.identity, adapter=content, tenant_salt=salt)
         requests: list[ValidRequest] = []
         answers: list[ChoiceText] = []

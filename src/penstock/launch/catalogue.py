@@ -35,7 +35,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
-from penstock.launch.compose import Nested, begin, listening, say, serve, slots_of, url_of, watch
+from penstock.launch.compose import Nested, begin, listening, say, serve, slots_of, url_of, warn_of_short_key, watch
 from penstock.launch.event_key import event_key
 from penstock.launch.http_process import Rim
 from penstock.launch.locate import locate
@@ -56,6 +56,7 @@ def serve_catalogue(config: ServeConfig) -> int:
         raise ConfigError("--gateways: the front of a catalogue is one process; leave it out")
     phases = begin(config)
     check_keys(config.api_keys, config.scheduling.max_tenants)
+    warn_of_short_key(config.api_key)
     trace_config(config)
     event_loop.chosen(config.event_loop)
     entries = load_catalogue(config)

@@ -84,6 +84,10 @@ from penstock.wire.zeromq import check_endpoint
 log = logging.getLogger(__name__)
 
 
+SAFE_KEY_CHARS = 16
+"""Of an API key; shorter ones are warned of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Nested:
     """What a service that is one of several has from the process that forked it."""
@@ -216,6 +220,14 @@ def begin(config: EngineSettings, name: str = "supervisor") -> Phases:
     return phases
 
 
+def warn_of_short_key(api_key: str | None) -> None:
+    """Thousands a second can be tried."""
+    if api_key is not None and len(api_key) < SAFE_KEY_CHARS:
+        log.warning(
+            "--api-key has %d characters and can be guessed; `penstock keys add` makes keys that cannot", len(api_key)
+        )
+
+
 def watch(
     supervisor: Supervisor,
     workers: Workers | None,
@@ -265,6 +277,7 @@ def _gateway_config(
 ) -> GatewayConfig:
     name, length, port = told
     check_keys(config.api_keys, config.scheduling.max_tenants)
+    warn_of_short_key(config.api_key)
     event_loop.chosen(config.event_loop)
     return GatewayConfig(
         name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several

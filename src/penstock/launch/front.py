@@ -54,6 +54,7 @@ def make_http_app(
             clock=MonotonicClock(),
             metrics=metrics.snapshot,
             met=metrics.met,
+            unauthorized=metrics.unauthorized,
             keys=ring,
             buckets=buckets,
             event_key=bytes.fromhex(config.event_key),

@@ -155,9 +155,14 @@ def _stop_now(server: uvicorn.Server) -> None:
     server.should_exit = server.force_exit = True
 
 
+_ADOPTED = {"uvicorn": logging.ERROR, "asyncio": logging.ERROR, "python_multipart": logging.CRITICAL}
+"""Libraries with lines of their own: what clients do wrong, or that they have gone, is no error."""
+
+
 def _adopt_logs() -> None:
-    """uvicorn's errors (an exception in the application) go where our lines go; what clients do wrong is no error."""
-    uvicorn_log = logging.getLogger("uvicorn")
-    uvicorn_log.handlers = logging.getLogger(ROOT).handlers
-    uvicorn_log.setLevel(logging.ERROR)
-    uvicorn_log.propagate = False
+    """Their errors (an exception in the application) go where our lines go, in the same form."""
+    for name, level in _ADOPTED.items():
+        adopted = logging.getLogger(name)
+        adopted.handlers = logging.getLogger(ROOT).handlers
+        adopted.setLevel(level)
+        adopted.propagate = False

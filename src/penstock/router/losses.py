@@ -83,7 +83,8 @@ class Losses:
         culprit = guilty(deaths, self._poison_deaths)
         if culprit is not None:
             self._metrics.poisoned()
-            event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit])
+            ends = "; ".join(suspects[culprit].flight.guilt.deaths)
+            event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
             self._apply(suspects[culprit], suspects[culprit].flight.poison(), now)
 
     def _named(self, requests: Sequence[RequestId]) -> list[Stream]:

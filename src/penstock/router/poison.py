@@ -51,8 +51,8 @@ class Guilt:
         """What its client is told."""
         told = f"The {emitted} tokens sent so far stay valid" if emitted else "No token was sent"
         return PoisonRequest(
-            f"Request {request} ended {len(self.deaths)} workers and is not tried on others: "
-            f"{'; '.join(self.deaths)}. {told}."
+            f"Request {request} ended {len(self.deaths)} workers and is not tried on others; the service's log says "
+            f"which and how. {told}."
         )
 
 

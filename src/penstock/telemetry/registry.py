@@ -132,6 +132,9 @@ class Metrics:
         self._fenced = self._counter(names.FENCED)
         self._poisoned = self._counter(names.POISONED).labels(model_name)
         self._keyed = self._counter(names.KEYED)
+        self._unauthorized = self._counter(names.UNAUTHORIZED)
+        for code in names.UNAUTHORIZED_CODES:
+            self._unauthorized.labels(model_name, code)
         decisions = self._counter(names.DECISIONS)
         self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
         self._deciding = self._histogram(names.DECISION_TIME)
@@ -208,6 +211,10 @@ class Metrics:
     def met(self, how: str) -> None:
         """A request with an idempotency key came."""
         self._keyed.labels(self._model, how).inc()
+
+    def unauthorized(self, code: str) -> None:
+        """A request had no valid key."""
+        self._unauthorized.labels(self._model, code).inc()
 
     def worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """``WorkerTotals.report``."""

@@ -224,6 +224,13 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     max_wait_s: float | None = None  # the same
     waits_s: tuple[float | None, ...] = ()  # what the requests of each class may wait; nothing said: any time
 
+    def cache_salt(self, own: str) -> str:
+        """Of the cached pages of a request that names a salt of its ``own``, or none.
+
+        No two pairs have the same, whatever is in them: a tenant's salt has no NUL.
+        """
+        return f"{self.salt}\0{own}" if own else self.salt
+
     def claim(self, said: ServiceClass | None = None) -> Claim:
         """Of a request whose body says ``said``."""
         service = self.service if said is None else said

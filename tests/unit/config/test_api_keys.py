@@ -10,7 +10,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.api_keys import KeyFile, Service, TenantEntry, changing, load_keys, new_key
-from penstock.edge.auth import LOOK_S, FileRing
+from penstock.edge.auth import LOOK_S, SAY_AGAIN_S, FileRing
 from penstock.errors import ConfigError
 from penstock.types import ServiceClass
 
@@ -102,6 +102,14 @@ def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     clock.advance(LOOK_S)
     assert ring.find(second.encode()) is not None
     assert "stay as they were" in caplog.text
+    lines = len(caplog.records)
+    for _ in range(10):
+        clock.advance(LOOK_S)
+        ring.find(b"")
+    assert len(caplog.records) == lines
+    clock.advance(SAY_AGAIN_S)  # keys that were revoked since are valid until somebody has read this
+    ring.find(b"")
+    assert len(caplog.records) == lines + 1
 
 
 def add(path: Path, tenant: str, classes: tuple[Service, ...] = ("interactive",)) -> str:
