@@ -24,6 +24,9 @@ ALIKE = 0.2
 """Workers whose rates differ by no more than this part are taken to be equally fast: steps of one worker vary by as
 much (``engine.core.cost.NOISE``), and what differs in what was learned only must not outweigh a cached prompt."""
 
+IDLE_GRACE_S = 0.25
+"""Longer silence of a worker that has nothing to do: it reports twice a second, others ten times."""
+
 _REPORTS_OF_A_MEDIAN = 64
 """At least so many, and as many as there are workers: a report's share of finding it does not grow with them."""
 
@@ -82,6 +85,7 @@ class Rates(NamedTuple):
 
 _REPORTED, _SENT, _GONE, _RATES = slice(0, 7), slice(7, 14), slice(14, 21), slice(21, 26)
 _TIMES, _PAGE = slice(21, 25), 25
+_LOADED = [0, 2, 7, 9]  # tokens to read and answers to write, as reported and as sent since
 _MEASURED, _HEARD, _GATEWAYS, _BYTES, _SECONDS, _TURN = range(26, 32)
 _DOMAIN, _FETCH = 32, 33
 _OWN = slice(34, 38)  # the times as they were reported
@@ -287,9 +291,16 @@ class Columns:
         return hit
 
     def quiet(self, slots: Slots, since: float) -> NDArray[np.bool_] | None:
-        """Which of these have not been heard of since then; None: all have."""
+        """Which of these have not been heard of since then; None: all have.
+
+        Those that have nothing to do report less often, and are given ``IDLE_GRACE_S`` more.
+        """
         heard = self._table[_HEARD].take(slots)
-        return heard < since if heard.min(initial=since) < since else None
+        if heard.min(initial=since) >= since:
+            return None
+        load = self._table[_LOADED].take(slots, axis=1).any(axis=0)
+        quiet: NDArray[np.bool_] = heard < np.where(load, since, since - IDLE_GRACE_S)
+        return quiet if quiet.any() else None
 
     def contexts(self, slots: Slots) -> Numbers:
         """How many tokens of prompt and answer together each of these has room for."""

@@ -287,6 +287,10 @@ class Fleet:
         """What the gateway has at this worker now."""
         return tuple(self._work[slot])
 
+    def rests(self, slot: int) -> bool:
+        """Is this worker ready and has nothing of ours?"""
+        return self.states[slot] is WorkerState.READY and not self._work[slot]
+
     def working(self) -> bool:
         """Is anything of ours anywhere?"""
         return any(self._work)

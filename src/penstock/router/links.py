@@ -78,6 +78,10 @@ class WorkerLink:
         self._link.send(
             msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited), kv_snapshot=kv_snapshot)
         )
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what could not leave before."""
         while self._unsent and self._link.send(self._unsent[0]):
             del self._unsent[0]
 
@@ -134,11 +138,15 @@ class Links:
         hello: Hello,
         awaited: Mapping[WorkerId, Sequence[Awaited]] = NOBODY_AWAITED,
         lacking: Collection[WorkerId] = (),
+        resting: Collection[WorkerId] = (),
     ) -> None:
         """Greet everybody, ask each about the legs that it has been silent about, and the ``lacking`` for all of their
-        caches."""
+        caches.  Of the ``resting`` only those are greeted that are asked something."""
         for worker, link in self._links.items():
-            link.beat(hello, awaited.get(worker, ()), kv_snapshot=worker in lacking)
+            if worker in resting and worker not in awaited and worker not in lacking:
+                link.flush()
+            else:
+                link.beat(hello, awaited.get(worker, ()), kv_snapshot=worker in lacking)
 
     def malformed(self) -> list[tuple[WorkerId, int, int]]:
         """Workers, with their incarnations, that have sent frames that were none of ours, and how many, since the last

@@ -114,6 +114,7 @@ class Watch:
         self._ticked: float | None = None
         self._beaten = float("-inf")
         self._next_forgetting = float("-inf")
+        self._beats = 0
 
     # --- the supervisor ---------------------------------------------------------------------------------------------
 
@@ -247,14 +248,19 @@ class Watch:
         return now - self._beaten >= self._failover.beat_s
 
     def beat(self, awaited: Mapping[WorkerId, Sequence[Awaited]], now: float) -> None:
-        """Greet everybody, ask about legs that are ``awaited``, and look for silent workers."""
+        """Greet everybody, ask about legs that are ``awaited``, and look for silent workers.
+
+        Ready workers that have no work of ours are greeted with every second beat, one half of them with each.
+        """
         self._beaten = now
+        self._beats += 1
         self._pinned.look(self._fleet.present(), now, ready=bool(self._fleet.identities()))
         for message in tuple(self._unconnected.values()):
             self._connect(message)
         fleet = self._fleet
         lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.lacking(slot, now)}
-        self._links.beat(self._hello, awaited, lacking)
+        resting = {worker for slot, worker in enumerate(fleet.ids) if (slot + self._beats) % 2 and fleet.rests(slot)}
+        self._links.beat(self._hello, awaited, lacking, resting)
         self._prefixes.sweep()
         self._forget_vanished(now)
         for slot in list(fleet.silent(now, self._failover.silence_s, self._failover.overrun)):

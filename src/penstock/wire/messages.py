@@ -268,8 +268,8 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     """A worker as it is now.  At most every ``WorkerConfig.report_min_s`` while anything changes, to every gateway;
     otherwise as the answer to a Hello, to the gateway that said it, at most every ``report_max_s``.
 
-    Counters only grow in an incarnation.  A report holds those that have changed since the one before it, and all that
-    are not 0 once a second and in every answer to a Hello: whoever missed one is right again soon.
+    Counters only grow in an incarnation.  A report holds those that have changed since the gateway was told last; the
+    first one over a connection, and one every ten seconds, all that are not 0.
     """
 
     worker: AnyWorker

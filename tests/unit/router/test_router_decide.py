@@ -150,8 +150,11 @@ def test_the_doubtful_are_the_last_resort():
     words = "prefill-0 cached=96; prefill-1 queued=999 answers=99; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="failed this request before", ask=ask)
     check("prefill-0; decode-0", picks="decode=decode-0 prefill=prefill-0", ask=ask)
-    check("prefill-0 silent=0.8; prefill-1 queued=999 answers=99; decode-0", picks="decode=decode-0 prefill=prefill-1")
-    check("prefill-0 silent=0.8; decode-0 silent=9", picks="decode=decode-0 prefill=prefill-0")
+    others = "prefill-1 queued=999 answers=99; decode-0"
+    check(f"prefill-0 silent=0.8 answers=1; {others}", picks="decode=decode-0 prefill=prefill-1")
+    check(f"prefill-0 silent=1.1; {others}", picks="decode=decode-0 prefill=prefill-1")
+    check(f"prefill-0 silent=0.8; {others}", picks="decode=decode-0 prefill=prefill-0")  # it has nothing to tell
+    check("prefill-0 silent=1.1; decode-0 silent=9", picks="decode=decode-0 prefill=prefill-0")
 
 
 def test_all_workers_of_an_answer_compute_alike():

@@ -97,6 +97,8 @@ class Gateway:
     follows_cache: bool = False  # it has asked what is cached here, and is told of changes
     greeted: bool = False  # it has said Hello since it was sent a report
     reported_at: float = float("-inf")  # when it was sent one, over the connection that it has now
+    counters: Mapping[str, float] = field(default_factory=dict[str, float])  # that it knows by those
+    counted_at: float = float("-inf")  # when it was sent all of them
     away: bool = False  # silent for too long; not told anything until it speaks
     unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
 

@@ -17,7 +17,7 @@ meanwhile is told to them behind the last slice, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -32,8 +32,8 @@ from penstock.types import BlockHash
 from penstock.wire.messages import Hello, KvEvents, Report
 from penstock.wire.transport import Listener
 
-COUNTERS_S = 1.0
-"""Between two reports with all counters; those between them hold only what has changed."""
+COUNTERS_S = 10.0
+"""Between two reports to a gateway with all counters; those between them hold only what has changed."""
 
 
 @dataclass(slots=True)
@@ -65,8 +65,6 @@ class Bulletins:
         self._changed = True  # since the last report to all
         self._reported_at = -inf  # when that was
         self._step_s = 0.0  # that it told
-        self._counters: Mapping[str, float] = {}  # that it was made from
-        self._counters_at = -inf  # when all of them were told last
         prefix.on_change = self._log.note
 
     def sinks(self, nearest: Nearest, tiers: int) -> None:
@@ -136,8 +134,7 @@ class Bulletins:
         owed = [gateway for gateway in gateways if gateway.greeted and now - gateway.reported_at >= pause]
         if owed:
             self._sink()
-            report = self._make()
-            self._send(owed, gateways, lambda gateway: report, now)
+            self._send(owed, gateways, self._make(), now)
         self._go_on()
 
     def knows_of(self, step_s: float, now: float) -> bool:
@@ -147,20 +144,12 @@ class Bulletins:
     def report(self, gateways: Sequence[Gateway], now: float) -> None:
         """To all, at once: how this worker is, and what has changed in its cache."""
         self._sink()
-        whole = self._make()
-        report = msgspec.structs.replace(whole, counters=self._counters_to_tell(whole.counters, now))
-        self._changed, self._reported_at, self._step_s = False, now, whole.step_s
-        cached, told = tuple(self._log.take()), list[Gateway]()
+        report = self._make()
+        self._changed, self._reported_at, self._step_s = False, now, report.step_s
+        cached = tuple(self._log.take())
         if self._snapshot is not None:
             self._snapshot.behind += cached
-            told = self._snapshot.to
-
-        def own(gateway: Gateway) -> Report:
-            follows = gateway.follows_cache and gateway not in told
-            counted = whole if gateway.reported_at == -inf else report
-            return msgspec.structs.replace(counted, cached=cached) if cached and follows else counted
-
-        self._send(gateways, gateways, own, now)
+        self._send(gateways, gateways, report, now, cached)
 
     def _go_on(self) -> None:
         """Tell one part more of the snapshot that is being told, or begin the next when all changes have been told."""
@@ -194,18 +183,34 @@ class Bulletins:
             gone, self._gone = tuple(self._gone), {}
             self._log_all(self._sunk.left(gone))
 
-    def _counters_to_tell(self, counters: Mapping[str, float], now: float) -> dict[str, float]:
-        before, self._counters = self._counters, counters
-        if now - self._counters_at >= COUNTERS_S:
-            self._counters_at = now
-            return dict(counters)
-        return {name: value for name, value in counters.items() if before.get(name) != value}
-
     def _send(
-        self, to: Sequence[Gateway], gateways: Sequence[Gateway], own: Callable[[Gateway], Report], now: float
+        self,
+        to: Sequence[Gateway],
+        gateways: Sequence[Gateway],
+        report: Report,
+        now: float,
+        cached: tuple[KvEvents, ...] = (),
     ) -> None:
         busy, sequence = max(1, sum(gateway.serial > 0 for gateway in gateways)), self._log.sequence
+        in_parts = self._snapshot.to if self._snapshot is not None else ()
+        changes: dict[int, dict[str, float]] = {}  # most gateways know the same
         for gateway in to:
-            report = msgspec.structs.replace(own(gateway), heard=gateway.serial, gateways=busy, kv_sequence=sequence)
-            gateway.greeted, gateway.reported_at = False, now
-            self._listener.send(gateway.peer, report)
+            counters, known = report.counters, gateway.counters
+            if gateway.reported_at == -inf or now - gateway.counted_at >= COUNTERS_S:
+                gateway.counted_at = now
+            elif id(known) in changes:
+                counters = changes[id(known)]
+            else:
+                counters = {name: value for name, value in counters.items() if known.get(name) != value}
+                changes[id(known)] = counters
+            own = msgspec.structs.replace(
+                report,
+                counters=counters,
+                cached=cached if gateway.follows_cache and gateway not in in_parts else (),
+                heard=gateway.serial,
+                gateways=busy,
+                kv_sequence=sequence,
+            )
+            gateway.greeted, gateway.reported_at, gateway.counters = False, now, report.counters
+            if not self._listener.send(gateway.peer, own):
+                gateway.counted_at = -inf

@@ -1,0 +1,225 @@
+"""What it costs a gateway to hear its workers: CPU seconds of one real gateway process, one of 16, in 60 s.
+
+Its router, joined workers, links and event loop are those of the service, over ZeroMQ with CURVE as in production.  All
+workers are played by this one process: their real ``Bulletins`` say when a report is due and what is in it, with 16
+gateways each; messages to the other 15 are not sent (the null world counts that a gateway is told the same whatever
+their number: ``tests/null/test_reports.py``).  No requests: answers are measured elsewhere.
+
+    python bench/reports.py                  # 200 idle workers, then 256 busy ones; median of 3 rounds of 60 s
+    python bench/reports.py --scenes idle --rounds 1 --seconds 10
+    python bench/reports.py --json reports.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from penstock.clock import MonotonicClock
+from penstock.config.schema import GatewayConfig, SchedulerConfig, WorkerConfig
+from penstock.engine.core.blocks import BlockPool
+from penstock.engine.core.prefix import PrefixCache
+from penstock.engine.service.asks import Asks, Gateway
+from penstock.engine.service.bulletins import Bulletins
+from penstock.launch import event_loop
+from penstock.launch.joined import JoinedWorkers
+from penstock.router.service import Outside, RouterService
+from penstock.telemetry.metrics import WORKER_COUNTERS
+from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
+from penstock.wire.keys import Keys
+from penstock.wire.messages import Hello, Report, StepRates
+from penstock.wire.zeromq import ZmqTransport
+
+IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench-1")
+GATEWAYS = 16
+SCENES = {"idle": (200, 5.0), "busy": (256, 25.0)}
+"""Name -> workers, and the bar: per cent of a core."""
+
+STEP_S = 0.02  # of a busy worker
+CHANGES_A_STEP = 10  # counters that a step moves
+WARM_UP_S = 3.0
+
+
+class Played:
+    """A worker, as far as gateways hear it."""
+
+    def __init__(self, number: int, transport: ZmqTransport, *, busy: bool) -> None:
+        self.busy = busy
+        self.listener = transport.listen("tcp://127.0.0.1:0")
+        config = WorkerConfig(
+            worker=WorkerId(f"both-{number}"),
+            incarnation=1,
+            role=Role.BOTH,
+            endpoint=self.listener.endpoint,
+            carrier="curve",
+            scheduler=SchedulerConfig(pages=64),
+        )
+        self._asks = Asks(config.gateway_silence_s)
+        self._counters = {name: 12345.678 + index for index, name in enumerate(WORKER_COUNTERS)}
+        self._config, self._steps = config, 0
+        self._bulletins = Bulletins(config, PrefixCache(BlockPool(64)), self.listener, self._report)
+        self._others = [Gateway(f"g{index}", 1, b"", 0.0, serial=1) for index in range(1, GATEWAYS)]
+        self.next_step = time.monotonic() + number % 64 / 64 * STEP_S
+
+    def _report(self) -> Report:
+        config = self._config
+        return Report(
+            worker=config.worker,
+            incarnation=1,
+            role=Role.BOTH,
+            state=WorkerState.READY,
+            pid=os.getpid(),
+            identity=IDENTITY,
+            max_model_len=4096,
+            steps=self._steps,
+            step_s=STEP_S,
+            running=8 if self.busy else 0,
+            tokens_in_flight=1000 if self.busy else 0,
+            kv_pages_free=1000,
+            counters=dict(self._counters),
+            rates=StepRates(1e-3, 1e-4, 1e-9, 1e-4),
+            measured=100 + self._steps,
+        )
+
+    def turn(self, now: float) -> None:
+        """As ``WorkerMailbox`` does, without requests."""
+        while (received := self.listener.recv()) is not None:
+            if not isinstance(received.message, Hello):
+                continue
+            if received.message.discovery:
+                self._bulletins.discovered(received.peer)
+            else:
+                self._bulletins.greeted(
+                    self._asks.hello(received.peer, received.message, now).gateway, received.message
+                )
+        if self.busy and now >= self.next_step:
+            self.next_step = now + STEP_S
+            self._steps += 1
+            for name in list(self._counters)[:CHANGES_A_STEP]:
+                self._counters[name] += 1.0
+            self._bulletins.changed()
+        self._bulletins.turn(self._asks.gateways(), now, waiting=self.busy)
+
+
+def play(workers: list[Played], over: Callable[[], bool]) -> None:
+    """Until ``over``: who was spoken to takes its turn at once, everybody every 10 ms."""
+    poller = zmq.Poller()
+    by_socket: dict[Any, Played] = {}
+    for worker in workers:
+        socket = worker.listener.socket  # type: ignore[attr-defined]
+        poller.register(socket, zmq.POLLIN)
+        by_socket[socket] = worker
+    looked = 0.0
+    while not over():
+        spoken = [by_socket[socket] for socket, _ in poller.poll(10)]
+        now = time.monotonic()
+        if now - looked >= 0.01:
+            looked, spoken = now, workers
+        for worker in spoken:
+            worker.turn(now)
+
+
+async def gateway(endpoints: list[str], keys: Keys, seconds: float) -> dict[str, float]:
+    """A gateway's part that hears workers; what it cost this process."""
+    transport, clock = ZmqTransport(keys), MonotonicClock()
+    config = GatewayConfig(name="g0", model_name="bench")
+    router = RouterService(config, Outside(connect=transport.connect_async, clock=clock, suspect=print))
+    hello = Hello(gateway=config.name, incarnation=1, discovery=True)
+    joined = JoinedWorkers(
+        endpoints, transport.connect_async, router.on_supervisor, hello, clock=clock, beat_s=config.failover.beat_s
+    )
+    reports = 0
+
+    def heard(endpoint: str, report: Report) -> None:
+        nonlocal reports
+        reports += 1
+        joined.on_report(endpoint, report)
+
+    router.on_report = heard
+    router.start()
+    joined.start()
+    until = time.monotonic() + 60.0
+    while len(router.fleet.ready(Role.BOTH, None)) < len(endpoints):
+        assert time.monotonic() < until, f"{len(router.fleet.ready(Role.BOTH, None))} of {len(endpoints)} are ready"
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(WARM_UP_S)
+    before, began, reports = cpu_s(), time.monotonic(), 0
+    await asyncio.sleep(seconds)
+    took = time.monotonic() - began
+    row = {"cpu_s": cpu_s() - before, "seconds": took, "reports": reports}
+    row["ready"] = len(router.fleet.ready(Role.BOTH, None))
+    await joined.close()
+    await router.close()
+    transport.close()
+    return row
+
+
+def cpu_s() -> float:
+    """Of this process, threads of ZeroMQ included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measure(scene: str, seconds: float) -> dict[str, float]:
+    """One round."""
+    count, _ = SCENES[scene]
+    keys = Keys.ephemeral()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        keys.save(place)
+        transport = ZmqTransport(keys)
+        workers = [Played(number, transport, busy=scene == "busy") for number in range(count)]
+        (place / "endpoints.json").write_text(json.dumps([worker.listener.endpoint for worker in workers]))
+        command = [sys.executable, __file__, "--gateway", folder, "--seconds", str(seconds)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            play(workers, lambda: child.poll() is not None)
+            assert child.stdout is not None
+            row: dict[str, float] = json.loads(child.stdout.read())
+        transport.close()
+    return row
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--gateway", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.gateway is not None:
+        endpoints = json.loads((given.gateway / "endpoints.json").read_text())
+        print(json.dumps(event_loop.run(gateway(endpoints, Keys.load(given.gateway), given.seconds))))
+        return
+    found: dict[str, Any] = {}
+    for scene in given.scenes:
+        count, bar = SCENES[scene]
+        rows = [measure(scene, given.seconds) for _ in range(given.rounds)]
+        parts = [100 * row["cpu_s"] / row["seconds"] for row in rows]
+        each = [row["reports"] / row["seconds"] / count for row in rows]
+        median = statistics.median(parts)
+        found[scene] = {"rounds": rows, "per_cent_of_a_core": median, "bar": bar}
+        print(
+            f"{count} {scene} workers: {median:.1f} % of a core ({', '.join(f'{part:.1f}' for part in parts)}), "
+            f"{statistics.median(each):.1f} reports/s from each; bar {bar:g} %: {'met' if median <= bar else 'NOT met'}"
+        )
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
