@@ -70,6 +70,7 @@ class NullStreams:
     served: ModelIdentity | None = IDENTITY
     stuck: str | None = None
     foreseen: Forecast | None = None
+    read_by: int = 1  # workers that are ready to read prompts
     rows: Sequence[dict[str, Any]] = ()
     width: int = 4  # of the vectors of texts that are only read
     fail_at: dict[int, Exception] = field(default_factory=dict)  # tokens emitted -> raised then, in every stream
@@ -164,6 +165,10 @@ class NullStreams:
     def alive(self) -> str | None:
         """See ``wire.ports.TokenStreams``."""
         return self.stuck
+
+    def readers(self) -> int:
+        """See ``wire.ports.TokenStreams``."""
+        return self.read_by
 
     def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
         """See ``wire.ports.TokenStreams``."""

@@ -366,6 +366,25 @@ async def test_the_queue_is_bounded_in_prompt_tokens_too():
         assert (await on.text(prompt=[5] * 200)).status_code == 200
 
 
+async def test_the_queues_limits_are_those_of_each_worker_that_reads_prompts():
+    """Three prompts of which one would fill the queue of one worker do not fill that of many."""
+    streams = NullStreams(gate=asyncio.Event())
+    streams.read_by = 4
+    async with stage(streams, Limits(max_queued_tokens=100, max_queued_requests=1)) as on:
+        waiting = [asyncio.create_task(on.text(prompt=[5] * 100)) for _ in range(4)]
+        await streams.until(opened=4)
+        full = await on.text(prompt=[5])
+        assert full.status_code == 429
+        assert "the limit is 4" in full.json()["error"]["message"]
+        streams.read_by = 5
+        waiting.append(asyncio.create_task(on.text(prompt=[5] * 100)))
+        await streams.until(opened=5)
+        streams.read_by = 0  # none is ready: as for one
+        assert "the limit is 1" in (await on.text(prompt=[5])).json()["error"]["message"]
+        streams.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 5
+
+
 async def test_a_request_that_was_refused_or_failed_leaves_the_queue():
     async with stage(NullStreams(fail_at={0: WorkerLost("x")}), Limits(max_queued_requests=1)) as on:
         for _ in range(5):

@@ -227,3 +227,11 @@ async def test_closing_the_router_ends_every_stream():
         await town.router.close()
         await town.until(lambda: client.over)
         assert isinstance(client.error, NoWorkers)
+
+
+async def test_workers_that_can_read_prompts_are_counted():
+    async with Town("prefill-0", "decode-0", "both-0", "both-1") as town:
+        assert town.router.readers() == 3
+        town.kill("both-1")
+        await town.turn()
+        assert town.router.readers() == 2

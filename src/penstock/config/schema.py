@@ -197,8 +197,8 @@ class Limits(Config, frozen=True, kw_only=True):
     max_inputs: int = 2048  # texts in one /v1/embeddings, /rerank or /classify request
     max_input_tokens: int = 300_000  # of all of them together
     max_inputs_at_once: int = 64  # of those, given to workers at one time
-    max_queued_requests: int = 512  # accepted and without a first token
-    max_queued_tokens: int = 262_144  # prompt tokens of those
+    max_queued_requests: int = 512  # accepted and without a first token, for each worker that is ready to read prompts
+    max_queued_tokens: int = 262_144  # prompt tokens of those, for each such worker
     max_prompt_bytes: int = 1 << 30  # that the prompts of all open requests take in a gateway's memory
     first_byte_s: float = 120.0  # to the first token, resubmissions included
     max_stated_wait_s: float = 3600.0  # that a client may say it would wait for the first token

@@ -1,15 +1,16 @@
 """How much may wait: requests without a first token, their prompt tokens, and bodies not yet turned into tokens.
 
-Everything is bounded and every refusal says when to come back.  Whoever is let in holds a permit, and leaving its
-scope gives back what it still holds.  A *party* is a tenant's requests of one class.  Where there are several, none may
-take more of the queue than it leaves free (dynamic thresholds: Choudhury, Hahne 1998): there is always room for one
-that comes new.  Knows nothing about HTTP or what a request asks for.
+Everything is bounded and every refusal says when to come back.  What may wait for workers is bounded for each of those
+that are ready to read prompts: many of them serve a queue in the time in which one serves its part.  Whoever is let in
+holds a permit, and leaving its scope gives back what it still holds.  A *party* is a tenant's requests of one class.
+Where there are several, none may take more of the queue than it leaves free (dynamic thresholds: Choudhury, Hahne
+1998): there is always room for one that comes new.  Knows nothing about HTTP or what a request asks for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,6 +41,13 @@ NOBODY = Party()
 """In particular."""
 
 
+class _Bounds(NamedTuple):
+    """What may wait."""
+
+    requests: int
+    tokens: int
+
+
 @dataclass(slots=True)
 class _Waiting:
     """What of one party waits."""
@@ -54,6 +62,7 @@ class Admission:
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._limits = limits
         self.clock = clock
+        self.readers: Callable[[], int] = lambda: 1  # workers that are ready to read prompts
         self.requests = 0  # without a first token
         self.tokens = 0  # prompt tokens of those
         self.body_bytes = 0  # of bodies that are being read or parsed
@@ -61,10 +70,16 @@ class Admission:
         self._wait_s: dict[int, float] = {}  # by class: smoothed time from admission to first token
         self._parties: dict[Party, _Waiting] = {}  # those of whom something waits
 
+    def _bounds(self) -> _Bounds:
+        """Of the queue, with the workers that there are."""
+        workers, limits = max(1, self.readers()), self._limits
+        return _Bounds(limits.max_queued_requests * workers, limits.max_queued_tokens * workers)
+
     def check(self) -> None:
         """Raises QueueFull when there is no room for anything, before anything is read."""
-        if self.requests >= self._limits.max_queued_requests:
-            raise self.full(f"{self.requests} requests are waiting, the limit is {self._limits.max_queued_requests}.")
+        most = self._bounds().requests
+        if self.requests >= most:
+            raise self.full(f"{self.requests} requests are waiting, the limit is {most}.")
 
     @contextmanager
     def admit(self, costs: Sequence[int], party: Party = NOBODY, *, bounded: bool = False) -> Iterator[Permit]:
@@ -77,20 +92,19 @@ class Admission:
         if not requests:
             yield Permit(self, costs, party)
             return
-        own = self._parties.get(party)
+        own, most = self._parties.get(party), self._bounds()
         if bounded and own is not None:
             self._leave_room(own, requests, tokens)
         if self.requests:
-            if self.requests + requests > self._limits.max_queued_requests:
+            if self.requests + requests > most.requests:
                 raise self.full(
-                    f"{self.requests} requests are waiting and this one adds {requests}, "
-                    f"the limit is {self._limits.max_queued_requests}.",
+                    f"{self.requests} requests are waiting and this one adds {requests}, the limit is {most.requests}.",
                     party.service,
                 )
-            if self.tokens + tokens > self._limits.max_queued_tokens:
+            if self.tokens + tokens > most.tokens:
                 raise self.full(
                     f"{self.tokens} prompt tokens are waiting and this request adds {tokens}, "
-                    f"the limit is {self._limits.max_queued_tokens}.",
+                    f"the limit is {most.tokens}.",
                     party.service,
                 )
         prompt_bytes = self._check_memory(tokens, party)
@@ -177,18 +191,18 @@ class Admission:
         return ahead / total if total else 1.0
 
     def _leave_room(self, own: _Waiting, requests: int, tokens: int) -> None:
-        limits = self._limits
-        free = limits.max_queued_requests - self.requests
+        most = self._bounds()
+        free = most.requests - self.requests
         if own.requests + requests > free:
             raise self.full(
                 f"{own.requests} requests of yours are waiting and this one adds {requests}; of the {free} places that "
-                f"are free (max_queued_requests is {limits.max_queued_requests}), room is left for others."
+                f"are free (max_queued_requests, of all workers {most.requests}), room is left for others."
             )
-        free = limits.max_queued_tokens - self.tokens
+        free = most.tokens - self.tokens
         if own.tokens + tokens > free:
             raise self.full(
                 f"{own.tokens} prompt tokens of yours are waiting and this request adds {tokens}; of the {free} that "
-                f"may still come (max_queued_tokens is {limits.max_queued_tokens}), room is left for others."
+                f"may still come (max_queued_tokens, of all workers {most.tokens}), room is left for others."
             )
 
     def full(self, why: str, service: int = 0) -> QueueFull:

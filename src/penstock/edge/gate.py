@@ -63,6 +63,7 @@ class Gate:
         config = rules.scheduling
         self._rules = rules
         self._admission = admission
+        admission.readers = streams.readers
         self._streams = streams
         self._levels = levels
         self._rates = Rates(admission.clock, rules.buckets)

@@ -23,7 +23,7 @@ from penstock.router.deeds import Deeds, Means
 from penstock.router.endings import Patience
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
-from penstock.router.forecast import forecast
+from penstock.router.forecast import READERS, forecast
 from penstock.router.links import Connect, Links
 from penstock.router.losses import Losses
 from penstock.router.orders import Orders
@@ -249,6 +249,10 @@ class RouterService:
         if not self._tally.open or quiet <= _NO_STEP_S:
             return None
         return f"{self._tally.open} requests are open and no worker has made a step for {quiet:.1f} s"
+
+    def readers(self) -> int:
+        """See ``wire.ports.TokenStreams``."""
+        return sum(len(self.fleet.ready(role, None)) for role in READERS)
 
     def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
         """See ``wire.ports.TokenStreams``."""

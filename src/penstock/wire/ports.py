@@ -98,6 +98,10 @@ class TokenStreams(Protocol):
         """None while all is well, else why not: something runs and nothing moves."""
         ...
 
+    def readers(self) -> int:
+        """How many workers are ready to read prompts."""
+        ...
+
     def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
         """For a prompt of so many tokens; None while nobody knows by experience how long anything takes."""
         ...
