@@ -246,6 +246,37 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPat
                 continue  # the library's greeting
 
 
+def test_a_port_that_strangers_fill_is_shut_until_they_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.wire import zeromq
+
+    monkeypatch.setattr(zeromq, "most_connections", lambda: 8)
+    keys = Keys.ephemeral()
+    with closing(ZmqTransport(keys)) as workers, closing(ZmqTransport(keys)) as gateways:
+        listener = workers.listen("tcp://127.0.0.1:0")
+        host, _, port = listener.endpoint.removeprefix("tcp://").rpartition(":")
+        early = gateways.connect(listener.endpoint)
+        assert early.send(note(1))
+        assert Place(workers, "").wait_for(listener).message == note(1)
+
+        strangers: list[socket.socket] = []
+        deadline = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(TimeoutError):
+            while time.monotonic() < deadline:
+                strangers.append(socket.create_connection((host, int(port)), timeout=0.5))
+                assert listener.recv() is None
+                workers.wait(0.001, [listener])
+            raise AssertionError("it takes everybody")
+        assert len(strangers) >= 7
+        assert early.send(note(2))
+        assert Place(workers, "").wait_for(listener).message == note(2)
+
+        for stranger in strangers:
+            stranger.close()
+        late = gateways.connect(listener.endpoint)
+        assert late.send(note(3))
+        assert Place(workers, "").wait_for(listener).message == note(3)
+
+
 # --- other users of this host ----------------------------------------------------------------------------------------
 
 NOBODY = 65534

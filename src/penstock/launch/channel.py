@@ -5,12 +5,15 @@ Never blocks: what a busy gateway does not take now waits here.  Knows nothing a
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections import deque
 
 from penstock.errors import ProtocolError
 from penstock.wire.codec import decode, encode
 from penstock.wire.messages import Draining, LoadModel, SupervisorMessage, Suspect, UnloadModel, WorkerDown, WorkerUp
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_WAITING = 4096
@@ -42,8 +45,18 @@ class Channel:
         return bool(self._waiting)
 
     def send(self, message: SupervisorMessage) -> None:
-        """Send now or with a later ``flush``; nothing happens when the other end is gone."""
-        self._waiting.append(encode(message))
+        """Send now or with a later ``flush``; nothing happens when the other end is gone.
+
+        A message that cannot be encoded, or that the other end would not take, is logged and not sent.
+        """
+        try:
+            frame = encode(message)
+            if len(frame) > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"{len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+        except ProtocolError as error:
+            log.error("%s is not sent: %s", type(message).__name__, error)
+            return
+        self._waiting.append(frame)
         self.flush()
 
     def flush(self) -> None:

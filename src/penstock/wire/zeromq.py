@@ -10,9 +10,14 @@ A transport belongs to the process and the thread that made it; make it after th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import math
 import os
+import resource
+import socket
+import struct
 import time
 from collections.abc import Iterable
 from hmac import compare_digest
@@ -49,6 +54,8 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 IPC_NAME_MAX = 107  # unix(7)
 
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
+_LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7)
 _NOBLOCK, _RCVMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 
 _IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID of zmq.h
@@ -76,24 +83,29 @@ class ZmqTransport:
         self._check_process()
         if self._gate is None:
             self._gate = self._make_gate()
-        socket = self._socket(zmq.ROUTER, endpoint)
+        made = self._socket(zmq.ROUTER, endpoint)
+        door: _Door | None = None
         try:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            socket.setsockopt(zmq.BACKLOG, CONNECTIONS_WAITING)
+            if endpoint.startswith("tcp://"):
+                door = _Door(made)
+            made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            made.setsockopt(zmq.BACKLOG, CONNECTIONS_WAITING)
             if endpoint.startswith("ipc://"):
                 # By SO_PEERCRED: a connection of another user is closed before it is spoken to, keys or no keys.
-                socket.setsockopt(_IPC_FILTER_UID, os.geteuid())
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # payloads go from listeners to links only
-            socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.server_public)
-            socket.bind(endpoint)
-            bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+                made.setsockopt(_IPC_FILTER_UID, os.geteuid())
+            made.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # payloads go from listeners to links only
+            made.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+            made.setsockopt(zmq.CURVE_SERVER, 1)
+            made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+            made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.server_public)
+            made.bind(endpoint)
+            bound = made.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            if door is not None:
+                door.close()
+            made.close(linger=0)
             raise ConfigError(f"cannot listen at {endpoint}: {error.strerror}") from error
-        listener = _ZmqListener(socket, bound, self._gate)
+        listener = _ZmqListener(made, bound, self._gate, door)
         self._open.append(listener)
         return listener
 
@@ -131,6 +143,8 @@ class ZmqTransport:
         if os.getpid() != self._pid or self._context.closed:
             return
         for source in self._open:
+            if isinstance(source, _ZmqListener):
+                source.close_door()
             if isinstance(source, _ZmqAsyncLink):
                 source.close()
             else:
@@ -222,12 +236,67 @@ class _Gate:
             self.socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
 
 
+class _Door:
+    """Where the network connects: shut while so many are connected that others run out of descriptors.
+
+    The library accepts whoever comes, so the kernel is told to leave them outside: a filter on the listening socket
+    drops what begins a connection, which is tried again a second later.  Who is connected stays connected, and whoever
+    proves no key is gone after ``HANDSHAKE_MS``; then it opens again.  To be made before the socket is bound.
+    """
+
+    def __init__(self, zmq_socket: zmq.Socket[bytes]) -> None:
+        self._socket = zmq_socket
+        self._most = most_connections()
+        self._connected = 0
+        self._shut = False
+        self._listening: socket.socket | None = None
+        self._events = zmq_socket.get_monitor_socket(_LISTENING | _ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._events.setsockopt(zmq.LINGER, 0)
+
+    def look(self) -> None:
+        """Who has come and gone?"""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                told, _address = self._events.recv_multipart(_NOBLOCK)
+                event, descriptor = struct.unpack("=HI", told)
+                if event == _LISTENING:
+                    self._listening = socket.socket(fileno=os.dup(descriptor))
+                else:
+                    self._connected += 1 if event == _ACCEPTED else -1
+        full = self._connected >= self._most
+        if full != self._shut and self._listening is not None:
+            self._shut = full
+            how = "takes no more connections: it has" if full else "takes connections again: it has"
+            log.warning("the mailbox %s %d; at most %d", how, self._connected, self._most)
+            with contextlib.suppress(OSError):  # a sandbox may know no filters
+                if full:
+                    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET: 0 bytes
+                    program = struct.pack("HP", 1, ctypes.addressof(nothing))
+                    self._listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                else:
+                    self._listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """To be called before its socket is closed."""
+        if not self._events.closed:
+            self._socket.disable_monitor()
+            self._events.close(linger=0)
+            if self._listening is not None:
+                self._listening.close()
+
+
+def most_connections() -> int:
+    """To one listener: half of the descriptors that this process may have."""
+    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
 class _ZmqListener:
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, gate: _Gate) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, gate: _Gate, door: _Door | None) -> None:
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
         self._gate = gate
+        self._door = door
 
     @property
     def closed(self) -> bool:
@@ -239,6 +308,8 @@ class _ZmqListener:
                 peer = self.socket.recv(_NOBLOCK)
             except zmq.Again:
                 self._gate.serve()
+                if self._door is not None:
+                    self._door.look()
                 return None
             received = _received(self.socket, peer, self.socket.recv(_NOBLOCK), self.counters)
             if received is not None:
@@ -249,7 +320,13 @@ class _ZmqListener:
         return _send(self.socket, [peer], message, payload, self.counters)
 
     def close(self) -> None:
+        self.close_door()
         self.socket.close(linger=0)
+
+    def close_door(self) -> None:
+        """Before the socket is closed."""
+        if self._door is not None:
+            self._door.close()
 
 
 class _ZmqLink:

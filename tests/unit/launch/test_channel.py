@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from penstock.errors import ProtocolError
-from penstock.launch.channel import MAX_WAITING, Channel
+from penstock.launch.channel import MAX_MESSAGE_BYTES, MAX_WAITING, Channel
 from penstock.types import WorkerId
 from penstock.wire.codec import encode
 from penstock.wire.messages import Draining, Hello, Suspect
@@ -70,3 +70,15 @@ def test_other_frames_are_refused(frame: bytes) -> None:
         channel.receive()
     raw.close()
     channel.close()
+
+
+def test_a_message_that_is_too_large_is_left_out_alone() -> None:
+    """Here or at the other end: it must end neither process, and take no other message with it."""
+    ours, theirs = Channel.pair()
+    theirs.send(suspect(1))
+    theirs.send(Suspect(worker=WorkerId("decode-0"), incarnation=2, reason="x" * MAX_MESSAGE_BYTES))
+    theirs.send(Suspect(worker=WorkerId("decode-0"), incarnation=1 << 70, reason="x"))
+    theirs.send(suspect(3))
+    assert [ours.receive() for _ in range(3)] == [suspect(1), suspect(3), None]
+    ours.close()
+    theirs.close()

@@ -8,6 +8,7 @@ that it asks.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event, GrammarInUse
-from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, PenstockError, QueueFull
+from penstock.engine.service.fitness import UNFIT
+from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
 from penstock.types import AdapterRef, Grammar, Medium, RequestId
 
 MAX_CHECKED_PER_TURN = 256
 """Requests that wait here and are looked at in one turn: some 0.5 ms.  The next turn goes on with the others."""
+
+
+log = logging.getLogger("penstock.worker")
 
 
 class GrammarOnItsWay(GrammarInUse, Protocol):
@@ -248,10 +253,12 @@ class Held:
                     if not self._ready(event):
                         self._kept[request] = waiting
                         return
-                except tuple(_REFUSERS) as error:
+                except Exception as error:
+                    if type(error) not in _REFUSERS:  # it is this request's own affair all the same
+                        log.exception("%s could not be made ready", request)
                     # What is said of it later concerns nobody: it never came.
                     self._forget(request)
-                    self._refuse(event, _REFUSERS[type(error)].format(error))
+                    self._refuse(event, _REFUSERS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error))
                     waiting.popleft()
                     continue
                 self._pages.passed(request)
@@ -280,7 +287,7 @@ class Held:
         self._pages.forget(request)
 
 
-_REFUSERS: dict[type[PenstockError], str] = {
+_REFUSERS: dict[type[Exception], str] = {
     GrammarRefused: "grammar: {}",
     ImageRefused: "image: {}",
     AdapterRefused: "adapter: {}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
-from penstock.engine.service.held import MAX_CHECKED_PER_TURN, Held, PagesHere, Ready
+from penstock.engine.service.held import MAX_CHECKED_PER_TURN, Held, NoAdapters, PagesHere, Ready
 from penstock.errors import AdapterRefused, GrammarRefused, QueueFull
 from penstock.grammar.matcher import Matcher
 from penstock.types import AdapterRef, BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
@@ -197,3 +197,18 @@ def test_who_finds_no_room_for_a_grammar_is_told_so():
     held = Held(Ready(compiler), lambda event, reason: told.append(reason))
     assert held.sift([arrive("a", SLOW), granted("a"), arrive("b")]) == [granted("a"), arrive("b")]
     assert told == ["queue_full"], "gateways try others, and then say 429"
+
+
+def test_what_goes_wrong_with_one_request_is_its_own_affair():
+    """A folder's name that no system takes, say: the worker must not end by it."""
+
+    class Breaks(NoAdapters):
+        def ready(self, ref):
+            raise ValueError("embedded null byte")
+
+    told = []
+    held = Held(Ready(Compiler(), adapters=Breaks()), lambda event, reason: told.append((event.id, reason)))
+    adapted = replace(arrive("a"), adapter=AdapterRef(fingerprint="f", folder="\0"))
+    assert held.sift([adapted, arrive("b")]) == [arrive("b")]
+    assert told == [("a", "unfit: ValueError")]
+    assert not held
