@@ -8,7 +8,7 @@ import pytest
 
 from penstock.types import FinishReason
 
-from .http_stage import CHAT, MODEL, Stage, check, stage
+from .http_stage import CHAT, MODEL, TEXT, Stage, check, events_of, stage
 from .streams import NullStreams
 
 END, ASSISTANT = 1, 4  # special tokens of the bundled model
@@ -87,6 +87,33 @@ async def test_cuts_that_cannot_be():
               400, "context_length_exceeded", "2049 tokens", "prompt")  # fmt: skip
         code, words = "string_above_max_length", "4194304 characters"
         check(await on.text(truncate_prompt_tokens=9, prompt="x" * 4194305), 400, code, words, "prompt")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("stop", [None, " never"])
+async def test_every_event_has_the_usage_so_far_where_it_is_asked_for(path: str, stop: str | None):
+    streams = NullStreams(cached=2)
+    body = {"model": MODEL, "max_tokens": 12, "n": 2, "stream": True, "ignore_eos": True, "stop": stop, "seed": 1}
+    body |= {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "Once upon"}
+    async with stage(streams) as on:
+        told = {
+            asked: [
+                event.data["usage"]
+                for event in events_of((await on.post(path, body | {"stream_options": options})).text)
+                if event.data != "[DONE]"
+            ]
+            for asked, options in (
+                (True, {"include_usage": True, "continuous_usage_stats": True}),
+                (False, {"include_usage": True, "continuous_usage_stats": False}),
+            )
+        }
+        silent = await on.post(path, body | {"stream_options": {"continuous_usage_stats": True}})
+    counts = [usage["completion_tokens"] for usage in told[True]]
+    assert counts == sorted(counts)
+    assert (counts[0] <= 5, counts[-1]) == (True, 24)
+    assert told[True][-1] == told[False][-1]
+    assert {str(usage) for usage in told[False][:-1]} == {"None"}
+    assert '"usage"' not in silent.text  # as in vLLM, it needs include_usage
 
 
 @pytest.mark.parametrize("name", ["skip_special_tokens", "include_stop_str_in_output"])

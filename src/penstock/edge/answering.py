@@ -51,6 +51,11 @@ class Answering:
         self._stored = [0] * len(prepared.requests)
         self._served = [False] * len(prepared.requests)  # choices that have a token of a worker
 
+    @property
+    def tells_usage(self) -> bool:
+        """With every event?"""
+        return self._prepared.reply.continuous_usage
+
     def used(self) -> Usage:
         """So far; the choices of one prompt share what was cached of it."""
         return Usage.of(
@@ -276,7 +281,8 @@ def _whole_calls(parts: Iterable[CallPiece]) -> list[CallPiece]:
 
 async def stream(answering: Answering, turns: Turns, out: EventOut, shape: Shape, head: Head) -> None:
     """Send the answer as events."""
-    events = _Events(shape, head, answering.course)
+    used = answering.used if answering.tells_usage else None
+    events = _Events(shape, head, answering.course, used)
     feeds = Feeds(turns, _Streamed(answering, events, out))
     out.wake = feeds.wake
     try:
@@ -293,7 +299,9 @@ async def stream(answering: Answering, turns: Turns, out: EventOut, shape: Shape
 class _Events:
     """Turns pieces into events, in OpenAI's order, leaving out what the client has."""
 
-    def __init__(self, shape: Shape, head: Head, course: Course) -> None:
+    def __init__(self, shape: Shape, head: Head, course: Course, used: Callable[[], Usage] | None = None) -> None:
+        """``used``: so far, to be told with every event."""
+        self._used = used
         self.ids = EventIds(course.marks, course.after)
         self._shape = shape
         self._head = head
@@ -303,6 +311,8 @@ class _Events:
 
     def of(self, index: int, piece: AnswerPiece) -> bytes:
         """The events of one piece; none when it shows nothing yet."""
+        if self._used is not None:
+            self._head = msgspec.structs.replace(self._head, used=self._used())
         place = self._places.get(index)
         if place is not None and _is_told(place, piece):
             return b"" if place.ended or piece.finish is None else self._end(index, piece.finish)
@@ -320,7 +330,7 @@ class _Events:
 
     def plain(self, index: int, text: PlainText) -> PlainEvents | None:
         """This choice's events from now on, as long as they are nothing but text."""
-        if self._first or self._head.logprobs or self._head.token_ids:
+        if self._first or self._head.logprobs or self._head.token_ids or self._used is not None:
             return None
         return PlainEvents.made(text, self._shape.delta(self._head, index, MARKED, first=False))
 

@@ -219,7 +219,7 @@ def _chunk(head: Head, choice: _ChunkChoice, *, first: bool, prompt_ids: list[in
             model=head.model,
             system_fingerprint=head.system_fingerprint,
             choices=(choice,),
-            usage=None if head.include_usage else UNSET,
+            usage=head.used if head.include_usage else UNSET,
             penstock=Seed(head.seed) if first else UNSET,
             prompt_token_ids=prompt_ids,
         )

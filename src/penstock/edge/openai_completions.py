@@ -91,7 +91,7 @@ class CompletionShape:
 
 def _chunk(head: Head, choice: _Choice, *, first: bool) -> bytes:
     return _completion(
-        head, (choice,), usage=None if head.include_usage else UNSET, seed=Seed(head.seed) if first else UNSET
+        head, (choice,), usage=head.used if head.include_usage else UNSET, seed=Seed(head.seed) if first else UNSET
     )
 
 

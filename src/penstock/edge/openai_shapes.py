@@ -93,6 +93,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     prompts: tuple[TokenIds, ...] = ()  # token ids, told when ``token_ids``
     include_usage: bool = False
+    used: Usage | None = None  # so far, where every event is to tell it
 
     def prompt_ids(self, choice: int) -> list[int] | UnsetType:
         """The prompt of a choice, if it is to be told."""
