@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.service import stored
 from penstock.engine.service.held import PageWait
 from penstock.errors import TierFailed
 from penstock.kv.layout import KvLayout
@@ -237,6 +238,42 @@ def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: py
         getattr(worker.stored._store._tiers[0], thread).end()
     assert worker.stored._store._tiers[0]._reader.join(60)
     stage.assert_idle()
+
+
+def test_pages_are_asked_for_some_in_a_turn_and_those_that_were_not_are_free_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stored, "LOADS_PER_TURN", 4)
+    prompt = [i % 70 for i in range(150)]
+    for turn in range(3):
+        stage, prefill, decode = stage_of(on_disk(tmp_path / "f"))
+        reader = prefill.hands[0]
+        stage.ask_split(prompt, prefill, decode)
+        reader.asleep = turn > 0
+        if turn == 0:
+            stage.run()
+            assert stage.answer() == expected(150)
+            end(stage)
+            continue
+        asked = []
+        while len(asked) < 2 or asked[-1] > asked[-2]:
+            stage.turn(0.0)
+            asked.append(reader.waiting)
+            if turn == 2:
+                break
+        assert max(b - a for a, b in zip([0, *asked], asked, strict=False)) <= 4, asked
+        if turn == 1:
+            assert asked[-1] == 9
+        else:
+            assert 0 < reader.waiting < 9
+        for worker in stage.workers:
+            worker.link.send(Cancel(request="r", epoch=1))
+        for _ in range(3):
+            stage.turn()
+        assert not prefill.scheduler.memory.importing
+        reader.work()
+        stage.assert_idle()
+        end(stage)
 
 
 def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path):

@@ -73,14 +73,19 @@ class KvLog:
     def snapshot(self) -> Iterator[KvEvents]:
         """Everything as it stands after message ``sequence``, in parts.  To be called with nothing left to ``take``.
 
-        Names are copied at once (some 10 ns a block); each part is made when it is asked for, so whoever has other
-        things to do between two parts still tells of one moment.
+        Names are copied at once (some 10 ns a block); each part is made when it is asked for.  What changes between
+        two parts is in the changes behind ``sequence``, and may or may not be in a part: told after all parts, those
+        changes are the last word either way.
         """
-        return self._parts(self.sequence, list(self._known()), dict(self._lower()))
+        lower = self._lower()
+        tiers = lower if isinstance(lower, Mapping) else dict(lower)
+        return self._parts(self.sequence, list(self._known()), list(tiers), tiers)
 
-    def _parts(self, sequence: int, known: list[BlockHash], lower: Mapping[BlockHash, int]) -> Iterator[KvEvents]:
-        told = chain(((tier, block) for block, tier in lower.items()), ((0, block) for block in known))
-        parts = max(1, -(-(len(known) + len(lower)) // KV_EVENT_BLOCKS))
+    def _parts(
+        self, sequence: int, known: list[BlockHash], below: list[BlockHash], tiers: Mapping[BlockHash, int]
+    ) -> Iterator[KvEvents]:
+        told = chain(((tiers.get(block, _NOWHERE), block) for block in below), ((0, block) for block in known))
+        parts = max(1, -(-(len(known) + len(below)) // KV_EVENT_BLOCKS))
         for part in range(parts):
             by_tier: dict[int, list[bytes]] = {}
             for tier, block in islice(told, KV_EVENT_BLOCKS):

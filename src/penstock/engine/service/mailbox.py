@@ -61,7 +61,7 @@ from penstock.wire.transport import Listener, Received, Source, Transport
 
 log = logging.getLogger("penstock.worker")
 
-MESSAGES_PER_TURN = 1024
+MESSAGES_PER_TURN = 512
 """Messages taken from the mailbox between two steps; the rest waits for the next turn."""
 
 GRAMMAR_LOOK_S = 0.001

@@ -39,6 +39,10 @@ LOOKED_UP = 256
 """Pages that are looked for at a time: behind one that nobody has, those of layers that read everything are useless."""
 
 
+LOADS_PER_TURN = 1024
+"""Pages that tiers are asked for between two steps, some 5 ms."""
+
+
 class _Phase(Enum):
     ASKING = "remote tiers are asked, or another request fetches the same pages"
     BRINGING = "pages are on their way"
@@ -62,7 +66,8 @@ class _Waiting:
     behind: list[PageKey] = field(default_factory=list[PageKey])  # pages that another request fetches
     brought: Import | None = None
     places: Sequence[int] = ()  # the last block of each page that is brought
-    loads: Sequence[Load] = ()  # one a page that is brought
+    tiers: Sequence[int] = ()  # from which each page is brought
+    loads: list[Load] = field(default_factory=list[Load])  # of the first of these pages, which were asked for
     ended: float = 0.0
     found: int = 0  # blocks here when it ended
     pages: Counter[str] = field(default_factory=Counter[str])  # that were asked for, by tier
@@ -112,6 +117,7 @@ class StoredPages:
         self._open: dict[Ticket, _Waiting] = {}  # those that something was asked for
         self._loading: dict[PageKey, Ticket] = {}
         self._news_left = self._memory.guard.pages_per_turn  # of what tiers tell, in this turn
+        self._loads_left = LOADS_PER_TURN
         self.counts = Counts()
         self._watcher: Callable[[RequestId, PageWait], None] = lambda request, wait: None
         self._memory.on_final = self._final
@@ -135,8 +141,11 @@ class StoredPages:
             self._waiting[event.id] = waiting
         if waiting.phase is _Phase.ASKING and not waiting.unanswered and not self._is_behind(waiting):
             self._bring(waiting)
-        if waiting.phase is _Phase.BRINGING and waiting.brought is not None and not waiting.brought.coming:
-            self._end(waiting, now)
+        if waiting.phase is _Phase.BRINGING and waiting.brought is not None:
+            if len(waiting.loads) < len(waiting.tiers):
+                self._ask_for_pages(waiting, waiting.brought)
+            if not waiting.brought.coming:
+                self._end(waiting, now)
         if waiting.phase is not _Phase.DONE and now >= waiting.deadline:
             self._end(waiting, now)
         return waiting.phase is _Phase.DONE
@@ -157,6 +166,7 @@ class StoredPages:
     def settled(self) -> None:
         """The scheduler has had its turn with every request that passed: it holds what it found, or waits for room."""
         self._news_left = self._memory.guard.pages_per_turn
+        self._loads_left = LOADS_PER_TURN
         self._take_news()
         for waiting in self._passed:
             self._release(waiting)
@@ -261,12 +271,21 @@ class StoredPages:
         waiting.phase, waiting.brought = _Phase.BRINGING, brought
         waiting.places = [last for last, _ in missing]
         self._open[waiting.ticket] = waiting
-        for key in keys:
-            self._loading[key] = waiting.ticket
-            waiting.pages[self._store.name(where[key])] += 1
-        waiting.loads = [
-            self._store.load(where[key], waiting.ticket, place, (key, brought.coming[place]))
-            for place, key in enumerate(keys)
+        self._loading |= dict.fromkeys(keys, waiting.ticket)
+        waiting.tiers = [where[key] for key in keys]
+        waiting.pages.update({self._store.name(tier): count for tier, count in Counter(waiting.tiers).items()})
+        self._ask_for_pages(waiting, brought)
+
+    def _ask_for_pages(self, waiting: _Waiting, brought: Import) -> None:
+        """Of those that are to be brought: so many in a turn, all requests together."""
+        begin = len(waiting.loads)
+        stop = min(len(waiting.tiers), begin + self._loads_left)
+        self._loads_left -= stop - begin
+        waiting.loads += [
+            self._store.load(
+                waiting.tiers[place], waiting.ticket, place, (PageKey(*brought.wanted[place]), brought.coming[place])
+            )
+            for place in range(begin, stop)
         ]
 
     def _where(self, waiting: _Waiting) -> dict[PageKey, int]:
@@ -339,7 +358,8 @@ class StoredPages:
 
     def _withdraw(self, waiting: _Waiting, brought: Import) -> None:
         """Loads that wait behind others at a tier, which may hang: their pages are free at once."""
-        places = [place for place in brought.coming if waiting.loads[place].withdraw()]
+        asked = len(waiting.loads)
+        places = [place for place in brought.coming if place >= asked or waiting.loads[place].withdraw()]
         for place in places:
             self._loading.pop(PageKey(*brought.wanted[place]), None)
         self._imports.withdrawn(brought, places)
