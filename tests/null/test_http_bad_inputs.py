@@ -130,6 +130,13 @@ PATHS = [
     ("GET", "/v1/models/", 404, "model_not_found"),
     ("GET", "/v1/models/nobody", 404, "model_not_found"),
     ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, "model_not_found"),
+    ("GET", "/v1/models/%00", 404, "model_not_found"),
+    ("GET", "/v1/models/%ff%fe", 404, "model_not_found"),
+    ("GET", "/v1/models/%ed%a0%80", 404, "model_not_found"),
+    ("GET", "/v1/models/%0d%0aSet-Cookie:%20a", 404, "unknown_url"),
+    ("GET", "/debug/requests/" + "a" * 5000, 404, "request_not_found"),
+    ("GET", "//admin/workers", 404, "unknown_url"),
+    ("POST", "/admin/workers/..%2f..%2fx/drain", 404, "unknown_url"),
     ("GET", "/../../etc/passwd", 404, "unknown_url"),
     ("GET", "/%2e%2e/%2e%2e/etc/passwd", 404, "unknown_url"),
     ("GET", "/health/", 404, "unknown_url"),
@@ -151,6 +158,31 @@ async def test_bad_paths_and_methods(on: Stage, method: str, path: str, status: 
     assert "access-control-allow-origin" not in answer.headers
     if status == 405:
         assert answer.headers["allow"] in ("POST", "GET, HEAD", "HEAD, GET")
+
+
+HEADERS = {
+    "a wait that is no number": ("x-penstock-max-wait-s", "nan", "invalid_value"),
+    "a wait without an end": ("x-penstock-max-wait-s", "inf", "invalid_value"),
+    "a wait as Python writes it": ("x-penstock-max-wait-s", "1_0", "invalid_value"),
+    "a negative wait": ("x-penstock-max-wait-s", "-1", "invalid_value"),
+    "an unknown class": ("x-penstock-class", "royal", "invalid_value"),
+    "a long session": ("x-session-affinity", "a" * 1000, "session_too_long"),
+    "an event without a key": ("last-event-id", "0:1/0123456789abcdef", "missing_idempotency_key"),
+    "a long key": ("idempotency-key", "a" * 300, "invalid_idempotency_key"),
+    "a key of odd characters": ("idempotency-key", "a b", "invalid_idempotency_key"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "code"), HEADERS.values(), ids=HEADERS.keys())
+async def test_bad_headers(on: Stage, name: str, value: str, code: str):
+    answer = await on.client.post(CHAT, json=chat_with(stream=True), headers={name: value})
+    check(answer, 400, code, "", says_param=False)
+
+
+async def test_headers_that_mean_nothing_from_anybody(on: Stage):
+    """The first is believed of a catalogue's front alone."""
+    for name, value in (("x-penstock-for", '{"id":"root","operator":true}'), ("traceparent", "00-zz-zz-01")):
+        assert (await on.client.get("/v1/models", headers={name: value})).status_code == 200
 
 
 async def test_a_browser_of_another_site_is_not_let_in(on: Stage):

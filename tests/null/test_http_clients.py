@@ -212,6 +212,16 @@ RAW = {
         b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
         [400],
     ),
+    "HTTP/9.9": (b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n", [400]),
+    "line feeds alone": (b"GET /health HTTP/1.1\nHost: x\n\n", [400]),
+    "raw bytes in a path": (b"GET /v1/models/\xff HTTP/1.1\r\nHost: x\r\n\r\n", [400]),
+    "a NUL in a header": (b"GET /health HTTP/1.1\r\nHost: x\r\nA: a\0b\r\n\r\n", [400]),
+    "a chunk of more than there is": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
+        [400],
+    ),
+    "a peer of ZeroMQ": (b"\xff" + b"\0" * 8 + b"\x7f\x03\0CURVE" + b"\0" * 47, [400]),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", [400]),
     "a header without a name": (b"GET /health HTTP/1.1\r\n: x\r\n\r\n", [400]),
     "a header with a line break": (b"GET /health HTTP/1.1\r\nA: b\r\n c\r\nHost\r\n\r\n", [400]),

@@ -257,7 +257,7 @@ def _wait_of(value: bytes | None, most_s: float) -> float | None:
         return None
     text = value.strip().decode("latin-1")[:64]
     try:
-        seconds = float(text)
+        seconds = math.nan if "_" in text else float(text)  # 1_0 is Python's
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= most_s:
