@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from penstock.wire.keys import Keys
+
 from .one_answer import (
+    ANSWER,
     ROOMS,
+    TRUSTING,
     Plain,
     answers_with_a_kill,
     assert_it_took_place,
     compare,
     crowd_until_somebody_gives_way,
 )
-from .server import PenstockServer
+from .server import PATIENCE_S, PenstockServer, PenstockWorker
 from .streams import all_answers
 from .varied import varied_requests
 
@@ -130,3 +138,86 @@ def test_a_chat_answer_is_the_same_split_and_aggregated():
             texts.append(answer.json()["choices"][0]["message"]["content"])
     assert texts[0] == texts[1]
     assert len(texts[0]) > 100
+
+
+LARGE_CONTEXT = 512
+LARGE = ["--kv-memory", "64MiB", "--max-model-len", str(LARGE_CONTEXT)]
+SMALL = ["--kv-memory", "512KiB"]
+"""Workers as hosts of unequal memory have them: 16 pages are a context of 256 tokens."""
+
+UNEQUAL = {
+    "aggregated": {"large": ["--role", "both", *LARGE], "small": ["--role", "both", *SMALL]},
+    "split": {
+        "reader": ["--role", "prefill", *LARGE],
+        "large": ["--role", "decode", *LARGE],
+        "small": ["--role", "decode", *SMALL],
+    },
+}
+
+SMALL_EXPECTED = "[routing]\nexpected_answer_tokens = 16\n" + TRUSTING
+
+
+def unequal_bodies() -> list[dict[str, Any]]:
+    """Chats of which nobody names a length; nothing ends them but that of the context."""
+    return [
+        {
+            "model": "storyteller",
+            "messages": [{"role": "user", "content": f"Tell me a story about a little {who}."}],
+            "ignore_eos": True,
+            "logprobs": True,
+            "seed": seed,
+        }
+        for seed, who in enumerate(("fox", "bear", "bird", "frog"))
+    ]
+
+
+async def chat(server: PenstockServer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(timeout=100, trust_env=False) as client:
+        asked = [client.post(f"{server.url}/v1/chat/completions", json=body) for body in bodies]
+        return [answer.json() for answer in await asyncio.gather(*asked)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("topology", ["aggregated", pytest.param("split", marks=pytest.mark.long)])
+def test_workers_of_unequal_memory_give_one_answer(topology: str, tmp_path: Path, plain: Plain):
+    """Each answer is as long as was asked for; without a length, as the longest context, wherever it began."""
+    keys = str(tmp_path / "keys")
+    Keys.ephemeral().save(Path(keys))
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(PenstockWorker(["--keys", keys, "--name", name, *flags]))
+            for name, flags in UNEQUAL[topology].items()
+        ]
+        joined = [word for worker in workers for word in ("--join", worker.endpoint)]
+        flags = ["--keys", keys, *joined, "--max-model-len", str(LARGE_CONTEXT)]
+        server = stack.enter_context(PenstockServer(flags, config=SMALL_EXPECTED, folder=tmp_path))
+        server.wait_all_ready()
+        every = list(zip(varied_requests(salt="unequal"), plain.varied, strict=True))
+        fit = [(body, answer) for body, answer in every if len(body["prompt"]) + ANSWER <= LARGE_CONTEXT]
+        answers = asyncio.run(all_answers(server.url, [body for body, _ in fit], together=True))
+        compare(answers, [answer for _, answer in fit], "unequal memory")
+
+        open_ended = asyncio.run(begun_at_the_small_one(server))
+        lengths = [LARGE_CONTEXT - answer["usage"]["prompt_tokens"] for answer in open_ended]
+        assert [answer["usage"]["completion_tokens"] for answer in open_ended] == lengths
+        named = [body | {"max_tokens": length} for body, length in zip(unequal_bodies(), lengths, strict=True)]
+        assert [answer["choices"] for answer in asyncio.run(chat(server, named))] == [
+            answer["choices"] for answer in open_ended
+        ]
+        moved = server.metrics()["penstock:answers_moved_total"] + server.metrics()["penstock:resubmissions_total"]
+        assert moved > 0, "what began at the small worker cannot have ended there"
+
+
+async def begun_at_the_small_one(server: PenstockServer) -> list[dict[str, Any]]:
+    """The open-ended answers; the large worker takes no part before one of them has begun."""
+    admin = f"{server.url}/admin/workers/large"
+    async with httpx.AsyncClient(timeout=100, trust_env=False) as client:
+        assert (await client.post(f"{admin}/drain", json={"force": True})).status_code == 200
+        answers = asyncio.create_task(chat(server, unequal_bodies()))
+        began = server.worker("small")["steps"]
+        deadline = time.monotonic() + PATIENCE_S
+        while (await asyncio.to_thread(server.worker, "small"))["steps"] == began:
+            assert time.monotonic() < deadline, "nothing began at the small worker"
+            await asyncio.sleep(0.02)
+        assert (await client.post(f"{admin}/resume", json={})).status_code == 200
+        return await answers

@@ -38,6 +38,11 @@ MOST_STOPPED_S = 1.0
 """An answer that stopped goes on here when its receiver has not taken it within so long: it has probably died."""
 
 
+UNCLAIMED_S, OUTGROWN_S = 0.25, 5.0
+"""The same of an answer that has no room left here: while no receiver has come for it, and once one has.  Here it could
+go on for no more than a token, and whoever computes it anew takes longer than it takes to copy it."""
+
+
 _ROOM_FOR_MOVING = 8
 """Of a context, the last part of so many (or ``ahead_tokens``, if that is less) is left for the time of moving."""
 
@@ -130,6 +135,8 @@ class Moves:
         memory = self._scheduler.memory
         move.pieces = Pieces(memory.reaches, pull.tokens, memory.page_tokens, ahead=pull.ahead)
         move.most = pull.tokens + pull.ahead
+        if move.stopping is not None:
+            move.stopping = now
         move.offered = pull.skip_blocks
         return True
 
@@ -159,13 +166,31 @@ class Moves:
 
     def _is_ripe(self, move: _Move) -> bool:
         request, pieces = move.request, move.pieces
-        if pieces is None or request.status is not Status.RUNNING:
+        if request.status is not Status.RUNNING:
             return False
-        if request.known + self._spare > min(move.most, request.last if request.outgrows else move.most):
+        if self._is_at_end(request):
+            return True  # it can wait a moment for a receiver, which saves that one to compute all of it
+        if pieces is None:
+            return False
+        if request.known + self._spare > move.most:
             return True
+        return self._has_what_is_full(move)
+
+    def _has_what_is_full(self, move: _Move) -> bool:
+        request, pieces = move.request, move.pieces
         full = request.computed // self._scheduler.memory.page_tokens
         # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
-        return self._hand_overs.acknowledged(request.id, request.epoch) >= pieces.before(max(0, full - 1))
+        acknowledged = self._hand_overs.acknowledged(request.id, request.epoch)
+        return pieces is not None and acknowledged >= pieces.before(max(0, full - 1))
+
+    def _is_at_end(self, request: Request) -> bool:
+        """Is there room for no further step of an answer that is to become longer?"""
+        return request.outgrows and request.known + self._spare >= request.last
+
+    def _most_stopped_s(self, move: _Move) -> float:
+        if not self._is_at_end(move.request):
+            return MOST_STOPPED_S
+        return UNCLAIMED_S if move.pieces is None else OUTGROWN_S
 
     def finish(self, now: float) -> None:
         """A plan was made: hand over what is left of those that have stopped, and give up those that have no pages."""
@@ -174,9 +199,10 @@ class Moves:
             if request.status not in (Status.RUNNING, Status.HANDOVER):
                 self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
             elif request.status is Status.HANDOVER and not move.told and move.pieces is not None:
-                if not request.under_way:  # else a lane still writes to the last page
+                if not request.under_way and (not self._is_at_end(request) or self._has_what_is_full(move)):
+                    # Else a lane still writes to the last page, or the receiver has come only now.
                     self._tell(move, move.pieces, now)
-            elif move.stopping is not None and now - move.stopping > MOST_STOPPED_S:
+            elif move.stopping is not None and now - move.stopping > self._most_stopped_s(move):
                 self._hand_overs.fail(request.id, request.epoch, "it was not taken", now)
 
     def _tell(self, move: _Move, pieces: Pieces, now: float) -> None:
@@ -209,7 +235,7 @@ class Moves:
         left = self._budget
         for move in list(self._moves.values()):
             pieces, request = move.pieces, move.request
-            if pieces is None or request.status is not Status.RUNNING:
+            if pieces is None or move.told or request.status not in (Status.RUNNING, Status.HANDOVER):
                 continue
             full = pieces.before(request.computed // self._scheduler.memory.page_tokens)
             while move.offered < full and left > 0:
