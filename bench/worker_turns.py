@@ -263,7 +263,7 @@ def main() -> None:
         cached.links.append(cached.hub.connect("memory://both-0"))
     for number, link in enumerate(cached.links):
         link.send(Hello(gateway=f"g{number}", incarnation=1, kv_snapshot=True))
-    cached.turn()
+    cached.until(lambda: cached.mailbox.bulletins.unfinished)
     cached.until(lambda: not cached.mailbox.bulletins.unfinished)
     cached.show("snapshot")
 
