@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +17,12 @@ import pytest
 from tests.message_samples import MESSAGES
 
 from penstock.clock import VirtualClock
-from penstock.config.schema import GatewayConfig
-from penstock.errors import PenstockError
+from penstock.config.schema import GatewayConfig, SuperviseConfig
+from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
+from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
+from penstock.launch.events import Suspected
+from penstock.launch.restart import Restarts
 from penstock.router.service import Outside, RouterService
 from penstock.types import (
     Leg,
@@ -36,6 +41,7 @@ from penstock.wire.memory import MemoryHub, _Parcel
 from penstock.wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    Draining,
     EncodeImage,
     HandOverAlive,
     HandOverFailed,
@@ -43,6 +49,7 @@ from penstock.wire.messages import (
     ImageAlive,
     ImageEncoded,
     KvEvents,
+    LoadModel,
     PageReady,
     PageSource,
     PagesReceived,
@@ -51,8 +58,11 @@ from penstock.wire.messages import (
     Report,
     Returned,
     Submit,
+    Suspect,
     TokenItem,
     Tokens,
+    UnloadModel,
+    WorkerDown,
     WorkerUp,
 )
 from penstock.wire.page_doors import PagesAt, PagesReady
@@ -373,6 +383,34 @@ async def test_a_gateway_outlives_whatever_a_worker_says(kind: type, caplog: pyt
     await fake.router.close()
 
 
+FROM_SUPERVISORS = [WorkerUp, WorkerDown, Draining, Suspect, LoadModel, UnloadModel]
+
+
+@pytest.mark.parametrize("kind", FROM_SUPERVISORS)
+async def test_what_comes_over_the_supervisors_channel_is_taken_or_refused(kind: type) -> None:
+    """At both ends: by a gateway's router, and by what decides about restarts."""
+    fake, ours, theirs = Fake(), *Channel.pair()
+    await fake.begin()
+    restarts = Restarts.of(SuperviseConfig())
+    restarts.admit(["both-0"])
+    for frame in mutations(sample(kind, worker=fake.worker)):
+        with socket.socket(fileno=os.dup(theirs.fileno())) as raw:
+            raw.send(frame[:MAX_MESSAGE_BYTES])
+        try:
+            message = ours.receive()
+        except ProtocolError:
+            continue
+        assert message is not None
+        fake.router.on_supervisor(message)
+        if isinstance(message, Suspect):
+            restarts.handle(Suspected(message.worker, message.incarnation, message.reason), 1.0)
+        fake.clock.advance(0.05)
+        fake.router.tick()
+    await fake.router.close()
+    ours.close()
+    theirs.close()
+
+
 def bad_items() -> list[TokenItem]:
     plain = TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(1,))
     return [
@@ -441,6 +479,7 @@ async def test_a_worker_that_gives_everything_back_costs_requests_nothing() -> N
 def test_every_kind_of_message_is_tried() -> None:
     peers = {type(message) for message in MESSAGES if _is_of_peers(message)}
     assert {*TO_WORKERS, *TO_RECEIVERS, *FROM_WORKERS} >= peers
+    assert {*TO_WORKERS, *TO_RECEIVERS, *FROM_WORKERS, *FROM_SUPERVISORS} >= {type(message) for message in MESSAGES}
 
 
 def _is_of_peers(message: Any) -> bool:
