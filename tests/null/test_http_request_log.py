@@ -82,6 +82,13 @@ async def test_a_stream_that_breaks_off_says_so(lines: Written):
     assert (fields["status"], fields["code"], fields["completion_tokens"]) == (200, "service_unavailable", 2)
 
 
+async def test_requests_under_another_name_of_the_host_have_a_line(lines: Written):
+    async with stage(allowed_hosts=()) as on:
+        assert (await on.chat(max_tokens=1)).status_code == 403
+    ((_, fields),) = lines
+    assert (fields["status"], fields["code"]) == (403, "host_not_allowed")
+
+
 async def test_many_refusals_have_few_lines(lines: Written):
     async with stage(None, Limits(max_logged_refusals=3)) as on:
         for _ in range(10):

@@ -36,6 +36,7 @@ from penstock.edge.exchange import Exchange
 from penstock.edge.feeds import Turns
 from penstock.edge.forms import FORM_BYTES
 from penstock.edge.gate import Gate, Rules
+from penstock.edge.host_check import HostCheck
 from penstock.edge.kept import Answers, KeptAnswers, Met
 from penstock.edge.keyed import Keyed, keyed_of
 from penstock.edge.openai_chat import ChatShape
@@ -109,6 +110,7 @@ class Behind:
     schemas: Callable[[], Schemas] = dict  # of request bodies
     log_requests: bool = False  # each has a line in the log; else those that are refused
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
+    allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
     waiting: Callable[[], Sequence[tuple[str, str]]] = tuple  # addresses of workers to be joined, each with the reason
 
 
@@ -152,6 +154,8 @@ def make_app(behind: Behind) -> ASGIApp:
     app.router.redirect_slashes = False
     wrong = WrongKeys(behind.clock, behind.unauthorized)
     opened = opened_to(Authenticated(app, behind.keys, wrong), behind.allowed_origins)
+    if behind.allowed_hosts is not None:
+        opened = HostCheck(opened, behind.allowed_hosts, behind.allowed_origins)
     most = behind.limits.max_logged_refusals
     return RequestLog(opened, behind.clock, every=behind.log_requests, max_refusals=most)
 

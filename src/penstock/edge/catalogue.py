@@ -34,6 +34,7 @@ from penstock.edge.exchange import Exchange
 from penstock.edge.forms import FORM_BYTES, written
 from penstock.edge.fronted import saying
 from penstock.edge.gate import CLASS, MAX_WAIT
+from penstock.edge.host_check import HostCheck
 from penstock.edge.keyed import IDEMPOTENCY_KEY, LAST_EVENT_ID
 from penstock.edge.openapi import Schemas, describing
 from penstock.edge.request_log import RequestLog
@@ -105,6 +106,7 @@ class Store:
     created: int  # Unix seconds
     schemas: Callable[[], Schemas] = dict  # of request bodies
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
+    allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
 
 
 def make_catalogue_app(store: Store) -> ASGIApp:
@@ -124,6 +126,8 @@ def make_catalogue_app(store: Store) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     opened = opened_to(Authenticated(app, store.keys, WrongKeys(store.clock)), store.allowed_origins)
+    if store.allowed_hosts is not None:
+        opened = HostCheck(opened, store.allowed_hosts, store.allowed_origins)
     most = store.limits.max_logged_refusals
     return RequestLog(opened, store.clock, every=False, max_refusals=most, passes_on=True)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig, Offers
 from penstock.edge.app import Behind, make_app
-from penstock.edge.host_check import HostCheck
 from penstock.edge.stored import ResponseStore
 from penstock.intake.listening import ListeningIntake
 from penstock.intake.reading import ReaderFacts, ReadingIntake
@@ -43,7 +42,7 @@ def make_http_app(
     if stored is not None:
         metrics.responses = stored.figures
     ring = ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
-    app = make_app(
+    return make_app(
         Behind(
             streams=router,
             posts=router.orders,
@@ -66,10 +65,10 @@ def make_http_app(
             log_requests=config.log_requests,
             schemas=lambda: request_schemas(config.limits),
             allowed_origins=config.allowed_origins,
+            allowed_hosts=config.allowed_hosts if ring.open else None,
             waiting=waiting,
         )
     )
-    return HostCheck(app, config.allowed_hosts, config.allowed_origins) if ring.open else app
 
 
 def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None, Hears | None]:

@@ -9,7 +9,6 @@ from penstock.children import forget_secrets, keep_memory_private
 from penstock.clock import MonotonicClock
 from penstock.config.storefront import StoreConfig
 from penstock.edge.catalogue import Store, make_catalogue_app
-from penstock.edge.host_check import HostCheck
 from penstock.edge.openapi import Schemas
 from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
@@ -47,10 +46,9 @@ async def _run(config: StoreConfig, rim: Rim) -> int:
             created=config.created,
             schemas=lambda: _schemas(config),
             allowed_origins=config.allowed_origins,
+            allowed_hosts=config.allowed_hosts if keys.open else None,
         )
     )
-    if keys.open:
-        app = HostCheck(app, config.allowed_hosts, config.allowed_origins)
     house.start()
     try:
         await HttpProcess(rim, config.limits, house.on_supervisor, config.tls).serve(app)
