@@ -75,6 +75,11 @@ async def test_every_field_of_the_document_says_what_it_takes():
         assert untold <= ignored, path
 
 
+def test_the_document_allows_unknown_fields_where_they_are_passed_over():
+    bodies = [request_schemas(Limits(), unknown_fields=what)[CHAT] for what in ("refuse", "ignore")]
+    assert [body["additionalProperties"] for body in bodies] == [False, True]
+
+
 UNKNOWN = [
     ("POST", "/v1/responses", "There is no /v1/responses here; /v1/chat/completions is."),
     ("POST", "/v1/messages", "There is no /v1/messages here; /v1/chat/completions is."),

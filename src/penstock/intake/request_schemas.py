@@ -24,13 +24,14 @@ _PROMPT: Schema = {"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _ID
 _INT64 = 1 << 63
 
 
-def request_schemas(limits: Limits) -> Mapping[str, Schema]:
-    """By path."""
+def request_schemas(limits: Limits, *, unknown_fields: str = "refuse") -> Mapping[str, Schema]:
+    """By path; ``unknown_fields``: as ``config.schema.RequestConfig``."""
+    open_to_more = unknown_fields == "ignore"
     known = _fields(limits)
 
     def body(names: Collection[str], required: tuple[str, ...], **own: Schema) -> Schema:
         found = {name: own.get(name) or known.get(name, {}) for name in sorted(names)}
-        return {"type": "object", "required": list(required), "properties": found, "additionalProperties": False}
+        return {"type": "object", "required": list(required), "properties": found, "additionalProperties": open_to_more}
 
     chat = body(validate.CHAT, ("model", "messages"), logprobs=_SWITCH)
     top = limits.max_top_logprobs

@@ -63,7 +63,7 @@ def make_http_app(
             stored=stored,
             tracer=tracer,
             log_requests=config.log_requests,
-            schemas=lambda: request_schemas(config.limits),
+            schemas=lambda: request_schemas(config.limits, unknown_fields=config.requests.unknown_fields),
             allowed_origins=config.allowed_origins,
             allowed_hosts=config.allowed_hosts if ring.open else None,
             waiting=waiting,
