@@ -1,26 +1,23 @@
-"""The gateway as ``penstock serve`` runs it (``launch.gateway.run_gateway``), before workers that need no model."""
+"""The gateway as ``penstock serve`` runs it (``launch.jobs.Front``), before workers that need no model."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import socket
 import threading
 import time
 import urllib.request
-from functools import partial
 from pathlib import Path
 
 import penstock
 from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig, Limits
 from penstock.launch.board import Board
 from penstock.launch.channel import Channel
-from penstock.launch.front import make_http_app
-from penstock.launch.gateway import GatewayInheritance, run_gateway
-from penstock.launch.http_process import Rim
+from penstock.launch.jobs import Front
+from penstock.launch.shared_rates import SharedBuckets
 from penstock.types import Role, WorkerId
 from penstock.wire.keys import Keys
 from penstock.wire.messages import WorkerUp
@@ -91,14 +88,22 @@ class Service:
             model_path=str(FOLDER), model_name=MODEL, max_model_len=2 * MAX_TOKENS, limits=unlimited, event_loop=loop
         )
 
+        front = Front(
+            config=config,
+            listener=listener,
+            keys=keys,
+            slots={config.name: board.slots[0]},
+            log_json=False,
+            created=1,
+            buckets=SharedBuckets(config.scheduling.max_tenants),
+        )
+
         def gateway(line: socket.socket) -> None:
             watch = TurnWatch()
             if watched:
                 _watched(watch)
-            logging.disable(logging.WARNING)
             threading.Thread(target=_answer, args=(line, watch), daemon=True).start()
-            rim = Rim(listener=listener, channel=theirs, slot=board.slots[0])
-            run_gateway(config, GatewayInheritance(rim=rim, keys=keys, make_app=partial(make_http_app, created=1)))
+            front.job(config.name, 1, theirs).body()
 
         self.gateway = Child(gateway)
         listener.close()
