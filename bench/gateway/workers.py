@@ -90,7 +90,7 @@ class _Worker:
 
 def serve(line: socket.socket, keys: Keys, endpoints: Sequence[str]) -> None:
     """Runs in a child.  Over ``line``: {"pace": seconds}, or {}; both are answered with the tokens sent so far."""
-    os.nice(5)
+
     transport = ZmqTransport(keys)
     workers = [_Worker(f"both-{i}", transport, endpoint) for i, endpoint in enumerate(endpoints)]
     say(line, "ready")

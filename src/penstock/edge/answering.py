@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.edge import sse
+from penstock.edge.body_writer import BodyWriter
 from penstock.edge.counted import Counted
 from penstock.edge.event_ids import After, EventIds, EventMarks, Place
 from penstock.edge.event_stream import EventOut
-from penstock.edge.feeds import Feeds, Then, Turns
+from penstock.edge.feeds import Feeds, Plain, Then, Turns
 from penstock.edge.gate import Visit
 from penstock.edge.kept import Answers
 from penstock.edge.openai_shapes import Charge, Choice, Head, Shape, Usage
@@ -144,6 +145,9 @@ class _Gathered:
     def when_open(self, ready: Callable[[], None]) -> None:
         ready()
 
+    def plain(self, index: int) -> None:
+        return None
+
     def takes_long(self, batch: TokenBatch) -> bool:
         return _is_long(batch)
 
@@ -168,8 +172,6 @@ class _Streamed:
         self._answering = answering
         self._events = events
         self._out = out
-        self._plain: dict[int, PlainEvents] = {}  # of choices whose next tokens may be nothing but text
-        self._not_plain: set[int] = set()
 
     @property
     def pending(self) -> bool:
@@ -182,39 +184,26 @@ class _Streamed:
         return _is_long(batch)
 
     def take(self, index: int, batch: TokenBatch) -> Then:
-        plain = self._plain.get(index)
-        if plain is not None and batch.finish is None:
-            data = plain.of(batch.tokens)
-            if data:
-                return Then.PAUSED if self._out.write(data) else Then.MORE
-            if data is not None:
-                return Then.MORE
         pieces = self._answering.take(index, batch)
-        if plain is None and index not in self._not_plain and pieces[-1].text:
-            self._look_for_plain(index)
-        return self._tell(index, pieces)
+        return self._send(b"".join([self._events.of(index, piece) for piece in pieces]), pieces[-1])
+
+    def plain(self, index: int) -> Plain | None:
+        text, writer = self._answering.plain_text(index), self._out.writer
+        if text is None or writer is None:
+            return None
+        made = self._events.plain(index, text, writer)
+        return None if made is None else made.write
 
     async def take_slowly(self, index: int, batch: TokenBatch) -> Then:
         pieces = await self._answering.take_slowly(index, batch)
         events = [await asyncio.to_thread(self._events.of, index, piece) for piece in pieces]
         return self._send(b"".join(events), pieces[-1])
 
-    def _tell(self, index: int, pieces: Sequence[AnswerPiece]) -> Then:
-        return self._send(b"".join([self._events.of(index, piece) for piece in pieces]), pieces[-1])
-
     def _send(self, data: bytes, last: AnswerPiece) -> Then:
         paused = bool(data) and self._out.write(data)
         if last.finish is not None:
             return Then.ENDED
         return Then.PAUSED if paused else Then.MORE
-
-    def _look_for_plain(self, index: int) -> None:
-        text = self._answering.plain_text(index)
-        made = None if text is None else self._events.plain(index, text)
-        if made is not None:
-            self._plain[index] = made
-        elif self._answering.served(index):
-            self._not_plain.add(index)
 
     async def flush(self) -> None:
         await self._out.flush()
@@ -328,11 +317,12 @@ class _Events:
             data += self._end(index, piece.finish)
         return data
 
-    def plain(self, index: int, text: PlainText) -> PlainEvents | None:
+    def plain(self, index: int, text: PlainText, writer: BodyWriter) -> PlainEvents | None:
         """This choice's events from now on, as long as they are nothing but text."""
-        if self._first or self._head.logprobs or self._head.token_ids or self._used is not None:
+        head = self._head
+        if self._first or index not in self._begun or head.logprobs or head.token_ids or self._used is not None:
             return None
-        return PlainEvents.made(text, self._shape.delta(self._head, index, MARKED, first=False))
+        return PlainEvents.made(text, self._shape.delta(self._head, index, MARKED, first=False), writer.write)
 
     def _begin(self, index: int) -> bytes:
         begun = self._shape.begin(self._head, index, first=self._first)

@@ -58,6 +58,11 @@ class EventOut:
         self.wake: Callable[[], None] = lambda: None  # told when there is something to flush
 
     @property
+    def writer(self) -> BodyWriter | None:
+        """The way straight to the connection, where there is one and all that came before is written."""
+        return self._writer
+
+    @property
     def pending(self) -> bool:
         """Is there something to flush?"""
         return bool(self._unsent)

@@ -29,6 +29,10 @@ BATCH_UNITS = 8
 alternative of it, is one more; a unit is one to five microseconds."""
 
 
+MOST_ASKED = 8
+"""How often a choice is asked for the short way: there is none before its first text is out."""
+
+
 class Turns:
     """Work for many answers, so much in one turn of the event loop, in order.  One for an application."""
 
@@ -60,6 +64,10 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
+Plain = Callable[[tuple[int, ...]], bool | None]
+"""Takes tokens amid a choice that are nothing but text; is it paused now?  None: they are for ``take``."""
+
+
 class Then(Enum):
     """What is to follow tokens that were taken."""
 
@@ -81,6 +89,10 @@ class Taker(Protocol):
 
     def take(self, index: int, batch: TokenBatch) -> Then:
         """Tokens of a choice."""
+        ...
+
+    def plain(self, index: int) -> Plain | None:
+        """The short way for a choice's tokens from now on; None: there is none now."""
         ...
 
     async def take_slowly(self, index: int, batch: TokenBatch) -> Then:
@@ -217,7 +229,7 @@ async def _opened(taker: Taker) -> None:
 class _Polled:
     """One choice's stream, which is asked when it has something."""
 
-    __slots__ = ("_feeds", "_index", "_over", "_paused", "_poll", "_ready", "_tokens")
+    __slots__ = ("_asked", "_feeds", "_index", "_over", "_paused", "_plain", "_poll", "_ready", "_tokens")
 
     def __init__(self, feeds: Feeds, index: int, tokens: PolledTokens) -> None:
         self._feeds = feeds
@@ -225,6 +237,8 @@ class _Polled:
         self._tokens = tokens
         self._poll: Callable[[], TokenBatch | None] | None = None
         self._ready: Callable[[], None] = partial(feeds.turns.add, self.pull)
+        self._plain: Plain | None = None
+        self._asked = 0  # how often for it
         self._paused = False
         self._over = False
 
@@ -238,17 +252,31 @@ class _Polled:
             batch = self._poll()
             if batch is None:
                 return 1
-            cost = BATCH_UNITS + units_of(batch)
-            if batch.prompt_logprobs is not None and self._feeds.taker.takes_long(batch):
-                self._paused = True
-                self._feeds.slowly(self._index, batch, self._taken_slowly)
-                return cost
-            then = self._feeds.taker.take(self._index, batch)
+            if self._plain is not None and batch.finish is None:
+                paused = self._plain(batch.tokens)
+                if paused:
+                    self._stop(Then.PAUSED)
+                if paused is not None:
+                    return BATCH_UNITS + len(batch.tokens)
+            return self._take(batch)
         except Exception as error:  # noqa: BLE001 - raised by ``Feeds.run``
             self._fail(error)
             return BATCH_UNITS
+
+    def _take(self, batch: TokenBatch) -> int:
+        taker, cost = self._feeds.taker, BATCH_UNITS + units_of(batch)
+        if batch.prompt_logprobs is not None and taker.takes_long(batch):
+            self._paused = True
+            self._feeds.slowly(self._index, batch, self._taken_slowly)
+            return cost
+        then = taker.take(self._index, batch)
         if then is not Then.MORE:
             self._stop(then)
+        elif self._asked < MOST_ASKED:
+            self._asked += 1
+            self._plain = taker.plain(self._index)
+            if self._plain is not None:
+                self._asked = MOST_ASKED
         return cost
 
     def close(self) -> None:
@@ -256,7 +284,7 @@ class _Polled:
         if not self._over:
             self._over = True
             self._tokens.close()
-            self._poll, self._ready = None, _nothing  # or it would hold itself
+            self._poll, self._plain, self._ready = None, None, _nothing  # or it would hold itself
 
     def _begin(self) -> int:
         try:

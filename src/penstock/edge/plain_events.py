@@ -6,6 +6,7 @@ about that shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -31,28 +32,34 @@ class PlainText:
 class PlainEvents:
     """Of one choice."""
 
-    __slots__ = ("_before", "_behind", "_escaped", "_index", "_tokens")
+    __slots__ = ("_before", "_behind", "_escaped", "_index", "_tokens", "_write")
 
-    def __init__(self, text: PlainText, before: bytes, behind: bytes) -> None:
+    def __init__(self, text: PlainText, before: bytes, behind: bytes, write: Callable[[bytes], bool]) -> None:
         self._escaped = text.text.escaped
         self._index = text.index
         self._tokens = text.tokens
         self._before = before
         self._behind = behind
+        self._write = write
 
     @classmethod
-    def made(cls, text: PlainText, marked: bytes) -> PlainEvents | None:
-        """``marked``: the JSON of an event with ``MARKED``.  None where its text does not stand there, once."""
-        parts = marked.split(_MARK_BYTES)
-        return cls(text, parts[0], parts[1]) if len(parts) == 2 else None
+    def made(cls, text: PlainText, marked: bytes, write: Callable[[bytes], bool]) -> PlainEvents | None:
+        """``marked``: the JSON of an event with ``MARKED``.  None where its text does not stand there, once.
 
-    def of(self, tokens: tuple[int, ...]) -> bytes | None:
-        """The event of these tokens, which do not end the answer, or nothing if they show nothing yet.  None: they are
-        not taken, as they are more than text."""
+        ``write``: as ``BodyWriter``'s.
+        """
+        parts = marked.split(_MARK_BYTES)
+        return cls(text, parts[0], parts[1], write) if len(parts) == 2 else None
+
+    def write(self, tokens: tuple[int, ...]) -> bool | None:
+        """Write the event of these tokens, which do not end the answer; nothing if they show nothing yet.
+
+        Returns what writing it did.  None: they are not taken, as they are more than text.
+        """
         text = self._escaped(tokens)
         if text is None:
             return None
         told = self._tokens[self._index] = self._tokens[self._index] + len(tokens)
         if not text:
-            return b""
-        return b"id: %d:%d\ndata: %b%b%b\n\n" % (self._index, told, self._before, text, self._behind)
+            return False
+        return self._write(b"id: %d:%d\ndata: %b%b%b\n\n" % (self._index, told, self._before, text, self._behind))

@@ -123,11 +123,10 @@ class ChoiceText:
             return None
         table = self._table
         if len(tokens) == 1 and self._scanner is None:
-            plain = table.plain(tokens[0])
-            if plain is None:
-                return None
-            self._tokens += 1
-            return plain[1]
+            known = table.escapes.get(tokens[0])
+            if known is not None:
+                self._tokens += 1
+                return known
         shown: list[str] = []
         written: list[bytes] = []
         for token in tokens:

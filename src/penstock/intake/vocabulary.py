@@ -141,6 +141,7 @@ class TokenTable:
         self._raw: dict[int, bytes] = {}
         self._text: dict[int, bytes] = {}
         self._plain: dict[int, tuple[str, bytes] | None] = {}
+        self.escapes: dict[int, bytes] = {}  # the second part of what ``plain`` has given
 
     def raw(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; none for an id without a token."""
@@ -168,7 +169,8 @@ class TokenTable:
         except UnicodeDecodeError:
             self._plain[token] = None
             return None
-        known = self._plain[token] = text, _encode(text)[1:-1]
+        self.escapes[token] = escaped = _encode(text)[1:-1]
+        known = self._plain[token] = text, escaped
         return known
 
     def shown(self, token: int) -> tuple[str, bool]:

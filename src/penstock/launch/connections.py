@@ -45,15 +45,26 @@ def guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
 class ConnectionWriter:
     """``edge.body_writer.BodyWriter`` of one answer: what uvicorn's ``send`` does with a part of a body, no more."""
 
-    __slots__ = ("_connection", "_cycle")
+    __slots__ = ("_connection", "_cycle", "_flow", "_write")
 
     def __init__(self, connection: _GuardedConnection) -> None:
         self._connection = connection
         self._cycle: RequestResponseCycle | None = None
+        self._flow = connection.flow
+        self._write: Callable[[bytes], None] = connection.transport.write
 
     def begin(self, cycle: RequestResponseCycle) -> None:
         """uvicorn's own object for this answer."""
         self._cycle = cycle
+
+    def gone(self) -> None:
+        """The client is: what is written from now on goes nowhere."""
+        self._write = _nowhere
+
+    @property
+    def over(self) -> bool:
+        """Is the answer complete?"""
+        return self._cycle is not None and self._cycle.response_complete
 
     @property
     def usable(self) -> bool:
@@ -66,18 +77,20 @@ class ConnectionWriter:
     @property
     def paused(self) -> bool:
         """See ``BodyWriter``."""
-        return self._connection.flow.write_paused and self._cycle is not None and not self._cycle.disconnected
+        return self._flow.write_paused  # uvicorn takes it back when the connection is lost
 
     def write(self, body: bytes) -> bool:
         """See ``BodyWriter``."""
-        if self._cycle is None or self._cycle.disconnected:
-            return False
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return self._cycle.flow.write_paused
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused
 
     def when_writable(self, ready: Callable[[], None]) -> None:
         """See ``BodyWriter``."""
         self._connection.when_writable(ready)
+
+
+def _nowhere(_: bytes) -> None:
+    """What is written to a client that has gone."""
 
 
 class _GuardedConnection(HttpToolsProtocol):
@@ -95,6 +108,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._wait_to_write: list[Callable[[], None]] = []
+        self._writers: list[ConnectionWriter] = []  # of answers that are not over
 
     # --- the head ----------------------------------------------------------------------------------------------------
 
@@ -109,6 +123,8 @@ class _GuardedConnection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+        for writer in self._writers:
+            writer.gone()
         self._writable()
 
     def data_received(self, data: bytes) -> None:
@@ -182,6 +198,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self.scope["extensions"] = {BODY_WRITER: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
         writer.begin(self.cycle)
+        self._writers = [each for each in self._writers if not each.over] + [writer]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if self.pipeline:
             # uvicorn reads no further behind a running request, and so would not hear that the client has gone.

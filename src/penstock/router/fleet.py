@@ -10,7 +10,7 @@ Knows nothing about links, requests' content or policies.  Pure: time is handed 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -264,16 +264,17 @@ class Fleet:
             self._add_own(slot, left - before)
             self._book.begun(slot, request)
 
-    def went_on(self, worker: WorkerId, left: Iterable[tuple[RequestId, int]]) -> None:
-        """As ``progress``, of requests whose prompts are known to be read: how many tokens are left of each."""
+    def went_on(self, worker: WorkerId, tokens: Mapping[RequestId, int]) -> None:
+        """As ``progress``, of requests whose prompts are known to be read: so many tokens fewer are left of each."""
         slot = self._slots[worker]
-        work, more = self._work[slot], 0
-        for request, tokens in left:
-            before = work.get(request)
-            if before is not None:
-                work[request] = tokens
-                more += tokens - before
-        self._add_own(slot, more)
+        work, done = self._work[slot], 0
+        for request, count in tokens.items():
+            left = work.get(request)
+            if left is not None:
+                fewer = left - count if left > count else 0
+                work[request] = fewer
+                done += left - fewer
+        self._add_own(slot, -done)
 
     def discharge(self, worker: WorkerId, incarnation: int, request: RequestId) -> None:
         """Nothing of ``request`` is left at ``worker``."""

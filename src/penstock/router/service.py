@@ -336,11 +336,21 @@ class RouterService:
             else:
                 self._on_item(item, (worker, incarnation), now)
         if went_on:
-            self.fleet.went_on(worker, [(item.request, stream.flight.left_after_own(item)) for stream, item in went_on])
-            self._tally.went_on(went_on, now)
+            self._went_on(went_on, worker, now)
         if unknown is not None:
             reason = f"{unknown.request} has a token that is none of the model's {vocabulary}"
             self._distrust(worker, incarnation, reason, now)
+
+    def _went_on(self, delivered: Sequence[tuple[Stream, TokenItem]], worker: WorkerId, now: float) -> None:
+        """Count tokens that merely went on with answers."""
+        fleet, fewer = self.fleet, dict[RequestId, int]()
+        for stream, item in delivered:
+            if stream.flight.request.open_ended:  # what is left of it is an expectation
+                fleet.progress(worker, item.request, stream.flight.left_after_own(item))
+            else:
+                fewer[item.request] = fewer.get(item.request, 0) + len(item.tokens)
+        fleet.went_on(worker, fewer)
+        self._tally.went_on(delivered, now)
 
     def _on_item(self, item: TokenItem, place: Place, now: float) -> None:
         """Tokens that do not merely go on with an answer."""
