@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -102,6 +103,7 @@ class Service:
             watch = TurnWatch()
             if watched:
                 _watched(watch)
+            logging.disable(logging.WARNING)
             threading.Thread(target=_answer, args=(line, watch), daemon=True).start()
             front.job(config.name, 1, theirs).body()
 

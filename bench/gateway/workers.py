@@ -67,6 +67,7 @@ class _Worker:
 
     def report(self) -> None:
         self.reported = time.monotonic()
+        self.steps += 1  # one that makes none for seconds is given up
         report = Report(
             worker=self.name,
             incarnation=1,
