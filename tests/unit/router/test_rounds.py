@@ -1,0 +1,48 @@
+"""What a turn looks at, or handles, is bounded, whatever the number of streams and workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from penstock.router.rounds import Rounds
+from penstock.router.stream import Stream
+from penstock.router.turn_room import TurnRoom
+
+
+def a_stream(name: str) -> Stream:
+    return cast(Stream, name)  # it is only passed on
+
+
+def test_a_look_takes_so_many_of_those_that_are_due_in_order_of_time():
+    rounds = Rounds(per_turn=256)
+    for number in range(10_000):
+        rounds.add(a_stream(f"s{number}"), at=1.0 + number / 10_000)
+    rounds.add(a_stream("later"), at=9.0)
+    seen: list[Any] = []
+    while rounds.due(3.0):
+        taken = rounds.take(3.0)
+        assert 0 < len(taken) <= 256
+        seen += taken
+    assert seen == [f"s{number}" for number in range(10_000)]
+    assert len(rounds) == 1
+
+
+def test_nothing_is_looked_at_before_its_time():
+    rounds = Rounds(per_turn=4)
+    rounds.add(a_stream("s"), at=1.0)
+    assert (rounds.take(0.9), rounds.due(0.9)) == ([], False)
+    assert rounds.take(1.0) == ["s"]
+
+
+async def test_all_links_together_have_so_much_room_in_a_turn():
+    room, handled = TurnRoom(100), 0
+    for _ in range(5):
+        in_this_turn = 0
+        while room.has_room:
+            room.take(30)
+            in_this_turn += 1
+        assert in_this_turn == 4  # the last of them exceeds what was left
+        handled += in_this_turn
+        await asyncio.sleep(0)
+    assert handled == 20
