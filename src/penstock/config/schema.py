@@ -234,7 +234,7 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     retry_burst: int = 1024  # the most that the budget holds; with more open streams, as many as there are of those
     retry_per_s: float = 10.0  # added to it each second
     retry_wait_s: float = 15.0  # the longest that a resubmission waits for the budget
-    streams_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 32  # of a lost worker, moved in a turn of the event loop
+    streams_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 24  # of a lost worker, moved in a turn of the event loop
     forget_s: float = 3600.0  # a worker that has been gone for so long is forgotten, its counters included
     poison_deaths: int = 2  # workers that died by themselves under one request: it is failed
     poison_tokens: int = 8  # new tokens after which a death before them is not held against a request

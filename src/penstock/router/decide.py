@@ -367,7 +367,9 @@ def _decision(
         standing=fleet.standing(identity),
         set_aside=tuple(set_aside.items()),
         expected=seen.expected,
-        longest=math.inf if choice.legs else fleet.longest_context(seen.ask.identity),
+        longest=math.inf
+        if choice.legs
+        else fleet.longest_context(None if seen.how.mixed_numerics else seen.ask.identity),
     )
 
 

@@ -284,7 +284,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     step_s: Seconds = 0.0  # predicted seconds of the latest step
     running: Count = 0
     queued: Count = 0
-    tokens_in_flight: Count = 0  # prompt tokens still to compute plus output tokens still allowed
+    tokens_in_flight: Count = 0  # prompt tokens still to compute, and output tokens asked for or expected
     kv_pages_used: Count = 0
     kv_pages_free: Count = 0  # cached pages count as free: they can be evicted
     kv_pages_leaked: Count = 0

@@ -21,7 +21,7 @@ from penstock.types import (
     WorkerId,
     pack_token_ids,
 )
-from penstock.wire.messages import PageSource
+from penstock.wire.messages import MAX_AGE_S, PageSource
 
 ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
 IMAGE = PlacedImage(bytes(32), 3, 4, 5)
@@ -84,3 +84,9 @@ def test_hashes_of_another_identity_stay_away():
     other = chain_root(ModelIdentity(fingerprint="other", numerics="n"))
     (sent,) = submissions(request(), 1, (), chosen(Leg.WHOLE), other, now=0.0)
     assert sent.block_hashes == ()
+
+
+@pytest.mark.parametrize(("now", "age_s"), [(0.0, 0.0), (7.5, 7.5), (-1.0, 0.0), (1e9, MAX_AGE_S)])
+def test_whenever_it_is_submitted_its_age_counts_from_when_it_came(now: float, age_s: float):
+    (sent,) = submissions(request(), 3, (9,), chosen(Leg.WHOLE), ROOT, now=now)
+    assert sent.age_s == age_s
