@@ -61,7 +61,10 @@ class Vitals:
 
     stopped: bool = False  # by SIGSTOP
     cpu_s: float = 0.0  # computed since it began, all its threads together
-    queued_s: float = 0.0  # that its first thread could have computed, and others had the processors
+    queued_s: float = (
+        0.0  # that its first thread could have computed, and others had the processors; of waits that ended
+    )
+    runnable: bool = False  # at this moment one of its threads computes or waits for a processor
 
 
 @dataclass(frozen=True, slots=True)

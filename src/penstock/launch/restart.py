@@ -11,7 +11,9 @@
 
 Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
 A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes, or would if
-others left it a processor, after ``busy_s``.  What it did in the last ``wedge_s`` of its silence tells which.
+others left it a processor, after ``busy_s``.  What it did in the last ``wedge_s`` of its silence tells which: the
+processor time that the system has counted, or at how many looks it was runnable.  The system counts a wait for a
+processor when it ends, so a process that has waited for seconds in one go has only the latter to show.
 A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
 itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
 A passing child (a model of a catalogue) is forked once, when it is wanted; when it has ended, for whatever reason, the
@@ -98,6 +100,7 @@ class _Child:
     silence: float = 0.0  # observed seconds without a beat, beyond what was predicted
     judged_silence: float = 0.0  # how far its silence had come when it was last noted, each ``wedge_s`` of it
     judged_busy_s: float = 0.0  # how long it had computed, or queued for a processor, by then
+    runnable_s: float = 0.0  # of its silence since then: looks at which it computed, or waited for a processor
     computes: bool = False  # silent, but not idle
     stopped: bool = False  # somebody has stopped it
     last_beat: float = 0.0
@@ -138,6 +141,11 @@ class Restarts:
     def phase(self, child: str) -> Phase:
         known = self._children.get(child)
         return known.phase if known is not None else Phase.WAITING
+
+    def is_silent(self, child: str) -> bool:
+        """Did it not beat at the last look, when it should have?"""
+        known = self._children.get(child)
+        return known is not None and known.silence > 0.0
 
     def all_ready(self) -> bool:
         return all(child.phase is Phase.READY for child in self._children.values())
@@ -255,14 +263,15 @@ class Restarts:
         if not vitals.stopped and now <= heartbeat.predicted_end_s:
             child.silence = 0.0
         if child.silence == 0.0:
-            child.judged_silence, child.judged_busy_s, child.computes = 0.0, busy, False
+            child.judged_silence, child.judged_busy_s, child.computes, child.runnable_s = 0.0, busy, False, 0.0
         if vitals.stopped or now > heartbeat.predicted_end_s:
             child.silence += look
+            child.runnable_s += look if vitals.runnable else 0.0
         past = child.silence - child.judged_silence
         if child.judged_silence == 0.0 or past >= self.config.wedge_s:
-            child.computes = busy - child.judged_busy_s > COMPUTES_SHARE * past
+            child.computes = max(busy - child.judged_busy_s, child.runnable_s) > COMPUTES_SHARE * past
         if past >= self.config.wedge_s:
-            child.judged_silence, child.judged_busy_s = child.silence, busy
+            child.judged_silence, child.judged_busy_s, child.runnable_s = child.silence, busy, 0.0
         child.computes = child.computes and not vitals.stopped
         if child.phase is Phase.STARTING and not vitals.stopped:
             return child.silence > self.config.start_s

@@ -281,7 +281,10 @@ class Supervisor:
             if self._pulse is not None:
                 self._pulse()
             self._memory_kills.look(now)
-            vitals = {name: read_vitals(child.process.pid) for name, child in self._running.items()}
+            vitals = {
+                name: read_vitals(child.process.pid, every_thread=self._machine.is_silent(name))
+                for name, child in self._running.items()
+            }
             self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.wake_at(now):
             self._handle(Tick())

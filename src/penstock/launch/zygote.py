@@ -12,6 +12,7 @@ Knows nothing about what the children do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -84,8 +85,11 @@ def _settled_thread_count() -> int:
     return threads
 
 
-def read_vitals(pid: int) -> Vitals:
-    """What the system knows of a child (proc_pid_stat(5)); one that has gone is neither stopped nor busy."""
+def read_vitals(pid: int, *, every_thread: bool = False) -> Vitals:
+    """What the system knows of a child (proc_pid_stat(5)); one that has gone is neither stopped nor busy.
+
+    ``every_thread``: it is runnable when any of its threads is, not only the first.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         queued_s = _queued_s(pid)
@@ -93,11 +97,25 @@ def read_vitals(pid: int) -> Vitals:
         return Vitals()
     state, *numbers = stat.rpartition(")")[2].split()
     user, system = int(numbers[10]), int(numbers[11])
-    return Vitals(stopped=state == "T", cpu_s=(user + system) / _TICKS, queued_s=queued_s)
+    runnable = state == "R" or (every_thread and state != "T" and _any_thread_runnable(pid))
+    return Vitals(stopped=state == "T", cpu_s=(user + system) / _TICKS, queued_s=queued_s, runnable=runnable)
+
+
+def _any_thread_runnable(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # a thread may just have ended
+                stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text(encoding="ascii", errors="replace")
+                if stat.rpartition(")")[2].split()[0] == "R":
+                    return True
+    return False
 
 
 def _queued_s(pid: int) -> float:
-    """Of its first thread (run_delay in sched-stats.rst of the kernel); 0 where that is not counted."""
+    """Of its first thread (run_delay in sched-stats.rst of the kernel); 0 where that is not counted.
+
+    The kernel adds a wait when it ends: while a thread has waited for seconds, nothing is added.
+    """
     try:
         words = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
     except FileNotFoundError:

@@ -172,6 +172,34 @@ def test_a_worker_that_others_leave_no_processor_is_slow_and_not_stuck() -> None
     assert len(of_type(Kill, silent_for(bench, 2.0, cpu_share=0.03, queued_share=0.9))) == 1
 
 
+def test_one_wait_of_many_seconds_for_a_processor_is_not_a_wedge() -> None:
+    """The system counts such a wait when it is over; until then all that is known is that the process is runnable."""
+    bench = ready_bench()
+    beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)
+    waits = Vitals(cpu_s=7.0, queued_s=3.0, runnable=True)
+    began = bench.now
+    while bench.now < began + 30.0:
+        bench.now += 0.1
+        assert of_type(Kill, bench.send(Looked({"decode-0": beat}, {"decode-0": waits}))) == []
+        assert of_type(Kill, bench.send(Suspected("decode-0", 1, "no tokens"))) == []
+    sleeps = Vitals(cpu_s=7.0, queued_s=3.0)
+    killed: list[Kill] = []
+    while not killed and bench.now < began + 30.0 + 2 * CONFIG.wedge_s:
+        bench.now += 0.1
+        killed = of_type(Kill, bench.send(Looked({"decode-0": beat}, {"decode-0": sleeps})))
+    assert killed == [Kill("decode-0", 1, signal.SIGKILL)]
+
+
+def test_one_that_was_runnable_at_a_single_look_is_stuck_all_the_same() -> None:
+    bench = ready_bench()
+    beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)
+    killed: list[Kill] = []
+    for look in range(25):
+        bench.now += 0.1
+        killed += of_type(Kill, bench.send(Looked({"decode-0": beat}, {"decode-0": Vitals(runnable=look == 3)})))
+    assert killed == [Kill("decode-0", 1, signal.SIGKILL)]
+
+
 def test_one_that_queued_and_then_hung_is_not_busy_for_having_queued() -> None:
     bench = ready_bench()
     beat = Heartbeat(1, WorkerState.READY, 99.0, 99.0, 1)

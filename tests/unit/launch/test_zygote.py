@@ -69,6 +69,39 @@ def test_what_a_child_computes_is_counted() -> None:
     """)
 
 
+def test_who_waits_for_a_processor_is_runnable_though_nothing_is_counted_yet() -> None:
+    run("""
+        import threading
+        def spin(in_a_thread):
+            def body():
+                while True:
+                    pass
+            threading.Thread(target=body).start() if in_a_thread else body()
+            threading.Event().wait()
+        def until(condition):
+            deadline = time.monotonic() + 60
+            while not condition():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        sleeper, spinner, beside = (
+            fork(name, body) for name, body in (
+                ("sleeps", lambda: time.sleep(60)), ("spins", lambda: spin(False)), ("beside", lambda: spin(True))
+            )
+        )
+        until(lambda: not read_vitals(sleeper.pid, every_thread=True).runnable)
+        until(lambda: read_vitals(beside.pid).cpu_s > 0.05)
+        assert read_vitals(spinner.pid).runnable
+        until(lambda: not read_vitals(beside.pid).runnable)  # its first thread sleeps
+        assert read_vitals(beside.pid, every_thread=True).runnable
+        for process in (sleeper, spinner, beside):
+            process.kill(signal.SIGSTOP)
+            until(lambda: read_vitals(process.pid).stopped)
+            assert not read_vitals(process.pid, every_thread=True).runnable
+            process.kill(signal.SIGKILL)
+            wait(process)
+    """)
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count who queues")
 def test_how_long_a_child_queues_for_a_processor_is_counted() -> None:
     run("""
