@@ -24,6 +24,13 @@ from penstock.wire.keys import Keys
 
 FAILOVER_S, REFUSED_S = 10.0, 2.0
 CUT_S = 6.0
+PAIRS = (("p", "d"), ("g", "p"), ("g", "d"), ("g", "b"))
+"""Of hosts that are cut from each other: the worker that reads prompts from that which writes answers, first of all,
+since the gateway learns from it to send prompts elsewhere; then the gateway from each worker."""
+
+SIGNS = ("worker_suspicions", "resubmissions", "kv_hand_overs_outrun", "kv_hand_overs_failed")
+"""Counters that a cut moves."""
+
 SLOW = "20mbit"
 ROLES = {"p": "prefill", "d": "decode", "b": "both"}
 KEY = {"Authorization": "Bearer bench"}
@@ -44,26 +51,33 @@ def _town() -> Iterator[tuple[Hosts, HostServer]]:
 
 
 def f2(budget: Budget) -> Result:
-    """Each pair in turn, then the gateway from everybody."""
-    pairs = [("g", "p"), ("g", "d"), ("g", "b"), ("p", "d")]
-    done = pairs[: budget.count(len(pairs))]
-    record, waits = Record(), []
+    """Each pair in turn, whatever the scale, then the gateway from everybody."""
+    record, waits, idle_cuts, signs = Record(), [], [], {}
     with _town() as (hosts, server):
-        for one, other in done:
-            waits += asyncio.run(_cut(hosts, server, (one, other), record))
+        for pair in PAIRS:
+            before = _signs(server)
+            with _only_these(server, pair):
+                stalls = asyncio.run(_cut(hosts, server, pair, record))
+            waits += stalls
             server.wait_all_ready(30.0)
+            signs["-".join(pair)] = _signs(server) - before
+            if not stalls or not signs["-".join(pair)]:
+                idle_cuts.append("-".join(pair))
         refused = asyncio.run(_cut_off(hosts, server))
         server.wait_all_ready(30.0)
         server.wait_idle(10.0)
         clean = all(row["kv_pages_leaked"] == 0 for row in server.workers())
     checks = {
         f"answers differ or failed: {record.wrong[:2]}": not record.wrong,
+        f"cuts that hit nothing: {idle_cuts}": not idle_cuts,
         "failover took too long": max(waits, default=0.0) <= FAILOVER_S,
         "no 503 in time": refused is not None and refused <= REFUSED_S,
         "pages leaked": clean,
     }
     figures = {
-        "cuts": len(done) + 1,
+        "cuts": len(PAIRS) + 1,
+        "answers under way at a cut": len(waits),
+        **{f"signs of {pair}": count for pair, count in signs.items()},
         "answers": record.complete,
         "wrong": len(record.wrong),
         "stall_p99_s": quantile(waits, 0.99),
@@ -73,8 +87,31 @@ def f2(budget: Budget) -> Result:
     return judged("F2", "network cut between any two hosts", checks, figures)
 
 
+@contextmanager
+def _only_these(server: PenstockServer, pair: tuple[str, str]) -> Iterator[None]:
+    """Where two workers are cut from each other a third one, which does without them, is drained meanwhile."""
+    others = [] if "g" in pair else [name for name in ROLES if name not in pair]
+    for name in others:
+        httpx.post(f"{server.url}/admin/workers/{name}/drain", headers=KEY, json={}, trust_env=False).raise_for_status()
+    yield
+    for name in others:
+        httpx.post(
+            f"{server.url}/admin/workers/{name}/resume", headers=KEY, json={}, trust_env=False
+        ).raise_for_status()
+
+
+def _signs(server: PenstockServer) -> int:
+    """How often something was noticed that a cut brings about: a silent worker, a request submitted anew, pages that did
+    not come."""
+    told = server.metrics()
+    return round(sum(told.get(f"penstock:{name}_total", 0.0) for name in SIGNS))
+
+
 async def _cut(hosts: Hosts, server: PenstockServer, pair: tuple[str, str], record: Record) -> list[float]:
-    """Clients ask; the cut comes, stays a while and is mended.  How long answers that met it stood still."""
+    """Clients ask; the cut comes, stays a while and is mended.  How long answers that met it stood still.
+
+    Nothing is found in a cache: each prompt is read, and its pages travel, in the time of the cut, too.
+    """
     bodies = varied_requests(max_tokens=40)
     stalls: list[float] = []
     cut_at = 0.0
@@ -87,7 +124,7 @@ async def _cut(hosts: Hosts, server: PenstockServer, pair: tuple[str, str], reco
             began = time.monotonic()
             try:
                 async with asyncio.timeout(60):
-                    got = await stream_completion(client, server.url, body)
+                    got = await stream_completion(client, server.url, body | {"cache_salt": str(dice.random())})
             except (AssertionError, httpx.HTTPError, TimeoutError) as error:
                 record.wrong.append(f"{'-'.join(pair)}: {type(error).__name__}: {error}")
                 continue
@@ -136,11 +173,11 @@ async def _cut_off(hosts: Hosts, server: PenstockServer) -> float | None:
 def f4(budget: Budget) -> Result:
     """The link between the prefill and the decode worker is slow: answers right, and others unharmed."""
     rounds = budget.count(3)
-    record = Record()
+    record, wanted = Record(), {}
     with _town() as (hosts, server):
-        before = asyncio.run(_timed(server, record, rounds))
+        before = asyncio.run(timed(server.url, record, rounds, wanted))
         hosts.slow("p", "d", SLOW)
-        slowed = asyncio.run(_timed(server, record, rounds))
+        slowed = asyncio.run(timed(server.url, record, rounds, wanted))
         server.wait_idle(10.0)
         clean = all(row["kv_pages_leaked"] == 0 for row in server.workers())
     checks = {
@@ -158,15 +195,17 @@ def f4(budget: Budget) -> Result:
     return judged("F4", "slow link between the workers", checks, figures)
 
 
-async def _timed(server: PenstockServer, record: Record, rounds: int) -> float:
-    """The p99 of whole answers, four at a time, new prefixes each round."""
+async def timed(url: str, record: Record, rounds: int, wanted: dict[int, Any]) -> float:
+    """The p99 of whole answers, four at a time, new prefixes each round.
+
+    Each answer is compared with the first one to its request; those are kept in ``wanted`` for calls that follow.
+    """
     took: list[float] = []
-    wanted: dict[int, Any] = {}
 
     async def one(client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> None:
         began = time.monotonic()
         try:
-            got = await stream_completion(client, server.url, body)
+            got = await stream_completion(client, url, body)
         except (AssertionError, httpx.HTTPError) as error:
             record.wrong.append(f"{type(error).__name__}: {error}")
             return

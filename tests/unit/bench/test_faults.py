@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
-from bench.faults import bits, kills, messages
+from bench.faults import bits, clocks, kills, messages, network, resources
 from bench.faults.__main__ import RUNS, one, save
 from bench.faults.blows import POINTS, plan
 from bench.faults.engine import Engine
@@ -20,6 +20,9 @@ from bench.faults.plain_client import PlainClient
 from bench.faults.plot import plot
 from bench.faults.result import BEGIN, END, Budget, NotHereError, Result, judged, quantile, rewritten, table
 from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, together
+
+from cluster.chaos import Record
+from cluster.streams import Answer
 
 SMALL = Budget(seconds=1.0, scale=0.005)
 
@@ -170,3 +173,56 @@ async def test_a_refusal_is_no_quick_first_token():
     async with answering(answer(b"503 Service Unavailable")) as port:
         ttft, noise, refused = await polite(port, 0.5, "key")
     assert (ttft, noise, refused > 0) == (0.0, 0, True)
+
+
+async def test_answers_over_a_slow_link_are_compared_with_those_before(monkeypatch: pytest.MonkeyPatch):
+    async def answers(tokens: int) -> tuple[int, list[str]]:
+        async def stream(*_: object, **__: object) -> Answer:
+            return Answer(usage={"completion_tokens": tokens}, done=True)
+
+        monkeypatch.setattr(network, "stream_completion", stream)
+        await network.timed("http://127.0.0.1:9", record, 1, wanted)
+        return record.complete, record.wrong
+
+    record, wanted = Record(), {}
+    assert await answers(5) == (20, [])
+    complete, wrong = await answers(6)
+    assert (complete, len(wrong)) == (40, 20)
+
+
+def test_a_clock_that_did_not_jump_is_told():
+    assert clocks.jumped([float(jump) for jump in clocks.JUMPS])
+    assert clocks.jumped([float(jump) - 0.9 for jump in clocks.JUMPS])
+    assert not clocks.jumped([0.0] * len(clocks.JUMPS))
+    assert not clocks.jumped([])
+
+
+def test_memory_is_taken_away_by_the_cgroups_that_a_host_has(tmp_path: Path):
+    assert resources.MemoryGroup.under(tmp_path) is None
+    (tmp_path / "cgroup.controllers").write_text("cpu io")
+    assert resources.MemoryGroup.under(tmp_path) is None
+    (tmp_path / "cgroup.controllers").write_text("cpu memory")
+    (tmp_path / "cgroup.subtree_control").write_text("cpu")
+    group = resources.MemoryGroup.under(tmp_path)
+    assert group is not None
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
+    group.folder.mkdir()
+    group.take(42)
+    assert (group.folder / "cgroup.procs").read_text() == "42"
+    assert (group.folder / "memory.max").read_text() == "0"
+    first = tmp_path / "memory"
+    first.mkdir()
+    (first / "cgroup.procs").write_text("")
+    group = resources.MemoryGroup.under(tmp_path)
+    assert group is not None
+    group.folder.mkdir()
+    group.take(42)
+    assert (group.folder / "memory.limit_in_bytes").read_text() == "0"
+
+
+def test_half_a_run_is_not_held():
+    whole = judged("F10", "x", {"answers differ": True}, {})
+    assert resources.with_memory(whole, True).held is True
+    lacking = resources.with_memory(whole, None)
+    assert (lacking.held, "memory cgroup" in lacking.why) == (None, True)
+    assert resources.with_memory(judged("F10", "x", {"answers differ": False}, {}), None).held is False
