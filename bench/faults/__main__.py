@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from bench.faults import bits, clocks, disks, files, kills, loads, messages, network, resources
+from bench.faults import bits, clocks, disks, files, kills, loads, messages, network, resources, waiting_streams
 from bench.faults.plot import plot
 from bench.faults.result import Budget, NotHereError, Result, Run, rewritten, table
 
@@ -32,7 +32,7 @@ RUNS: dict[str, Run] = {
     "F12": kills.f12,
     "L1": loads.l1,
     "L2": loads.l2,
-    "L3": loads.l3,
+    "L3": waiting_streams.l3,
     "L4": loads.l4,
     "L5": loads.l5,
     "L6": loads.l6,

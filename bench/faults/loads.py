@@ -1,4 +1,4 @@
-"""L1 to L6: bursts, slow readers, idle streams, disconnects, slow senders, one noisy client."""
+"""L1, L2, L4 to L6: bursts, slow readers, disconnects, slow senders, one noisy client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import socket
 import tempfile
 import time
@@ -24,8 +25,13 @@ COMPLETIONS = "/v1/completions"
 SATURATING = 192
 """Clients that ask for as much as a service can answer: with fewer of them its batches are small."""
 
-IDLE_BYTES = 50 << 10
+GROUP = 50
+"""Clients that hang up at once."""
+
 STOPPED_S = 1.0
+KEPT_BYTES, NOISE_BYTES = 1024, 4 << 20
+"""Of a client that hung up, on the average of many; and what memory may grow by for other reasons."""
+
 NOISE = 1.2
 FEW = "[limits]\nmax_queued_requests = 40\n"
 SLOW = "[limits]\nheader_s = 1.0\nslow_body_s = 1.0\nidle_client_s = 2.0\nmax_queued_requests = 40\n"
@@ -138,45 +144,57 @@ def l2(budget: Budget) -> Result:
     return judged("L2", "readers that read nothing", checks, {"readers": count, "KiB each": grown / count / 1024})
 
 
-def l3(budget: Budget) -> Result:
-    """Streams that wait for a token cost little: connections are opened and say nothing more."""
-    count = budget.count(10_000, least=200)
-    with _server("--gateways", "1") as server:
-        pid = server.gateway_pid()
-        before = _rss(pid)
-        with contextlib.ExitStack() as stack:
-            held = []
-            for _ in range(count):
-                sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
-                sock.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-                held.append(sock)
-            for sock in held:
-                sock.recv(4096)
-            grown = _rss(pid) - before
-            alive = server.get("/ready").status_code == 200
-    checks = {"memory": grown / count <= IDLE_BYTES, "not ready": alive}
-    return judged("L3", "idle connections", checks, {"connections": count, "KiB each": grown / count / 1024})
-
-
 def l4(budget: Budget) -> Result:
-    """Clients hang up in the middle of answers: work on them stops within a second."""
+    """Clients hang up in the middle of answers: work on them stops within a second, and nothing is kept."""
     count = budget.count(1000, least=20)
     waits: list[float] = []
-    left = count
+    left, amid = count, 0
     with _server() as server:
+        gateway = server.gateway_pid()
+        _hung_up(server, min(count, GROUP))  # what is loaded and made once
+        before, descriptors = _rss(gateway), _descriptors(gateway)
         while left:
-            group = min(left, 50)
+            group = min(left, GROUP)
             left -= group
-            with contextlib.ExitStack() as stack:
-                for _ in range(group):
-                    stack.enter_context(_begun(server, _body(max_tokens=1900), 1 << 20))
-            began = time.monotonic()
-            server.wait_for(lambda: server.metrics()["penstock:requests_open"] == 0, 10.0, "closed")
-            server.wait_idle(10.0)
-            waits.append(time.monotonic() - began)
+            running, wait_s = _hung_up(server, group)
+            amid += running
+            waits.append(wait_s)
+        kept, open_files = _rss(gateway) - before, _descriptors(gateway) - descriptors
+        leaked = sum(row["kv_pages_leaked"] + row["kv_pages_used"] for row in server.workers())
     # Workers report every quarter of a second, and are asked every 20 ms.
-    checks = {"work went on": quantile(waits, 1.0) <= STOPPED_S + 0.3}
-    return judged("L4", "clients that hang up", checks, {"disconnects": count, "idle_after_s": quantile(waits, 1.0)})
+    checks = {
+        "work went on": quantile(waits, 1.0) <= STOPPED_S + 0.3,
+        f"only {amid} of {count} were amid an answer": amid == count,
+        f"{leaked} pages are kept": leaked == 0,
+        f"{open_files} descriptors are kept": open_files <= 2,
+        f"{kept} bytes are kept": kept / count <= KEPT_BYTES or kept <= NOISE_BYTES,
+    }
+    figures = {
+        "disconnects": count,
+        "amid an answer": amid,
+        "idle_after_p50_s": quantile(waits, 0.5),
+        "idle_after_s": quantile(waits, 1.0),
+        "pages kept": leaked,
+        "descriptors kept": open_files,
+        "KiB kept each": kept / count / 1024,
+    }
+    return judged("L4", "clients that hang up", checks, figures)
+
+
+def _hung_up(server: PenstockServer, group: int) -> tuple[int, float]:
+    """So many clients hang up at once: how many answers were being written, and after how long no work was left."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(group):
+            stack.enter_context(_begun(server, _body(max_tokens=1900), 1 << 20))
+        running = round(server.metrics()["penstock:requests_open"])
+    began = time.monotonic()
+    server.wait_for(lambda: server.metrics()["penstock:requests_open"] == 0, 10.0, "closed")
+    server.wait_idle(10.0)
+    return running, time.monotonic() - began
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def l5(budget: Budget) -> Result:
@@ -187,7 +205,7 @@ def l5(budget: Budget) -> Result:
             slow = []
             for index in range(count):
                 sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
                 more = b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{" if index % 2 else b""
                 sock.sendall(head + more)
                 slow.append(sock)
@@ -206,7 +224,7 @@ def l6(budget: Budget) -> Result:
     With a key of its own it is a tenant; what it does to those who share one key with it is told, and is no bar.
     """
     with tempfile.TemporaryDirectory() as folder:
-        keys = {name: _key(Path(folder) / "keys.json", name) for name in ("polite", "noisy")}
+        keys = {name: make_key(Path(folder) / "keys.json", name) for name in ("polite", "noisy")}
         with _server("--api-key", "operator", "--api-keys", str(Path(folder) / "keys.json")) as server:
             seconds = budget.seconds / 2
             asyncio.run(polite(server.port, 2.0, keys["polite"], keys["noisy"]))  # what is learned of this machine
@@ -229,7 +247,7 @@ def l6(budget: Budget) -> Result:
     return judged("L6", "one noisy client", checks, figures)
 
 
-def _key(path: Path, tenant: str) -> str:
+def make_key(path: Path, tenant: str) -> str:
     """A new key for this tenant."""
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
@@ -288,10 +306,12 @@ def _begun(server: PenstockServer, body: dict[str, Any], buffer: int) -> Any:
         sock.settimeout(30)
         sock.connect(("127.0.0.1", server.port))
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(raw)}\r\n\r\n"
         )
-        sock.sendall(head.encode() + b"\r\n\r\n" + raw)
-        sock.recv(1)
+        sock.sendall(head.encode() + raw)
+        status = sock.recv(12, socket.MSG_WAITALL)
+        assert status == b"HTTP/1.1 200", status
         yield sock
 
 

@@ -101,8 +101,7 @@ def _only_these(server: PenstockServer, pair: tuple[str, str]) -> Iterator[None]
 
 
 def _signs(server: PenstockServer) -> int:
-    """How often something was noticed that a cut brings about: a silent worker, a request submitted anew, pages that did
-    not come."""
+    """How often was noticed what a cut brings about: silent workers, requests submitted anew, missing pages."""
     told = server.metrics()
     return round(sum(told.get(f"penstock:{name}_total", 0.0) for name in SIGNS))
 

@@ -19,12 +19,24 @@ class Told:
     status: int
     head: bytes
     first_s: float
+    body: bytes = b""
 
     @property
     def retry_after(self) -> int | None:
         """Seconds that a refusal says."""
         _, found, rest = self.head.lower().partition(b"\r\nretry-after:")
         return int(rest.split(b"\r\n", 1)[0]) if found else None
+
+    @property
+    def text(self) -> str:
+        """What the events of a streamed completion say."""
+        return text_of(self.body)
+
+
+def text_of(events: bytes) -> str:
+    """What the events of a streamed completion say."""
+    lines = [line[6:] for line in events.decode().splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
 
 
 class PlainClient:
@@ -40,7 +52,7 @@ class PlainClient:
         """Ask and read the whole answer.  Raises OSError, IncompleteReadError or TimeoutError when there is none."""
         raw = json.dumps(body).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{self._authorization}"
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{self._authorization}"
             f"Content-Length: {len(raw)}\r\n\r\n"
         ).encode()
         writer = None
@@ -51,7 +63,7 @@ class PlainClient:
                 began = time.monotonic()
                 writer.write(head + raw)
                 told = await reader.readuntil(b"\r\n\r\n")
-                first_s = await self._read(reader, told.lower(), began)
+                first_s, answer = await self._read(reader, told.lower(), began)
         except BaseException:
             if writer is not None:
                 writer.close()
@@ -60,19 +72,19 @@ class PlainClient:
             writer.close()
         else:
             self._free.append((reader, writer))
-        return Told(int(told[9:12]), told, first_s)
+        return Told(int(told[9:12]), told, first_s, answer)
 
-    async def _read(self, reader: asyncio.StreamReader, head: bytes, began: float) -> float:
+    async def _read(self, reader: asyncio.StreamReader, head: bytes, began: float) -> tuple[float, bytes]:
         _, sized, rest = head.partition(b"\r\ncontent-length:")
         if sized:
-            await reader.readexactly(int(rest.split(b"\r\n", 1)[0]))
-            return time.monotonic() - began
-        first_s = None
+            body = await reader.readexactly(int(rest.split(b"\r\n", 1)[0]))
+            return time.monotonic() - began, body
+        first_s, parts = None, []
         while size := int((await reader.readline()).split(b";")[0], 16):
             first_s = first_s or time.monotonic() - began
-            await reader.readexactly(size + 2)
+            parts.append((await reader.readexactly(size + 2))[:size])
         await reader.readline()
-        return first_s or time.monotonic() - began
+        return first_s or time.monotonic() - began, b"".join(parts)
 
     def close(self) -> None:
         """Hang up."""

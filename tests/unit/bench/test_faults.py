@@ -20,6 +20,7 @@ from bench.faults.plain_client import PlainClient
 from bench.faults.plot import plot
 from bench.faults.result import BEGIN, END, Budget, NotHereError, Result, judged, quantile, rewritten, table
 from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, together
+from bench.faults.waiting_streams import Waiting
 
 from cluster.chaos import Record
 from cluster.streams import Answer
@@ -226,3 +227,24 @@ def test_half_a_run_is_not_held():
     lacking = resources.with_memory(whole, None)
     assert (lacking.held, "memory cgroup" in lacking.why) == (None, True)
     assert resources.with_memory(judged("F10", "x", {"answers differ": False}, {}), None).held is False
+
+
+def test_a_stream_that_waits_tells_what_came_of_it():
+    def event(text: str) -> bytes:
+        return f'data: {{"choices": [{{"text": "{text}"}}]}}\n\n'.encode()
+
+    stream = Waiting(b"")
+    stream.transport = asyncio.Transport()
+    assert (stream.came, stream.refused, stream.done) == (b"", False, False)
+    events = event("Once") + event(" upon") + b"data: [DONE]\n\n"
+    cut = (events[:11], events[11:60], events[60:])
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in cut) + b"0\r\n\r\n"
+    stream.data_received(b"HTTP/1.1 200 OK\r\n\r\n" + chunks[:20])
+    stream.data_received(chunks[20:])
+    stream.connection_lost(None)
+    assert (stream.text, stream.done, stream.refused) == ("Once upon", True, False)
+    hung_up, other = Waiting(b""), Waiting(b"")
+    assert hung_up.refused
+    other.transport = asyncio.Transport()
+    other.data_received(b"HTTP/1.1 429 Too Many Requests\r\n\r\n")
+    assert other.refused
