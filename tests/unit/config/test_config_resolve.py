@@ -13,7 +13,7 @@ from penstock.config.gpu import CAPTURED_ROWS, RUNTIME_BYTES, GpuFacts, GpuRepor
 from penstock.config.load import parse_size
 from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, kv_store, resolve, resolve_worker
 from penstock.config.room import show_bytes
-from penstock.config.schema import Limits, PoolingConfig, ServeConfig, WorkerServeConfig
+from penstock.config.schema import COMPILED_GRAMMARS_BYTES, Limits, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId
@@ -381,3 +381,11 @@ def test_a_prompt_that_is_read_gently_has_its_first_token_in_time() -> None:
     assert plan(limits=Limits(first_byte_s=30.0)).scheduler.gentle_read_s == 15.0
     worker = resolve_worker(WorkerServeConfig(role=Role.BOTH), WorkerId("b"), LAPTOP, STORY)
     assert worker.scheduler.gentle_read_s == Limits().first_byte_s / 2
+
+
+def test_compiled_grammars_of_all_workers_have_their_part_of_the_memory() -> None:
+    small = msgspec.structs.replace(LAPTOP, memory_bytes=2 * GIB)
+    long = msgspec.structs.replace(STORY, max_positions=1 << 19)  # one context of which takes a gigabyte
+    pages = plan(small, long).scheduler.pages * long.page_bytes_bf16
+    weights = long.parameters * 2
+    assert 2 * pages <= (2 * GIB - weights - 2 * COMPILED_GRAMMARS_BYTES) // 2
