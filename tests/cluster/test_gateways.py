@@ -6,10 +6,12 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from penstock.bundled import storyteller
 
 from .examples import run_example
+from .processes import socket_inodes
 from .server import PATIENCE_S, PenstockServer
 from .streams import Answer, BrokenAnswerError, all_answers, keyed_completion, make_client
 from .varied import varied_requests
@@ -205,3 +208,29 @@ def test_a_request_that_crashes_its_workers_is_not_tried_on_all(server: Penstock
     assert "killed by SIGSEGV" in server.read_log()
     server.wait_all_ready()
     server.wait_idle()
+
+
+CONNECTIONS = 400
+
+
+def test_connections_are_shared_among_the_gateways(server: PenstockServer) -> None:
+    pids = sorted(server.gateway_pids(server.workers()))
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(CONNECTIONS)
+        ]
+        ours = {client.getsockname()[1] for client in clients}
+
+        def taken() -> list[int]:
+            inodes = inodes_of(server.port, ours)
+            return [len(inodes & socket_inodes(pid)) for pid in pids]
+
+        server.wait_for(lambda: sum(taken()) == CONNECTIONS, 30.0, "all are accepted")
+        assert max(taken()) <= 1.2 * CONNECTIONS / len(pids), taken()
+
+
+def inodes_of(port: int, clients: set[int]) -> set[str]:
+    """Sockets at ``port`` whose other ends are at these ports."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ends = ((int(row[1].split(":")[1], 16), int(row[2].split(":")[1], 16), row[9]) for row in rows)
+    return {inode for own, other, inode in ends if own == port and other in clients}

@@ -44,6 +44,7 @@ class _Word(IntEnum):
     STATE = 3
     INCARNATION = 4
     ROLE = 5  # one more than its number; 0: as it was started.  Outlives the process that wrote it
+    CONNECTIONS = 6  # of a process with an HTTP face
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Slot:
     def reset(self, incarnation: int, now_ns: int) -> None:
         """Make the slot that of a new incarnation that has not started yet.  Only while no worker writes to it."""
         self._text[:2] = b"\0\0"
-        self._words[_Word.STEPS] = 0
+        self._words[_Word.STEPS] = self._words[_Word.CONNECTIONS] = 0
         self._words[_Word.STATE] = _STATES.index(WorkerState.STARTING)
         self._words[_Word.PREDICTED_END_NS] = now_ns
         self._words[_Word.BEAT_NS] = now_ns
@@ -87,6 +88,15 @@ class Slot:
     def set_state(self, state: WorkerState) -> None:
         """Tell the supervisor how far this worker is."""
         self._words[_Word.STATE] = _STATES.index(state)
+
+    def tell_connections(self, count: int) -> None:
+        """So many connections of clients are this process' own."""
+        self._words[_Word.CONNECTIONS] = count
+
+    @property
+    def connections(self) -> int:
+        """What ``tell_connections`` was told last."""
+        return self._words[_Word.CONNECTIONS]
 
     def assign(self, role: Role) -> None:
         """Another role was given to this worker: its next incarnation has it, too."""

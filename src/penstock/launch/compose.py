@@ -132,8 +132,9 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         told = told if plan is None else structs.replace(told, split=plan.split and told.split)
         created, json = int(time.time()), config.log_json
         buckets = nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants)
+        own = {gateway: slots[gateway] for gateway in gateways}
         front = Front(
-            config=told, listener=listener, keys=keys, slots=slots, log_json=json, created=created, buckets=buckets
+            config=told, listener=listener, keys=keys, slots=own, log_json=json, created=created, buckets=buckets
         )
         workers = None
         if plan is not None:

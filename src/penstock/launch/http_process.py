@@ -17,8 +17,10 @@ from typing import Any
 
 import uvicorn
 
+from penstock.clock import MonotonicClock
 from penstock.config.schema import BACKLOG, Limits, TlsConfig
 from penstock.errors import ProtocolError
+from penstock.launch.accepting import Acceptor
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.connections import guarded_protocol
@@ -54,6 +56,7 @@ class Rim:
     listener: socket.socket
     channel: Channel
     slot: Slot
+    siblings: tuple[Slot, ...] = ()  # of processes that accept connections from the same listener
 
 
 class HttpProcess:
@@ -71,6 +74,7 @@ class HttpProcess:
         self._listener = rim.listener
         self._channel = rim.channel
         self._slot = rim.slot
+        self._siblings = rim.siblings
         self._limits = limits
         self._hear = hear
         self._draining = asyncio.Event()
@@ -79,7 +83,7 @@ class HttpProcess:
     async def serve(self, app: App, known: Callable[[], bool] = lambda: True) -> None:
         """Until drained or told to stop.  Connections are taken when all that must be ``known`` is, or in ``KNOWN_S``:
         until then they wait, or another process takes them."""
-        server = _Server(self._uvicorn(app))
+        server = _Server(self._uvicorn(app), self._listener, (self._slot, self._siblings))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
@@ -89,7 +93,7 @@ class HttpProcess:
             deadline = loop.time() + KNOWN_S
             while not known() and not server.should_exit and loop.time() < deadline:  # noqa: ASYNC110 - no event for it
                 await asyncio.sleep(BEAT_S / 10)
-            await server.serve([self._listener])
+            await server.serve([])
             if server.force_exit:  # uvicorn does not end the application then
                 await server.lifespan.shutdown()
         finally:
@@ -125,13 +129,14 @@ class HttpProcess:
         except EOFError:  # the supervisor has ended, and we with it (see zygote)
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
-    async def _beat(self, server: uvicorn.Server) -> None:
+    async def _beat(self, server: _Server) -> None:
         while True:
             now = time.monotonic_ns()
             self._beats += 1
             self._slot.beat(now, now + int(STALL_ALLOWED_S * 1e9), self._beats)
             if server.started:
                 self._slot.set_state(WorkerState.DRAINING if self._draining.is_set() else WorkerState.READY)
+            server.acceptor.count()
             self._channel.flush()
             await asyncio.sleep(BEAT_S)
 
@@ -144,7 +149,51 @@ class HttpProcess:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the supervisor decides what signals mean."""
+    """uvicorn without its own signal handlers, for the supervisor decides what signals mean, and with connections that
+    ``Acceptor`` accepts."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, slots: tuple[Slot, tuple[Slot, ...]]) -> None:
+        super().__init__(config)
+        self._listener = listener
+        self._handed: set[asyncio.Task[Any]] = set()  # connections that have no protocol yet
+        self.acceptor = Acceptor(listener, slots, self._hand, self._opened, MonotonicClock())
+
+    def _opened(self) -> int:
+        return len(self.server_state.connections) + len(self._handed)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        if not self.should_exit:
+            self._listener.listen(BACKLOG)
+            self.acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.acceptor.stop()
+        self._listener.close()
+        await super().shutdown(sockets=[])
+
+    def _hand(self, connection: socket.socket) -> None:
+        """Have the application speak with whoever connected."""
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def protocol() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            made: asyncio.Protocol = kind(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )
+            return made
+
+        task = loop.create_task(self._connect(connection, protocol))
+        self._handed.add(task)
+        task.add_done_callback(self._handed.discard)
+
+    async def _connect(self, connection: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl)
+        except OSError as error:  # it hung up, or a handshake failed
+            log.debug("a connection failed: %s", error)
+            connection.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -301,9 +301,9 @@ class Front:
     """The gateways of this host.  ``config`` is that of the first one's first incarnation."""
 
     config: GatewayConfig
-    listener: socket.socket  # of all of them: a connection goes to whoever takes it first
+    listener: socket.socket  # of all of them (``accepting``)
     keys: Keys
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, Slot]  # of the gateways
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells
     buckets: SharedBuckets  # of tenants' rates
@@ -323,7 +323,12 @@ class Front:
         from penstock.launch.http_process import Rim
 
         inherited = GatewayInheritance(
-            rim=Rim(listener=self.listener, channel=channel, slot=self.slots[name]),
+            rim=Rim(
+                listener=self.listener,
+                channel=channel,
+                slot=self.slots[name],
+                siblings=tuple(slot for other, slot in self.slots.items() if other != name),
+            ),
             keys=self.keys,
             make_app=partial(make_http_app, created=self.created, buckets=self.buckets),
         )
