@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.config.turns import TurnLimits
 
-MIDDLE_COLLECTIONS = 5
+MIDDLE_COLLECTIONS = 2
 """Looks among new objects, up to one among those that survived as many."""
 NEVER = 1 << 30
 
