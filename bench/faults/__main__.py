@@ -14,7 +14,20 @@ import time
 import traceback
 from pathlib import Path
 
-from bench.faults import bits, clocks, disks, files, kills, loads, messages, network, resources, waiting_streams
+from bench.faults import (
+    bits,
+    clocks,
+    disks,
+    files,
+    hedges,
+    kills,
+    loads,
+    messages,
+    network,
+    resources,
+    scale_downs,
+    waiting_streams,
+)
 from bench.faults.plot import plot
 from bench.faults.result import Budget, NotHereError, Result, Run, rewritten, table
 
@@ -29,13 +42,14 @@ RUNS: dict[str, Run] = {
     "F8": disks.f8,
     "F9": clocks.f9,
     "F10": resources.f10,
-    "F12": kills.f12,
+    "F12": scale_downs.f12,
     "L1": loads.l1,
     "L2": loads.l2,
     "L3": waiting_streams.l3,
     "L4": loads.l4,
     "L5": loads.l5,
     "L6": loads.l6,
+    "L7": hedges.l7,
 }
 
 

@@ -1,11 +1,10 @@
-"""F1: processes are killed, stopped and told to end at every point of answers; F12: the fleet shrinks under load."""
+"""F1: processes are killed, stopped and told to end at every point of answers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-import signal
 import tempfile
 import time
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ CLIENTS = 16
 BLOWS = 320
 TOUCHED = 3000
 KILL_STALL_S, STOP_STALL_S = 1.5, 5.0
-SCALE_DOWNS = 100
 PART = 48
 """Blows between two starts of a service: a run that is cut short loses no more."""
 
@@ -138,31 +136,6 @@ def _figures(whole: Toll) -> dict[str, Any]:
 
 def _hurt(stall: Stall, target: str) -> bool:
     return stall.target == target and stall.served
-
-
-def f12(budget: Budget) -> Result:
-    """Workers are told to end under load, again and again: no stream breaks."""
-    downs = budget.count(SCALE_DOWNS, least=4)
-    blows = [Blow(("prefill", "decode")[i % 2], "mid-decode", signal.SIGTERM) for i in range(downs)]
-    with PenstockServer(SPLIT[:4]) as server:
-        toll = Toll()
-        asyncio.run(_struck(server, toll, blows, random.Random(12)))
-        _note_what_is_left(server, toll, "at the end")
-    stalls = toll.of("SIGTERM")
-    checks = {
-        f"streams broke: {toll.wrong[:2]}": not toll.wrong,
-        "streams were asked for again": toll.resumed == 0,
-        "too few scale-downs": toll.signals["SIGTERM"] >= downs,
-        f"something is left: {toll.left[:2]}": not toll.left,
-    }
-    figures = {
-        "scale-downs": toll.signals["SIGTERM"],
-        "answers": toll.answers,
-        "touched": toll.touched,
-        "broken": len(toll.wrong) + toll.resumed,
-        "stall_p99_s": quantile(stalls, 0.99),
-    }
-    return judged("F12", "scale-downs under load", checks, figures)
 
 
 async def _struck(server: PenstockServer, toll: Toll, blows: list[Blow], dice: random.Random) -> None:

@@ -11,7 +11,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,10 @@ ROWS = 2
 """Answers that each worker writes at once, so that all others wait."""
 
 WAITING_TOKENS, OTHER_TOKENS = 300, 8
-OPENED_AT_ONCE = 256
+OPENED_AT_ONCE = 500
+"""Streams that are asked for before the gateway has taken all earlier ones: a burst is another load."""
+
+ACCEPTED_S = 60.0
 DESCRIPTORS_TO_SPARE = 200
 FREED_S = 10.0
 SERVED = 20
@@ -172,8 +175,7 @@ async def _streams(server: PenstockServer, keys: dict[str, str], count: int) -> 
     await asyncio.to_thread(server.wait_idle, 30.0)
     before = pss(gateway)
     began = time.monotonic()
-    streams = await _opened(server.port, keys["waiting"], count)
-    await _until(lambda: _accepted(server, streams) >= count, 120.0 + count / 50)
+    streams = await _opened(server, keys["waiting"], count)
     seen.open_s = time.monotonic() - began
     seen.grown = pss(gateway) - before
     seen.waiting = sum(not stream.came for stream in streams)
@@ -218,31 +220,28 @@ async def _alone(port: int, key: str, seed: int, tokens: int) -> str:
     return told.text
 
 
-async def _opened(port: int, key: str, count: int) -> list[Waiting]:
-    """So many connections, each of which has asked."""
-    loop, found = asyncio.get_running_loop(), []
-    room = asyncio.Semaphore(OPENED_AT_ONCE)
-
-    async def one(stream: Waiting) -> None:
-        async with room:
-            await loop.create_connection(lambda: stream, "127.0.0.1", port)
-
+async def _opened(server: PenstockServer, key: str, count: int) -> list[Waiting]:
+    """So many connections, each of which has asked, and was let in."""
+    loop, found = asyncio.get_running_loop(), list[Waiting]()
     for number in range(count):
         raw = json.dumps(_body(number % SEEDS, WAITING_TOKENS)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         request = f"{head}Authorization: Bearer {key}\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
         found.append(Waiting(request))
-    async with asyncio.TaskGroup() as tasks:
-        for stream in found:
-            tasks.create_task(one(stream))
+    for start in range(0, count, OPENED_AT_ONCE):
+        async with asyncio.TaskGroup() as tasks:
+            for stream in found[start : start + OPENED_AT_ONCE]:
+                tasks.create_task(loop.create_connection(lambda one=stream: one, "127.0.0.1", server.port))
+        asked = found[: start + OPENED_AT_ONCE]
+        await _until(lambda asked=asked: _accepted(server, asked) >= len(asked))
     return found
 
 
-async def _until(condition: Any, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + ACCEPTED_S
     while not await asyncio.to_thread(condition):
-        assert time.monotonic() < deadline, f"not all were accepted within {timeout_s:g} s"
-        await asyncio.sleep(0.2)
+        assert time.monotonic() < deadline, f"not all were let in within {ACCEPTED_S:g} s"
+        await asyncio.sleep(0.1)
 
 
 def pss(pid: int) -> int:

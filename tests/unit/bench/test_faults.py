@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
-from bench.faults import bits, clocks, kills, messages, network, resources
+from bench.faults import bits, clocks, hedges, kills, messages, network, resources
 from bench.faults.__main__ import RUNS, one, save
 from bench.faults.blows import POINTS, plan
 from bench.faults.engine import Engine
+from bench.faults.hedges import Patience, Round
 from bench.faults.loads import Burst, burst, polite
 from bench.faults.plain_client import PlainClient
 from bench.faults.plot import plot
@@ -248,3 +249,35 @@ def test_a_stream_that_waits_tells_what_came_of_it():
     other.transport = asyncio.Transport()
     other.data_received(b"HTTP/1.1 429 Too Many Requests\r\n\r\n")
     assert other.refused
+
+
+async def test_a_late_first_token_is_hedged_and_the_slower_answer_is_hung_up_on():
+    hung_up, asked = asyncio.Event(), []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+            asked.append(await reader.readexactly(size))
+            if len(asked) == 1:
+                await reader.read()
+                hung_up.set()
+                return
+            event = b'data: {"choices": [{"text": "Once"}]}\n\n'
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"%x\r\n%s\r\n" % (len(event), event) * 2 + b"0\r\n\r\n")
+
+    found = Round()
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        await hedges._hedged(server.sockets[0].getsockname()[1], 3, "salt", Patience([0.001]), found)
+        await hung_up.wait()
+    assert (found.hedges, found.texts, found.failed) == (1, {3: "OnceOnce"}, [])
+    assert asked[0] == asked[1]
+
+
+def test_patience_follows_the_latest_first_tokens():
+    patience = Patience([0.001] * 100)
+    assert patience.seconds == 0.001
+    for _ in range(50):
+        patience.add(2.0)
+    assert patience.seconds == 2.0
+    assert Patience([1.0], at_once=True).seconds == 0.0
