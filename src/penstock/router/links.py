@@ -56,13 +56,19 @@ class WorkerLink:
 
     async def _read(self, handle: Handle, room: TurnRoom) -> None:
         async for received in self._link:
-            while not room.has_room:  # noqa: ASYNC110 - there is room in the next turn
-                await asyncio.sleep(0)
-            room.take(units_of(received.message))
-            try:
-                handle(self.worker, self.incarnation, received.message)
-            except Exception:
-                log.exception("a message of %s could not be handled", self.worker)
+            rest: PeerMessage | None = received.message
+            while rest is not None:
+                while not room.has_room:  # noqa: ASYNC110 - there is room in the next turn
+                    await asyncio.sleep(0)
+                part, rest = parted(rest, room.left)
+                room.take(units_of(part))
+                self._handle(handle, part)
+
+    def _handle(self, handle: Handle, message: PeerMessage) -> None:
+        try:
+            handle(self.worker, self.incarnation, message)
+        except Exception:
+            log.exception("a message of %s could not be handled", self.worker)
 
     def send(self, message: PeerMessage) -> bool:
         """False: it will not be sent."""
@@ -104,6 +110,18 @@ class WorkerLink:
 def units_of(message: PeerMessage) -> int:
     """What it takes to handle this."""
     return MESSAGE_UNITS + (len(message.items) if isinstance(message, Tokens) else 0)
+
+
+def parted(message: PeerMessage, units: int) -> tuple[PeerMessage, PeerMessage | None]:
+    """What fits into so many units, and what is left of it.  Only tokens of many requests are parted: the parts mean
+    the same one after another, and each is worth handling by itself."""
+    if not isinstance(message, Tokens):
+        return message, None
+    most = max(MESSAGE_UNITS, units - MESSAGE_UNITS)
+    if len(message.items) <= most:
+        return message, None
+    first = msgspec.structs.replace(message, items=message.items[:most])
+    return first, msgspec.structs.replace(message, items=message.items[most:])
 
 
 class Links:

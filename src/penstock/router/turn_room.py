@@ -9,7 +9,7 @@ import asyncio
 
 
 class TurnRoom:
-    """Units that are left in this turn.  The message that takes the last of them may be larger than what was left."""
+    """Units that are left in this turn.  What takes the last of them may be larger than what was left."""
 
     def __init__(self, units: int) -> None:
         self._units = units
@@ -19,6 +19,11 @@ class TurnRoom:
     def has_room(self) -> bool:
         """May one more message be handled in this turn?"""
         return self._left > 0
+
+    @property
+    def left(self) -> int:
+        """Units."""
+        return self._left
 
     def take(self, units: int) -> None:
         """A message is handled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 import pytest
 from router_words import report
@@ -15,7 +16,7 @@ from penstock.router.links import Links
 from penstock.router.service import Outside, RouterService
 from penstock.types import RequestId, Role, WorkerId
 from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Cancel, Hello, Report, WorkerUp
+from penstock.wire.messages import Cancel, Hello, Report, TokenItem, Tokens, WorkerUp
 from penstock.wire.transport import AsyncLink
 
 D0 = WorkerId("decode-0")
@@ -132,3 +133,45 @@ async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat
         service.tick()
     assert isinstance(mailbox.recv().message, Hello)
     await service.close()
+
+
+def tokens_of(*names: str) -> Tokens:
+    return Tokens(
+        worker=D0,
+        incarnation=1,
+        items=tuple(TokenItem(request=RequestId(n), epoch=1, index=0, tokens=(7,)) for n in names),
+    )
+
+
+async def test_tokens_of_many_requests_are_handled_in_the_order_they_came_so_many_a_turn():
+    most, hub, links_made = 64, MemoryHub(), 3
+    turn, per_turn, heard = 0, Counter[int](), {f"decode-{i}": list[str]() for i in range(links_made)}
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        asyncio.get_running_loop().call_soon(count_turns)
+
+    def handle(worker: WorkerId, incarnation: int, message: object) -> None:
+        if isinstance(message, Tokens):
+            per_turn[turn] += len(message.items)
+            heard[worker] += [item.request for item in message.items]
+        else:
+            heard[worker].append("report")
+
+    links = Links(hub.connect_async, handle, units_per_turn=most)
+    names = [f"r{n}" for n in range(600)]
+    for worker in heard:
+        mailbox = hub.listen(f"memory://{worker}")
+        links.open(WorkerId(worker), 1, f"memory://{worker}").send(HELLO)
+        received = mailbox.recv()
+        assert received is not None
+        mailbox.send(received.peer, tokens_of(*names))
+        mailbox.send(received.peer, tokens_of("last"))
+        mailbox.send(received.peer, report(worker))
+    count_turns()
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert all(came == [*names, "last", "report"] for came in heard.values())
+    assert max(per_turn.values()) <= most
+    await links.close()
