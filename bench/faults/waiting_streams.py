@@ -40,6 +40,9 @@ OPENED_AT_ONCE = 500
 ACCEPTED_S = 60.0
 DESCRIPTORS_TO_SPARE = 200
 FREED_S = 10.0
+COLLECTED_S = 4.0
+"""After which Python has freed what was in cycles; what the gateway has kept is looked at then."""
+
 SERVED = 20
 """Answers of the other tenant while all streams wait."""
 
@@ -47,7 +50,8 @@ SERVED = 20
 def _config(streams: int) -> str:
     """A queue for all of them, of which a tenant may take half; nobody is refused for how long it would wait."""
     limits = {"max_queued_requests": 2 * streams + 1000, "max_queued_tokens": 64 * streams, "first_byte_s": 3600}
-    return "\n".join(["[limits]", *(f"{name} = {value}" for name, value in limits.items()), ""])
+    lines = ["[limits]", *(f"{name} = {value}" for name, value in limits.items())]
+    return "\n".join([*lines, "[turns]", f"full_collection_s = {COLLECTED_S / 2}", ""])
 
 
 def _body(seed: int, tokens: int) -> dict[str, Any]:
@@ -197,6 +201,7 @@ async def _streams(server: PenstockServer, keys: dict[str, str], count: int) -> 
     began = time.monotonic()
     await asyncio.to_thread(_wait_freed, server)
     seen.freed_s = time.monotonic() - began
+    await asyncio.sleep(COLLECTED_S)
     seen.kept = pss(gateway) - before
     return seen
 

@@ -216,6 +216,7 @@ class RouterService:
         self._apply(stream, stream.flight.client_gone(), now)
         self._tally.settled(stream, "stop" if stream.stopped else "abort", now)
         del self._streams[stream.flight.request.id]
+        self._rounds.discard(stream)
 
     def stopped(self, request: RequestId) -> None:
         """The consumer has all it wants, such as a stop string: closing the stream is then a success."""

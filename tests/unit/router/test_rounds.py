@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from penstock.router.rounds import Rounds
+from penstock.router.rounds import LEAST_STALE, Rounds
 from penstock.router.stream import Stream
 from penstock.router.turn_room import TurnRoom
 
@@ -33,6 +33,20 @@ def test_nothing_is_looked_at_before_its_time():
     rounds.add(a_stream("s"), at=1.0)
     assert (rounds.take(0.9), rounds.due(0.9)) == ([], False)
     assert rounds.take(1.0) == ["s"]
+
+
+def test_nothing_is_kept_of_streams_that_are_over_before_their_time():
+    rounds, streams = Rounds(per_turn=256), [a_stream(f"s{number}") for number in range(10_000)]
+    for stream in streams:
+        rounds.add(stream, at=3600.0)
+    for stream in streams[:-1]:
+        rounds.discard(stream)
+    assert len(rounds) == 1
+    assert len(rounds._heap) <= LEAST_STALE + 2
+    assert [entry.stream for entry in rounds._heap if entry.stream is not None] == streams[-1:]
+    assert rounds.take(3600.0) == streams[-1:]
+    rounds.discard(streams[-1])
+    assert (len(rounds), rounds.take(3600.0)) == (0, [])
 
 
 async def test_all_links_together_have_so_much_room_in_a_turn():
