@@ -9,9 +9,9 @@ import random
 import msgspec
 import pytest
 
-from penstock.config.schema import FailoverConfig, GatewayConfig
-from penstock.errors import WorkerLost
-from penstock.router.failover import Phase
+from penstock.config.schema import FailoverConfig, GatewayConfig, Limits
+from penstock.errors import NoWorkers, WorkerLost
+from penstock.router.failover import Flight, Phase
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId, WorkerState
 from penstock.wire.messages import TokenItem, Tokens
 
@@ -239,6 +239,49 @@ async def test_all_streams_of_a_lost_host_go_on_and_a_turn_of_the_loop_moves_onl
         lost = [later - earlier for earlier, later in itertools.pairwise(moved)]
         assert max(lost) <= failover.streams_per_turn
         assert not any(client.error for client in clients)
+
+
+@pytest.mark.parametrize(("event", "epoch"), [("lost", 1), ("ask", 2)])
+async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch, caplog, event, epoch):
+    """When it is taken away from a lost worker, or placed with another."""
+    async with Town("both-0", "both-1") as town:
+        clients = [town.ask(f"r{i}", seed=i, prompt=4, max_tokens=30) for i in range(20)]
+        await town.turn()
+        method, failed = getattr(Flight, event), list[Flight]()
+
+        def fails_once(flight, *args):
+            if not failed and flight.epoch == epoch:
+                failed.append(flight)
+                raise RuntimeError(event)
+            return method(flight, *args)
+
+        monkeypatch.setattr(Flight, event, fails_once)
+        town.kill("both-0")
+        await town.until(lambda: bool(failed))
+        others = [client for client in clients if event != "lost" or client.request is not failed[0].request]
+        await town.finish(*others)
+        for client in others:
+            client.assert_true_answer()
+    assert failed[0].request.id in caplog.text
+
+
+async def test_an_error_in_a_look_at_one_stream_keeps_none_from_its_deadline(monkeypatch):
+    config = GatewayConfig(name="g", model_name="null", limits=Limits(first_byte_s=1.0))
+    async with Town(config=config) as town:  # nobody serves them
+        clients = [town.ask(f"r{i}") for i in range(4)]
+        await town.turn()
+        tick, failed = Flight.tick, list[str]()
+
+        def fails_once_each(flight, *args):
+            if flight.request.id not in failed:
+                failed.append(flight.request.id)
+                raise RuntimeError("tick")
+            return tick(flight, *args)
+
+        monkeypatch.setattr(Flight, "tick", fails_once_each)
+        await town.wait(2.0)
+        assert len(failed) == len(clients)
+        assert all(isinstance(client.error, NoWorkers) for client in clients)
 
 
 async def test_what_another_process_says_over_a_link_is_not_believed():

@@ -6,6 +6,7 @@ of who asks for answers, and of workers no more than their links.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,11 @@ from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId
 from penstock.wire.codec import fits
 from penstock.wire.messages import TOO_LARGE, Cancel, PagesReceived
+
+log = logging.getLogger("penstock.router")
+
+RETRY_S = 1.0
+"""Until a request is placed again after an error in placing it, which is logged.  Its own patience ends that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +132,17 @@ class Deeds:
             del self._to_place[request]
             stream = self._streams.get(request)
             if stream is not None:
-                self._place(stream, self._clock.now())
+                self._place_or_retry(stream, self._clock.now())
                 yield
+
+    def _place_or_retry(self, stream: Stream, now: float) -> None:
+        """An error is this request's own affair: those behind it are placed all the same."""
+        try:
+            self._place(stream, now)
+        except Exception:
+            log.exception("%s could not be placed", stream.flight.request.id)
+            if stream.flight.phase is Phase.WAITING:
+                self._placement.wait(stream.flight.request.id, now + RETRY_S, firm=True)
 
     def _wait(self, stream: Stream, not_before: float, now: float) -> None:
         """Until then, and until the retry budget has room for it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from penstock.clock import Clock
 from penstock.router.effects import Effects
 from penstock.router.poison import guilty
-from penstock.router.slices import Slices
+from penstock.router.slices import Slices, logged_errors
 from penstock.router.stream import Stream
 from penstock.router.watch import Loss
 from penstock.telemetry.log import event
@@ -62,10 +62,11 @@ class Losses:
         if loss.fault:
             yield from self._blame(loss, there)
         for stream in there:
-            now = self._clock.now()
-            effects = stream.flight.lost(worker, incarnation, loss.reason, now)
-            stream.failed((worker, incarnation), loss.reason, effects, now)
-            self._apply(stream, effects, now)
+            with logged_errors(f"{stream.flight.request.id} could not be taken away from {worker}"):
+                now = self._clock.now()
+                effects = stream.flight.lost(worker, incarnation, loss.reason, now)
+                stream.failed((worker, incarnation), loss.reason, effects, now)
+                self._apply(stream, effects, now)
             yield
 
     def _blame(self, loss: Loss, there: Sequence[Stream]) -> Iterator[None]:
@@ -85,7 +86,8 @@ class Losses:
             self._metrics.poisoned()
             ends = "; ".join(suspects[culprit].flight.guilt.deaths)
             event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
-            self._apply(suspects[culprit], suspects[culprit].flight.poison(), now)
+            with logged_errors(f"{culprit} could not be refused"):
+                self._apply(suspects[culprit], suspects[culprit].flight.poison(), now)
 
     def _named(self, requests: Sequence[RequestId]) -> list[Stream]:
         return [stream for request in requests if (stream := self._streams.get(request)) is not None]

@@ -13,7 +13,7 @@ from penstock.router.effects import Effects
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.router.placement import Placement
-from penstock.router.slices import Slices
+from penstock.router.slices import Slices, logged_errors
 from penstock.router.stream import Stream
 from penstock.types import RequestId, Role, WorkerId, WorkerState
 from penstock.wire.duties import Relieve, StillWanted
@@ -77,18 +77,22 @@ class Relief:
         for number, (request, epoch) in enumerate(message.requests):
             if number:
                 yield
-            now, stream = self._clock.now(), self._streams.get(request)
+            stream = self._streams.get(request)
             if not fleet.is_current(worker, incarnation):
                 return
-            if stream is None or not stream.flight.may_move(worker, incarnation, epoch):
-                continue
-            flight = stream.flight
-            decision, root = self._placement.relieve(flight, worker, incarnation, now, beyond=beyond)
-            if decision.legs:
-                joined = flight.joined(decision.legs[0], source, root, now, expected=decision.expected)
-                self._apply(stream, joined, now)
-            elif fleet.states[slot] is WorkerState.DRAINING:
-                why = "it drains, and nobody else is ready to go on with its answers"
-                effects = flight.lost(worker, incarnation, why, now)
-                stream.failed((worker, incarnation), why, effects, now)
-                self._apply(stream, effects, now)
+            if stream is not None and stream.flight.may_move(worker, incarnation, epoch):
+                with logged_errors(f"nobody could be found to go on with {request}"):
+                    self._move(stream, source, beyond, ends=fleet.states[slot] is WorkerState.DRAINING)
+
+    def _move(self, stream: Stream, source: PageSource, beyond: int, *, ends: bool) -> None:
+        """``ends``: whoever writes it is about to stop."""
+        now, flight, worker, incarnation = self._clock.now(), stream.flight, source.worker, source.incarnation
+        decision, root = self._placement.relieve(flight, worker, incarnation, now, beyond=beyond)
+        if decision.legs:
+            joined = flight.joined(decision.legs[0], source, root, now, expected=decision.expected)
+            self._apply(stream, joined, now)
+        elif ends:
+            why = "it drains, and nobody else is ready to go on with its answers"
+            effects = flight.lost(worker, incarnation, why, now)
+            stream.failed((worker, incarnation), why, effects, now)
+            self._apply(stream, effects, now)

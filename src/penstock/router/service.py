@@ -32,7 +32,7 @@ from penstock.router.plausible import has_known_tokens, is_of
 from penstock.router.poison import KeptApart
 from penstock.router.relief import Relief
 from penstock.router.rounds import Rounds
-from penstock.router.slices import Slices
+from penstock.router.slices import Slices, logged_errors
 from penstock.router.spans import Place, recorded
 from penstock.router.stream import Stream
 from penstock.router.tally import Tally
@@ -417,24 +417,29 @@ class RouterService:
         for stream in self._rounds.take(now):
             if stream.settled:
                 continue
-            flight = stream.flight
-            for leg in flight.unheard(now):
-                self._awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
-            self._apply(stream, flight.tick(now), now)
-            since = self._watch.still(flight, now)
-            if since is not None:
-                self._slices.add(self._move_still([(stream, since)]))
-            self._rounds.add(stream, flight.look_at(now))
+            with logged_errors(f"{stream.flight.request.id} could not be looked at"):
+                self._look_at(stream, now)
+            self._rounds.add(stream, stream.flight.look_at(now))
         self._looking = self._rounds.due(now)
         if self._looking:
             _in_the_next_turn(self._look)
+
+    def _look_at(self, stream: Stream, now: float) -> None:
+        flight = stream.flight
+        for leg in flight.unheard(now):
+            self._awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
+        self._apply(stream, flight.tick(now), now)
+        since = self._watch.still(flight, now)
+        if since is not None:
+            self._slices.add(self._move_still([(stream, since)]))
 
     def _desert(self, streams: Sequence[Stream], why: str) -> Iterator[None]:
         """Nobody need wait for a worker any more."""
         try:
             for stream in streams:
-                now = self._outside.clock.now()
-                self._apply(stream, stream.flight.tick(now, why), now)
+                with logged_errors(f"{stream.flight.request.id} could not be ended"):
+                    now = self._outside.clock.now()
+                    self._apply(stream, stream.flight.tick(now, why), now)
                 yield
         finally:
             self._deserting = False

@@ -9,8 +9,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("penstock.router")
+
+
+@contextmanager
+def logged_errors(what: str) -> Iterator[None]:
+    """Around what is done for one of many streams: an error in it is logged, and must not keep the others from theirs.
+
+    Work that is given to ``Slices`` ends with the first error that it lets through.
+    """
+    try:
+        yield
+    except Exception:
+        log.exception("%s", what)
 
 
 class Slices:
