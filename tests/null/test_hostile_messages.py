@@ -18,6 +18,7 @@ from tests.message_samples import MESSAGES
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig, SuperviseConfig
+from penstock.engine.service.held import REFUSERS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
@@ -25,6 +26,8 @@ from penstock.launch.events import Suspected
 from penstock.launch.restart import Restarts
 from penstock.router.service import Outside, RouterService
 from penstock.types import (
+    Grammar,
+    GrammarKind,
     Leg,
     RequestId,
     Role,
@@ -39,6 +42,7 @@ from penstock.wire.codec import decode_peer, encode
 from penstock.wire.duties import Assign, Relieve, StillWanted
 from penstock.wire.memory import MemoryHub, _Parcel
 from penstock.wire.messages import (
+    OF_REQUEST,
     PROTOCOL_VERSION,
     Cancel,
     Draining,
@@ -474,6 +478,17 @@ async def test_a_worker_that_gives_everything_back_costs_requests_nothing() -> N
             client.assert_true_answer()
         assert sum(suspect.worker == "both-0" for suspect in town.suspects) >= 1
         assert {suspect.worker for suspect in town.suspects} == {"both-0"}
+
+
+async def test_requests_whose_grammars_cannot_be_followed_drive_no_worker_out() -> None:
+    async with Town("both-0") as town:
+        grammar = Grammar(kind=GrammarKind.REGEX, text="a+")
+        for number in range(4):  # each is submitted several times
+            client = town.ask(f"r{number}", prompt=4, grammar=grammar)
+            await town.finish(client, turns=9000)
+            assert client.error is not None
+        assert town.suspects == []
+        assert all(reason.format("x").startswith(OF_REQUEST) for reason in REFUSERS.values() if "{}" in reason)
 
 
 def test_every_kind_of_message_is_tried() -> None:

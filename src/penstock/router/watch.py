@@ -39,7 +39,18 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.wire.duties import NO_FAULT
-from penstock.wire.messages import Awaited, Hello, KvEvents, Recipient, Report, Submit, Suspect, WorkerDown, WorkerUp
+from penstock.wire.messages import (
+    OF_REQUEST,
+    Awaited,
+    Hello,
+    KvEvents,
+    Recipient,
+    Report,
+    Submit,
+    Suspect,
+    WorkerDown,
+    WorkerUp,
+)
 
 log = logging.getLogger("penstock.router")
 
@@ -343,6 +354,8 @@ class Watch:
     def gave_back(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
         """A worker gives back a request.  One that gives back everything, and is not too busy for it, is of no use."""
         if reason in NO_FAULT or reason in NO_FAILURES or is_no_fault_of_sender(reason):
+            return
+        if reason.startswith(OF_REQUEST):  # a client that asks again and again must not drive it out
             return
         self.refusals[worker] = self.refusals.get(worker, 0) + 1
         if self.refusals[worker] >= MOST_REFUSALS:

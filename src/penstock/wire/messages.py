@@ -221,6 +221,10 @@ NO_HELLO = "no Hello"
 """The reason of a leg that came over a connection whose gateway has not said Hello yet: nothing was computed."""
 
 
+OF_REQUEST = ("grammar: ", "image: ", "adapter: ")
+"""How reasons begin that say nothing against the worker: what this one request needs cannot be had there."""
+
+
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
     """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""
 

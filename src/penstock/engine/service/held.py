@@ -254,11 +254,11 @@ class Held:
                         self._kept[request] = waiting
                         return
                 except Exception as error:
-                    if type(error) not in _REFUSERS:  # it is this request's own affair all the same
+                    if type(error) not in REFUSERS:  # it is this request's own affair all the same
                         log.exception("%s could not be made ready", request)
                     # What is said of it later concerns nobody: it never came.
                     self._forget(request)
-                    self._refuse(event, _REFUSERS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error))
+                    self._refuse(event, REFUSERS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error))
                     waiting.popleft()
                     continue
                 self._pages.passed(request)
@@ -287,9 +287,10 @@ class Held:
         self._pages.forget(request)
 
 
-_REFUSERS: dict[type[Exception], str] = {
+REFUSERS: dict[type[Exception], str] = {
     GrammarRefused: "grammar: {}",
     ImageRefused: "image: {}",
     AdapterRefused: "adapter: {}",
     QueueFull: "queue_full",
 }
+"""Reasons of refusals; see ``wire.messages.OF_REQUEST``."""
