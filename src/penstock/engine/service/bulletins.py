@@ -92,8 +92,9 @@ class Bulletins:
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def greeted(self, gateway: Gateway, hello: Hello) -> None:
-        """A gateway may want to know all that is cached."""
-        if hello.kv_snapshot and gateway not in self._wanted:
+        """A gateway may want to know all that is cached.  Who asks again while it is told need not hear it twice."""
+        told = self._snapshot is not None and gateway in self._snapshot.to
+        if hello.kv_snapshot and not told and gateway not in self._wanted:
             gateway.follows_cache = True
             self._wanted.append(gateway)
 

@@ -205,3 +205,22 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
     assert (a, b) == ([], [])
     assert b"".join(message.stored for message in c) == keys_of(known)
     assert walks == 2
+
+
+def test_who_asks_again_while_it_is_told_hears_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway asks once a second for as long as something is lacking, and a large cache takes longer to be told."""
+    monkeypatch.setattr(kv_log, "KV_EVENT_BLOCKS", 1)
+    on = Followers("a")
+    prefix = PrefixCache(BlockPool(64))
+    bulletins = Bulletins(on.config, prefix, on.listener, lambda: report_of(on.config))
+    monkeypatch.setattr(bulletins._log, "_known", lambda: BLOCKS)
+    turns, hello = 0, Hello(gateway="a", incarnation=1, kv_snapshot=True)
+    while turns == 0 or bulletins.unfinished:
+        bulletins.greeted(on.gateways[0], hello)
+        bulletins.turn(on.gateways, float(turns), waiting=False)
+        turns += 1
+    bulletins.turn(on.gateways, float(turns), waiting=False)
+    assert [message.part for message in on.heard()[0]] == list(range(len(BLOCKS)))
+    bulletins.greeted(on.gateways[0], hello)
+    bulletins.turn(on.gateways, float(turns), waiting=False)
+    assert bulletins.unfinished, "it has missed something since"
