@@ -51,8 +51,12 @@ def vocabulary_size(config: dict[str, Any]) -> int:
 
 
 def end_tokens(files: SmallFiles, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
-    """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
+    """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own.
+
+    Those that the model can draw: a tokenizer may know more tokens than its model.
+    """
     generation = read_json(files, GENERATION_CONFIG, required=False)
     given = generation.get("eos_token_id", config.get("eos_token_id", _text_part(config).get("eos_token_id")))
     ids = given if isinstance(given, list) else [given]
-    return tuple(dict.fromkeys(token for token in (*ids, eos_token) if type(token) is int))
+    known = range(vocabulary_size(config))
+    return tuple(dict.fromkeys(token for token in (*ids, eos_token) if type(token) is int and token in known))

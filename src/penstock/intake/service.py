@@ -127,7 +127,7 @@ class ModelIntake:
         return Vocabulary(
             tokens=[table.raw(token) for token in range(size)],
             special=tuple(sorted(token for token in table.special if token < size)),
-            end_tokens=tuple(token for token in self._facts.end_tokens if token < size),
+            end_tokens=self._facts.end_tokens,
         )
 
     def cards(self) -> Sequence[ModelCard]:
