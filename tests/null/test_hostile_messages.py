@@ -467,6 +467,24 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_work_and_clients_do_n
         assert stop is town.worker("both-0")
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_an_answer_that_has_begun_well_is_looked_at_all_the_same(logprobs: int | None) -> None:
+    """It becomes no longer than was asked for, and nothing of it lacks its log-probabilities."""
+    async with Town("both-0", config=GatewayConfig(name="g", model_name="null", vocabulary=VOCAB)) as town:
+        town.stop("both-0")
+        client = town.ask("r", max_tokens=8, logprobs=logprobs)
+        await town.turn()
+        peer = next(iter(town.stage.hub._links))
+        for index in range(20):
+            told = (TokenLogprob(1, -1.0),) if logprobs is not None and not index else None
+            item = TokenItem(request=RequestId("r"), epoch=1, index=index, tokens=(1,), logprobs=told)
+            town.stage.hub.to_link(peer, _Parcel(b"", encode(said(item)), None))
+            await town.settle()
+        assert len(client.tokens) == (8 if logprobs is None else 1)
+        assert all(batch.logprobs is not None for batch in client.batches) or logprobs is None
+        assert {suspect.worker for suspect in town.suspects} == {"both-0"}
+
+
 async def test_a_worker_that_gives_everything_back_costs_requests_nothing() -> None:
     """Others are asked next, and it is soon out of routing."""
     async with Town("both-0", "both-1") as town:

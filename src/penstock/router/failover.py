@@ -230,6 +230,7 @@ class Flight:
         False: nothing was taken, and they are for ``tokens``.  Most tokens are of this kind, so this is all that they
         cost here.
         """
+        sampling = self.request.sampling
         if (
             item.epoch != self.epoch
             or item.index != len(self.emitted)
@@ -241,6 +242,8 @@ class Flight:
             or self.guilt.deaths
             or item.phases
             or item.prompt_logprobs is not None
+            or item.index + len(item.tokens) >= sampling.max_tokens  # the last ones say that the answer is over
+            or (item.logprobs is None) != (sampling.logprobs is None)
         ):
             return False
         writer = None
