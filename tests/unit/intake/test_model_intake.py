@@ -221,7 +221,7 @@ async def test_end_tokens_come_from_generation_config_first(tmp_path: Path):
 
 
 async def test_end_tokens_that_the_model_cannot_draw_are_none(tmp_path: Path):
-    """A tokenizer may know more tokens than its model; workers give back what names one that the model does not know."""
+    """A tokenizer may know more tokens than its model, and workers give back what names one of those."""
     tokenizer = small_tokenizers.byte_level()
     folder = small_tokenizers.save(tokenizer, tmp_path, eos_token="<think>")
     rows = tokenizer.token_to_id("<think>")  # the last
