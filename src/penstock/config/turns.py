@@ -17,6 +17,7 @@ _Positive = Annotated[int, Meta(ge=1)]
 class TurnLimits(Config, frozen=True, kw_only=True):
     """Of one gateway process."""
 
+    client_reads_per_turn: _Positive = 4  # pieces of what clients send that are parsed, and so requests that begin
     answer_units_per_turn: _Positive = 1024  # of tokens made text and written: 8 a write, 1 a token, 128 a new request
     message_units_per_turn: _Positive = 384  # of messages from workers: 16 a message, 1 a request that has tokens in it
     flights_per_turn: _Positive = 256  # requests that are looked at for silent workers and deadlines

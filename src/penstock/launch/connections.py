@@ -8,6 +8,7 @@
 - Trailer fields are dropped, and may have ``max_header_bytes``, as the line of a chunk may.
 - A client that takes nothing of its answer for ``idle_client_s`` is hung up on, so that a stream nobody reads holds
   neither memory here nor pages in a worker.
+- Of what arrives together so many pieces are parsed in one turn of the event loop, and so many requests begin.
 - What is no HTTP is refused with the same JSON envelope as everything else.
 
 Knows nothing about paths or bodies (``edge`` does).
@@ -26,7 +27,9 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.schema import Limits
+from penstock.config.turns import TurnLimits
 from penstock.edge.body_writer import BODY_WRITER
+from penstock.launch.read_turns import ReadTurns
 
 MAX_PIPELINED = 16
 _SEPARATORS = len(": \r\n")
@@ -37,9 +40,10 @@ class _BadHeadError(Exception):
     """Stops the parser; uvicorn then asks for ``send_400_response``."""
 
 
-def guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
+def guarded_protocol(limits: Limits, turns: TurnLimits | None = None) -> type[asyncio.Protocol]:
     """uvicorn's protocol class with these limits built in (uvicorn makes one object of it a connection)."""
-    return type("GuardedConnection", (_GuardedConnection,), {"limits": limits})
+    reads = ReadTurns((turns or TurnLimits()).client_reads_per_turn)
+    return type("GuardedConnection", (_GuardedConnection,), {"limits": limits, "reads": reads})
 
 
 class ConnectionWriter:
@@ -95,6 +99,7 @@ def _nowhere(_: bytes) -> None:
 
 class _GuardedConnection(HttpToolsProtocol):
     limits: Limits
+    reads: ReadTurns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,6 +110,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._refusal: tuple[HTTPStatus, str] | None = None  # what to say instead of uvicorn's own words
         self._without_upgrade: bytes | None = None  # the head that has just ended, if it asks for an upgrade
         self._framing_bytes = 0  # received of a body since its last byte: a chunk's line, or trailer fields
+        self._unparsed = b""  # received, and waits for its turn
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._wait_to_write: list[Callable[[], None]] = []
@@ -118,6 +124,7 @@ class _GuardedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
+        self._unparsed = b""
         for cycle in self._cycles:  # uvicorn tells only the last of those that are pipelined
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -128,13 +135,34 @@ class _GuardedConnection(HttpToolsProtocol):
         self._writable()
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._unparsed:
+            self._unparsed += data
+        elif self.reads.take():
+            self._received(data)
+        else:
+            self._unparsed = data
+            self.flow.pause_reading()
+            self.reads.wait(self._on_turn)
+
+    def _on_turn(self) -> None:
+        """What was received may be parsed.  Nothing is left of it when the client has gone meanwhile."""
+        data, self._unparsed = self._unparsed, b""
+        if data and not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._received(data)
+
+    def shutdown(self) -> None:
+        self._on_turn()  # a request that has come is answered
+        super().shutdown()
+
+    def _received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._in_head:
             self._head_bytes += len(data)
         else:
             self._framing_bytes += len(data)
-        self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError:
@@ -272,7 +300,7 @@ class _GuardedConnection(HttpToolsProtocol):
 
     def _on_slow_head(self) -> None:
         self._head_timer = None
-        if self._answering:
+        if self._answering or self._unparsed:
             self._start_head_timer()  # an answer is on its way: not to be cut off for what comes behind it
             return
         if not self._head_begun:

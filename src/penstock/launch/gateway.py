@@ -59,7 +59,7 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     tracer = spans or NoTracer()
     outside = Outside(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
     router = RouterService(config, outside, metrics)
-    http = HttpProcess(inherited.rim, config.limits, router.on_supervisor, config.tls)
+    http = HttpProcess(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)
     joined.uses_mixed = config.allow_mixed_numerics
     app = inherited.make_app(config, router, metrics, tracer, joined.waiting)

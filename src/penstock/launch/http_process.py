@@ -19,6 +19,7 @@ import uvicorn
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import BACKLOG, Limits, TlsConfig
+from penstock.config.turns import TurnLimits
 from penstock.errors import ProtocolError
 from penstock.launch.accepting import Acceptor
 from penstock.launch.board import Slot
@@ -68,6 +69,7 @@ class HttpProcess:
         limits: Limits,
         hear: Callable[[SupervisorMessage], None],
         tls: TlsConfig | None = None,
+        turns: TurnLimits | None = None,
     ) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
         self._tls = None if tls is None else TlsFiles(tls)
@@ -76,6 +78,7 @@ class HttpProcess:
         self._slot = rim.slot
         self._siblings = rim.siblings
         self._limits = limits
+        self._turns = turns
         self._hear = hear
         self._draining = asyncio.Event()
         self._beats = 0
@@ -107,7 +110,7 @@ class HttpProcess:
         tls = self._tls
         return uvicorn.Config(
             app,
-            http=guarded_protocol(self._limits),
+            http=guarded_protocol(self._limits, self._turns),
             ws="none",
             lifespan="auto",
             log_config=None,
