@@ -118,6 +118,19 @@ async def test_a_split_answer_of_no_named_length_moves_to_a_decode_worker_with_m
         await town.assert_idle()
 
 
+async def test_a_prompt_that_nobody_can_read_is_refused_though_its_answer_could_be_written() -> None:
+    async with Town() as town:
+        town.fork("prefill-0", max_model_len=32)
+        town.fork("decode-0", max_model_len=LARGE)
+        await town.wait(0.5)
+        short, long = town.ask("short", prompt=31, max_tokens=40), town.ask("long", prompt=40, max_tokens=4)
+        await town.finish(long, turns=100)
+        assert isinstance(long.error, RequestError)
+        assert "32 tokens" in str(long.error)
+        await town.finish(short)
+        short.assert_true_answer()
+
+
 async def test_what_it_may_become_counts_as_what_is_expected() -> None:
     async with Town("both-0", config=expecting(10), max_model_len=LARGE) as town:
         town.ask(prompt=40, max_tokens=LARGE - 40, open_ended=True)

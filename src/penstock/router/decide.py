@@ -103,7 +103,8 @@ class Decision:
     standing: bytes = b""  # by slot (``Fleet.standing``)
     set_aside: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
     expected: int = 0  # tokens that will probably be written, where nobody named a length
-    longest: float = math.inf  # where nobody was chosen: the longest context that any worker may have
+    longest: float = math.inf  # where nobody was chosen: the longest context of any worker that writes answers,
+    longest_read: float = math.inf  # and of any that reads prompts
 
     @property
     def prefill(self) -> Chosen | None:
@@ -355,6 +356,7 @@ def _decision(
     seen: _Seen, fleet: Fleet, of: tuple[ModelIdentity | None, float], choice: Choice, set_aside: dict[int, str]
 ) -> Decision:
     identity, now = of
+    whose = None if seen.how.mixed_numerics else seen.ask.identity
     return Decision(
         at=now,
         policy=seen.how.policy.name,
@@ -367,9 +369,8 @@ def _decision(
         standing=fleet.standing(identity),
         set_aside=tuple(set_aside.items()),
         expected=seen.expected,
-        longest=math.inf
-        if choice.legs
-        else fleet.longest_context(None if seen.how.mixed_numerics else seen.ask.identity),
+        longest=math.inf if choice.legs else fleet.longest_context(whose, (Role.DECODE, Role.BOTH)),
+        longest_read=math.inf if choice.legs else fleet.longest_context(whose, (Role.PREFILL, Role.BOTH)),
     )
 
 

@@ -140,7 +140,7 @@ class Flight:
         if self.phase is not Phase.WAITING:
             return ()
         if not decision.legs or decision.identity is None:
-            return self._unplaced(decision.longest, now)
+            return self._unplaced(decision.longest, decision.longest_read, now)
         self.phase = Phase.FLYING
         self.identity = decision.identity
         self._base = len(self.emitted)
@@ -165,10 +165,11 @@ class Flight:
         """Has it failed before without a new token in between?  A first failover costs the retry budget nothing."""
         return self._failures > 1
 
-    def _unplaced(self, longest: float, now: float) -> Effects:
+    def _unplaced(self, longest: float, longest_read: float, now: float) -> Effects:
         """Nobody can serve now.  Wait, unless those who could have said that waiting will not help.
 
-        ``longest``: the longest context of any worker.  An answer that nobody named a length for ends with that.
+        ``longest``: the longest context of any worker that writes answers.  An answer that nobody named a length for
+        ends with that.  ``longest_read``: the same of those that read prompts.
         """
         request = self.request
         more = 1 if request.open_ended else request.sampling.max_tokens - len(self.emitted)
@@ -177,6 +178,8 @@ class Flight:
         if hopeless and request.open_ended and self.emitted:
             self.phase = Phase.DONE
             return (Deliver(TokenBatch(tokens=(), finish=FinishReason.LENGTH)),)
+        if request.pooling is None and known + 1 > longest_read:  # whoever reads a prompt draws one token
+            hopeless, longest = True, min(longest, longest_read)
         if hopeless or (self._last_reason == TOO_LONG and not request.open_ended):
             return self._fail(too_long(request, longest, started=self._started))
         if self._last_reason == "queue_full" and not self._started:

@@ -10,7 +10,7 @@ Knows nothing about links, requests' content or policies.  Pure: time is handed 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -380,14 +380,14 @@ class Fleet:
         report = self.reports[slot]
         return 0 if report is None else report.max_model_len
 
-    def longest_context(self, identity: ModelIdentity | None) -> float:
-        """Of all workers that write answers (of this identity), also of those that are away: it may be back.
+    def longest_context(self, identity: ModelIdentity | None, roles: Collection[Role]) -> float:
+        """Of all workers of these roles (and this identity), also of those that are away: it may be back.
 
         Infinite while there is one that has not told it yet.
         """
         longest = 0.0
         for slot, known in enumerate(self._contexts):
-            if self.roles[slot] not in (Role.DECODE, Role.BOTH) or self.states[slot] is WorkerState.FOREIGN:
+            if self.roles[slot] not in roles or self.states[slot] is WorkerState.FOREIGN:
                 continue
             if known is None:
                 if self.states[slot] is not WorkerState.DEAD:
