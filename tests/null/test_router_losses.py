@@ -241,6 +241,22 @@ async def test_all_streams_of_a_lost_host_go_on_and_a_turn_of_the_loop_moves_onl
         assert not any(client.error for client in clients)
 
 
+async def test_streams_of_a_lost_worker_outwait_the_full_queue_of_the_one_that_is_left():
+    """It has room for one after the other, and for two that wait: some are turned away more often than that."""
+    async with Town(max_model_len=160) as town:
+        town.fork("both-0", pages=200)
+        await town.wait(0.3)
+        clients = [town.ask(f"r{i}", seed=i, prompt=30, max_tokens=100) for i in range(8)]
+        await town.until(lambda: all(client.tokens for client in clients))
+        town.fork("both-1", pages=10, max_queued=2)
+        await town.wait(0.3, step=0.01)
+        town.kill("both-0")
+        await town.until(lambda: all(client.over for client in clients), seconds=0.05)
+        for client in clients:
+            client.assert_true_answer()
+        await town.assert_idle()
+
+
 @pytest.mark.parametrize(("event", "epoch"), [("lost", 1), ("ask", 2)])
 async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch, caplog, event, epoch):
     """When it is taken away from a lost worker, or placed with another."""

@@ -220,7 +220,7 @@ class Limits(Config, frozen=True, kw_only=True):
 class FailoverConfig(Config, frozen=True, kw_only=True):
     """When the gateway gives up on a worker or a request."""
 
-    max_attempts: int = 8  # submissions without a new token in between
+    max_attempts: int = 8  # submissions without a new token in between, but for those that find full queues
     beat_s: float = 0.25  # between two Hellos to a worker
     silence_s: float = 1.0  # a worker with work that says nothing for so long is out of routing,
     overrun: float = 3.0  # beyond so many times the predicted length of the step that it is in

@@ -87,6 +87,7 @@ class Flight:
         "_patience",
         "_prompt_told",
         "_started",
+        "_turned_away",
         "emitted",
         "epoch",
         "guilt",
@@ -107,6 +108,7 @@ class Flight:
         self._started = False  # has anything been delivered?
         self._attempts = 0  # submissions since the last new token
         self._failures = 0  # submissions that have failed since then
+        self._turned_away = 0  # and those that came back because of a full queue
         self._expected = 0  # tokens that will probably be written, where nobody named a length
         self._legs: list[LegRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
@@ -258,7 +260,7 @@ class Flight:
         if writer is None or writer.leg is Leg.PREFILL or not writer.spoken or writer.joins or writer.ended:
             return False
         writer.heard = self._idle_since = self.moved = now
-        self._attempts = self._failures = 0
+        self._attempts = self._failures = self._turned_away = 0
         self.emitted.extend(item.tokens)
         return True
 
@@ -303,7 +305,7 @@ class Flight:
             return self._own_token(item, leg) if self._started else ()
         batch = news_of(item, skip, first=not self._started)
         self.emitted.extend(batch.tokens)
-        self._attempts = self._failures = 0
+        self._attempts = self._failures = self._turned_away = 0
         self.moved = now
         self._started = True
         self._first_held = None
@@ -344,6 +346,7 @@ class Flight:
             self._avoid[worker, incarnation] = math.inf
         elif reason in ("queue_full", "draining"):  # a worker that drains may be back
             self._avoid[worker, incarnation] = now + BUSY_S
+            self._turned_away += reason == "queue_full"
         elif reason.startswith("pages_lost"):  # whoever says so is well; the other end may not be
             others = [other for other in self._legs if other is not leg]
             self._doubt |= {(other.worker, other.incarnation): now + DOUBT_S for other in others}
@@ -472,7 +475,7 @@ class Flight:
         if end is not None:
             self.phase = Phase.DONE
             return (*cancels, Deliver(TokenBatch(tokens=(), finish=end)))
-        if self._attempts >= self._patience.max_attempts:
+        if self._attempts - self._turned_away >= self._patience.max_attempts:
             self.phase = Phase.DONE
             text = f"Given up after {self._attempts} submissions without a new token; the last: {why}."
             return (*cancels, Fail(WorkerLost(text)))
