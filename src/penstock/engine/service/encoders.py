@@ -133,8 +133,10 @@ class ServedImages:
             return
         try:
             rows_ND = images.serve(message.content, message.picture)
-        except ImageRefused:
+        except Exception as error:
             self.finished(message.content, None)
+            if not isinstance(error, ImageRefused):
+                raise
             return
         if rows_ND is not None:
             self.finished(message.content, rows_ND)

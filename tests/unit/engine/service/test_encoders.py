@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.service.encoders import SILENCE_S, Encoders, ServedImages
+from penstock.engine.service.held import NoImages
 from penstock.engine.service.peers import Peers
-from penstock.types import ModelIdentity, Picture, PlacedImage, WorkerId
+from penstock.errors import ImageRefused
+from penstock.types import Medium, ModelIdentity, Picture, PlacedImage, WorkerId
 from penstock.wire.memory import MemoryHub
 from penstock.wire.messages import EncodeImage, ImageEncoded, PageSource
 from penstock.wire.transport import Listener
@@ -126,3 +130,20 @@ def test_two_who_ask_for_one_image_are_both_told():
     assert new == [True, False]
     served.finished(image(1).content, ROWS)
     assert [len(list(asker.answers())) for asker in askers] == [1, 1]
+
+
+@pytest.mark.parametrize("error", [ImageRefused("no image"), ValueError("a defect")])
+def test_an_image_that_cannot_be_encoded_is_not_waited_for(error: Exception):
+    class Failing(NoImages):
+        def serve(self, content: bytes, picture: Medium) -> None:
+            raise error
+
+    pair = Pair()
+    assert pair.ask()
+    received = pair.listener.recv()
+    assert received is not None
+    assert isinstance(received.message, EncodeImage)
+    with contextlib.suppress(ValueError):
+        pair.served.encode(received.peer, received.message, Failing())
+    assert list(pair.asking.answers()) == [(image(1).content, None)]
+    assert list(pair.served.contents) == []
