@@ -330,3 +330,16 @@ async def test_a_stream_over_a_kept_connection_is_followed_by_the_next(server: S
         assert b"[DONE]" in answer
     writer.close()
     assert server.streams.open == set()
+
+
+async def test_no_task_waits_for_a_client_to_leave(server: Server):
+    server.streams.gate = asyncio.Event()  # never set
+    before = len(asyncio.all_tasks())
+    _, writer = await server.connect()
+    writer.write(post(CHAT, chat(stream=True)))
+    await asyncio.wait_for(server.streams.until(opened=1), PATIENCE_S)
+    tasks = {getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()}
+    assert not any("_listen" in name for name in tasks)
+    assert len(asyncio.all_tasks()) <= before + 2  # the application's, and one for streams that cannot be polled
+    writer.transport.abort()
+    await asyncio.wait_for(server.streams.until(none_open=True), PATIENCE_S)

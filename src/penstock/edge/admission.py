@@ -10,10 +10,9 @@ Where there are several, none may take more of the queue than it leaves free (dy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from penstock.clock import Clock
 from penstock.config.schema import Limits
@@ -81,17 +80,17 @@ class Admission:
         if self.requests >= most:
             raise self.full(f"{self.requests} requests are waiting, the limit is {most}.")
 
-    @contextmanager
-    def admit(self, costs: Sequence[int], party: Party = NOBODY, *, bounded: bool = False) -> Iterator[Permit]:
-        """Room for one engine request a cost, in prompt tokens; where there are none, nothing has to wait.
+    def admit(self, costs: Sequence[int], party: Party = NOBODY, *, bounded: bool = False) -> Permit:
+        """Room for one engine request a cost, in prompt tokens, until the permit's scope is left.
+
+        Where there are none, nothing has to wait.
 
         Raises QueueFull, except when nobody waits: then even what is larger than the whole queue may try.
         ``bounded``: there are other parties, for whom room must be left.
         """
         requests, tokens = len(costs), sum(costs)
         if not requests:
-            yield Permit(self, costs, party)
-            return
+            return Permit(self, costs, party)
         own, most = self._parties.get(party), self._bounds()
         if bounded and own is not None:
             self._leave_room(own, requests, tokens)
@@ -114,12 +113,7 @@ class Admission:
         waiting = self._parties.setdefault(party, _Waiting())
         waiting.requests += requests
         waiting.tokens += tokens
-        permit = Permit(self, costs, party)
-        try:
-            yield permit
-        finally:
-            permit.give_back()
-            self.prompt_bytes -= prompt_bytes
+        return Permit(self, costs, party, prompt_bytes)
 
     def _check_memory(self, tokens: int, party: Party) -> int:
         """Bytes that so many tokens of prompts take.  Raises QueueFull where all prompts would take too many; a single
@@ -133,14 +127,9 @@ class Admission:
             )
         return more
 
-    @contextmanager
-    def body(self) -> Iterator[BodyHold]:
-        """Room for one request's body, taken as it grows."""
-        hold = BodyHold(self)
-        try:
-            yield hold
-        finally:
-            hold.release()
+    def body(self) -> BodyHold:
+        """Room for one request's body, taken as it grows, until its scope is left."""
+        return BodyHold(self)
 
     def grow_body(self, size: int) -> None:
         """Raises QueueFull when all bodies together would be too much."""
@@ -212,13 +201,24 @@ class Admission:
 
 
 class Permit:
-    """The places of one HTTP request in the queue."""
+    """The places of one HTTP request in the queue, and the room of its prompts: a scope."""
 
-    def __init__(self, admission: Admission, costs: Sequence[int], party: Party) -> None:
+    __slots__ = ("_admission", "_party", "_prompt_bytes", "_since", "_waiting")
+
+    def __init__(self, admission: Admission, costs: Sequence[int], party: Party, prompt_bytes: int = 0) -> None:
         self._admission = admission
         self._party = party
         self._waiting = dict(enumerate(costs))
         self._since = admission.now()
+        self._prompt_bytes = prompt_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+        self._admission.prompt_bytes -= self._prompt_bytes
+        self._prompt_bytes = 0
 
     def started(self, choice: int) -> None:
         """This choice has its first token.  Harmless when said twice."""
@@ -240,11 +240,19 @@ class Permit:
 
 
 class BodyHold:
-    """The bytes of one body."""
+    """The bytes of one body: a scope."""
+
+    __slots__ = ("_admission", "held")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self.held = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def grow(self, size: int) -> None:
         """Raises QueueFull."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -130,9 +130,12 @@ def make_app(behind: Behind) -> ASGIApp:
     page = MetricsPage(behind.metrics, behind.clock, behind.limits.metrics_cache_s)
     prepare, pools = behind.intake, behind.pools
     embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
-    routes = [
+    writing = [
         _post("/v1/chat/completions", service.generation(prepare.chat, ChatShape())),
         _post("/v1/completions", service.generation(prepare.completion, CompletionShape())),
+    ]
+    routes = [
+        *writing,
         _post("/v1/embeddings", service.reading(embeddings, EmbeddingShape())),
         *(_post(path, service.reading(rerank, RerankShape())) for path in RERANK_PATHS),
         _post("/classify", service.reading(classify, ClassifyShape())),
@@ -153,7 +156,8 @@ def make_app(behind: Behind) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     wrong = WrongKeys(behind.clock, behind.unauthorized)
-    opened = opened_to(Authenticated(app, behind.keys, wrong), behind.allowed_origins)
+    straight = _Straight(app, {route.path: route.endpoint for route in writing})
+    opened = opened_to(Authenticated(straight, behind.keys, wrong), behind.allowed_origins)
     if behind.allowed_hosts is not None:
         opened = HostCheck(opened, behind.allowed_hosts, behind.allowed_origins)
     most = behind.limits.max_logged_refusals
@@ -311,15 +315,20 @@ class _Service:
             return None
         return StoredAnswers(store, self._behind.streams, requests, identity)
 
-    @contextmanager
-    def _met(self, keyed: Keyed | None, stored: StoredAnswers | None, name: str) -> Iterator[tuple[Answers, Course]]:
+    def _met(
+        self, keyed: Keyed | None, stored: StoredAnswers | None, name: str
+    ) -> AbstractContextManager[tuple[Answers, Course]]:
         """Where the tokens come from, and how they are told."""
+        if keyed is not None:
+            return self._met_again(keyed, stored, name)
+        if stored is not None:
+            stored.look()
+        return nullcontext((self._behind.streams if stored is None else stored, Course()))
+
+    @contextmanager
+    def _met_again(self, keyed: Keyed, stored: StoredAnswers | None, name: str) -> Iterator[tuple[Answers, Course]]:
+        """The same of a request that may have been sent before."""
         streams = self._behind.streams if stored is None else stored
-        if keyed is None:
-            if stored is not None:
-                stored.look()
-            yield streams, Course()
-            return
         try:
             answer, met = self._kept.meet(keyed, streams)
         except KeyReused:
@@ -356,6 +365,24 @@ class _Service:
         if line is not None:
             headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
         return headers
+
+
+class _Straight:
+    """An ASGI application that calls the endpoints of these paths by itself, where they are posted to.
+
+    They refuse what is wrong in their own words, and what Starlette keeps of a request would be there as long as its
+    answer takes.
+    """
+
+    def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._posts = posts
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = None
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            endpoint = self._posts.get(scope["path"])
+        return (endpoint or self._app)(scope, receive, send)
 
 
 def _session(exchange: Exchange, max_chars: int) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -223,20 +223,18 @@ class Authenticated:
         self._ring = ring
         self._wrong = wrong
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or self._ring.open or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         found = self._check(scope)
         if isinstance(found, Tenant) and not found.operator and scope["path"].startswith(OPERATORS):
-            await Exchange(scope, receive, send).refuse(
+            return Exchange(scope, receive, send).refuse(
                 Forbidden("This needs the key of an operator: `penstock keys add --operator`.", code="not_an_operator")
             )
-        elif isinstance(found, Tenant):
-            await self._app({**scope, TENANT: found}, receive, send)
-        else:
-            self._wrong.note(scope, found.code or "")
-            await Exchange(scope, receive, send).refuse(found)
+        if isinstance(found, Tenant):
+            return self._app({**scope, TENANT: found}, receive, send)
+        self._wrong.note(scope, found.code or "")
+        return Exchange(scope, receive, send).refuse(found)
 
     def _check(self, scope: Scope) -> Tenant | Unauthorized:
         given = [value for name, value in scope["headers"] if name == b"authorization"]

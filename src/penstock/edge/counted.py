@@ -23,10 +23,12 @@ class Part(NamedTuple):
 class Counted:
     """How far each choice of an answer has been counted."""
 
+    __slots__ = ("_first", "_over", "_tokens")
+
     def __init__(self) -> None:
         self._first = True
         self._tokens: dict[int, int] = {}
-        self._over: set[int] = set()  # choices of which all is
+        self._over: frozenset[int] = frozenset()  # choices of which all is
 
     @classmethod
     def elsewhere(cls, places: Mapping[int, Place]) -> Self:
@@ -37,7 +39,7 @@ class Counted:
         made = cls()
         made._first = bool(places) and not any(each.tokens or each.closed or each.ended for each in places.values())
         made._tokens = {choice: place.tokens for choice, place in places.items()}
-        made._over = {choice for choice, place in places.items() if place.ended}
+        made._over = frozenset(choice for choice, place in places.items() if place.ended)
         return made
 
     def take(self, told: Sequence[tuple[int, int]]) -> Part:

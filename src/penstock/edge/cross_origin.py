@@ -5,7 +5,7 @@ Paths of operators stay closed to all of them.  Knows nothing about keys: a page
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,9 +33,9 @@ class CrossOrigin:
             max_age=PREFLIGHT_S,
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         closed = scope["type"] != "http" or scope["path"].startswith(OPERATORS)
-        await (self._app if closed else self._open)(scope, receive, send)
+        return (self._app if closed else self._open)(scope, receive, send)
 
 
 def opened_to(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -16,6 +16,7 @@ from penstock.config.schema import Limits
 from penstock.edge.admission import BodyHold
 from penstock.edge.body_writer import BODY_WRITER, BodyWriter
 from penstock.edge.errors import JSON_TYPE, ClientGone, Header, code_of, noted
+from penstock.edge.hang_up import HANG_UP, HangUp
 from penstock.edge.request_log import NOTE, RequestNote
 from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
 
@@ -29,6 +30,8 @@ _LINGER_BYTES = 32 << 20
 
 class Exchange:
     """Request and answer.  The body is read at most once, the answer started at most once."""
+
+    __slots__ = ("_body_read", "_receive", "_scope", "_send", "finished", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -118,7 +121,8 @@ class Exchange:
 
     def until_hang_up(self) -> Attention:
         """A scope that is left by ClientGone as soon as the client goes."""
-        return Attention(self, self._receive)
+        hang_up: HangUp | None = self._scope.get("extensions", {}).get(HANG_UP)
+        return Attention(self, self._receive, hang_up)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -182,29 +186,45 @@ class Exchange:
 class Attention:
     """Listens for the client's going while its request is worked on, at no cost a token."""
 
-    def __init__(self, exchange: Exchange, receive: Receive) -> None:
+    __slots__ = ("_exchange", "_gone", "_hang_up", "_receive", "_task", "_watch")
+
+    def __init__(self, exchange: Exchange, receive: Receive, hang_up: HangUp | None = None) -> None:
+        """``hang_up``: tells that it goes; without it a task waits for that."""
         self._exchange = exchange
         self._receive = receive
+        self._hang_up = hang_up
         self._gone = False
+        self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watch = asyncio.get_running_loop().create_task(self._listen())
+        if self._hang_up is None:
+            self._watch = asyncio.get_running_loop().create_task(self._listen())
+        else:
+            self._hang_up.when_gone(self._leave)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._hang_up is not None:
+            self._hang_up.when_gone(None)
+            self._hang_up = None  # or it would still be called, if it is about to be
         if self._gone and kind is asyncio.CancelledError and self._task.uncancel() == 0:
             raise ClientGone from error
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not self._exchange.finished:
+        self._leave()
+
+    def _leave(self) -> None:
+        over = self._watch is None and self._hang_up is None
+        if not over and not self._exchange.finished:
             self._gone = True
             self._task.cancel()
 

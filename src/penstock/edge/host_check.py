@@ -8,7 +8,7 @@ name of its own that it lets point to 127.0.0.1 (DNS rebinding).  A browser tell
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,12 +32,11 @@ class HostCheck:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower() for origin in origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         why = self._why_not(scope) if scope["type"] == "http" else None
         if why is None:
-            await self._app(scope, receive, send)
-        else:
-            await Exchange(scope, receive, send).refuse(why)
+            return self._app(scope, receive, send)
+        return Exchange(scope, receive, send).refuse(why)
 
     def _why_not(self, scope: Scope) -> Forbidden | None:
         headers = {name: value.decode("latin-1").strip() for name, value in scope["headers"] if name in _LOOKED_AT}

@@ -76,7 +76,8 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app({**scope, NOTE: note}, receive, noting)
+            scope[NOTE] = note
+            await self._app(scope, receive, noting)
         finally:
             self._ended(scope, note, status, began)
 

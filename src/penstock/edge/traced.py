@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import msgspec
 
@@ -27,6 +27,9 @@ MAX_NAME_CHARS = 128
 """Of a model's name in a span."""
 
 
+_UNRECORDED: AbstractContextManager[Span] = nullcontext(NO_SPAN)
+
+
 def trace_headers(exchange: Exchange) -> list[Header]:
     """What the caller says of its trace.  Its state may come in several lines, which are one list (section 3.3.1)."""
     found = (TRACE_PARENT, exchange.header(TRACE_PARENT)), (TRACE_STATE, exchange.headers(TRACE_STATE))
@@ -41,12 +44,12 @@ class Traced:
         self._clock = clock
         self._on = not isinstance(tracer, NoTracer)
 
-    @contextmanager
-    def request(self, exchange: Exchange, operation: str, model: object) -> Iterator[Span]:
+    def request(self, exchange: Exchange, operation: str, model: object) -> AbstractContextManager[Span]:
         """The scope of a request for ``model``, as its body says: an error that leaves it is the span's."""
-        if not self._on:
-            yield NO_SPAN
-            return
+        return self._recorded(exchange, operation, model) if self._on else _UNRECORDED
+
+    @contextmanager
+    def _recorded(self, exchange: Exchange, operation: str, model: object) -> Iterator[Span]:
         caller = {name.decode(): value.decode("latin-1") for name, value in trace_headers(exchange)}
         name = model[:MAX_NAME_CHARS] if isinstance(model, str) else ""
         span = self._tracer.root(caller, f"{operation} {name}".strip(), self._clock.now())

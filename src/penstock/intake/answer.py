@@ -79,7 +79,7 @@ class ChoiceText:
         self._seen = 0  # characters decoded
         self._given = 0  # of those, given out
         self._held: list[str] = []  # the difference
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Waiting] | None = None  # with the first: most answers have no log-probabilities
         self._open: list[_Waiting] = []  # of those waiting, the ones whose last character is not complete
         self._echo = wanted.echo
         self._base = len(wanted.echo.text) if wanted.echo else 0
@@ -160,6 +160,8 @@ class ChoiceText:
         self._tokens += 1
         if logprob is not None:
             entry = _Waiting(self._seen, logprob)
+            if self._waiting is None:
+                self._waiting = deque()
             self._waiting.append(entry)
             self._open.append(entry)
         cut = self._decoded(self._utf8.push(raw)) if raw else None

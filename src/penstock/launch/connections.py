@@ -29,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from penstock.config.schema import Limits
 from penstock.config.turns import TurnLimits
 from penstock.edge.body_writer import BODY_WRITER
+from penstock.edge.hang_up import HANG_UP
 from penstock.launch.read_turns import ReadTurns
 
 MAX_PIPELINED = 16
@@ -43,19 +44,23 @@ class _BadHeadError(Exception):
 def guarded_protocol(limits: Limits, turns: TurnLimits | None = None) -> type[asyncio.Protocol]:
     """uvicorn's protocol class with these limits built in (uvicorn makes one object of it a connection)."""
     reads = ReadTurns((turns or TurnLimits()).client_reads_per_turn)
-    return type("GuardedConnection", (_GuardedConnection,), {"limits": limits, "reads": reads})
+    return type("GuardedConnection", (_GuardedConnection,), {"limits": limits, "reads": reads, "__slots__": ()})
 
 
 class ConnectionWriter:
-    """``edge.body_writer.BodyWriter`` of one answer: what uvicorn's ``send`` does with a part of a body, no more."""
+    """``edge.body_writer.BodyWriter`` of one answer: what uvicorn's ``send`` does with a part of a body, no more.
 
-    __slots__ = ("_connection", "_cycle", "_flow", "_write")
+    And ``edge.hang_up.HangUp`` of its request.
+    """
+
+    __slots__ = ("_connection", "_cycle", "_flow", "_when_gone", "_write")
 
     def __init__(self, connection: _GuardedConnection) -> None:
         self._connection = connection
         self._cycle: RequestResponseCycle | None = None
         self._flow = connection.flow
         self._write: Callable[[bytes], None] = connection.transport.write
+        self._when_gone: Callable[[], None] | None = None
 
     def begin(self, cycle: RequestResponseCycle) -> None:
         """uvicorn's own object for this answer."""
@@ -64,6 +69,22 @@ class ConnectionWriter:
     def gone(self) -> None:
         """The client is: what is written from now on goes nowhere."""
         self._write = _nowhere
+        call, self._when_gone = self._when_gone, None
+        if call is not None:
+            call()
+
+    def when_gone(self, call: Callable[[], None] | None) -> None:
+        """See ``HangUp``."""
+        if call is not None and self._cycle is not None and self._cycle.disconnected:
+            self._connection.loop.call_soon(call)
+            return
+        self._when_gone = call
+        if call is not None:
+            self._flow.resume_reading()  # or nobody would see that it goes
+
+    def is_of(self, cycle: RequestResponseCycle) -> bool:
+        """Is it of this answer?"""
+        return self._cycle is cycle
 
     @property
     def over(self) -> bool:
@@ -97,12 +118,38 @@ def _nowhere(_: bytes) -> None:
     """What is written to a client that has gone."""
 
 
+class _Pipeline(list[Any]):
+    """What uvicorn uses of a deque, which takes 0.7 KiB while it is empty."""
+
+    __slots__ = ()
+
+    def appendleft(self, item: Any) -> None:
+        self.insert(0, item)
+
+
 class _GuardedConnection(HttpToolsProtocol):
+    # All connections share the names of uvicorn's attributes; of more than thirty each would have a table of its own.
+    __slots__ = (
+        "_cycles",
+        "_framing_bytes",
+        "_head_begun",
+        "_head_bytes",
+        "_head_timer",
+        "_in_head",
+        "_refusal",
+        "_unparsed",
+        "_wait_to_write",
+        "_without_upgrade",
+        "_write_timer",
+        "_writers",
+    )
+
     limits: Limits
     reads: ReadTurns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.pipeline = _Pipeline()  # type: ignore[assignment]
         self._head_bytes = 0  # of the head that is being received
         self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
         self._in_head = True  # also between two requests
@@ -223,7 +270,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._stop_head_timer()
         writer = ConnectionWriter(self)
-        self.scope["extensions"] = {BODY_WRITER: writer}  # type: ignore[dict-item]
+        self.scope["extensions"] = {BODY_WRITER: writer, HANG_UP: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
         writer.begin(self.cycle)
         self._writers = [each for each in self._writers if not each.over] + [writer]
@@ -362,6 +409,9 @@ class _GuardedConnection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # so that the application says nothing beside the refusal
             self.cycle.message_event.set()
+            for writer in self._writers:
+                if writer.is_of(self.cycle):
+                    writer.gone()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = msgspec.json.encode({"error": error})
         head = (

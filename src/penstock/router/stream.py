@@ -49,7 +49,7 @@ class Stream:
         self.last_at = 0.0
         self.queued_s = 0.0
         self.retried = 1  # the latest epoch that was counted as a resubmission after a failure
-        self._batches: deque[TokenBatch | TokenItem] = deque()
+        self._batches: deque[TokenBatch | TokenItem] | None = None  # while something waits: an empty one takes 0.7 KiB
         self._error: PenstockError | None = None
         self._ready: Callable[[], None] = _nobody
         self._armed = False  # it is to be called with what comes next
@@ -67,7 +67,10 @@ class Stream:
 
     def put(self, batch: TokenBatch | TokenItem) -> None:
         """Deliver to the consumer.  Of an item, its tokens and their logprobs."""
-        self._batches.append(batch)
+        if self._batches is None:
+            self._batches = deque((batch,))
+        else:
+            self._batches.append(batch)
         if self._armed:
             self._armed = False
             self._ready()
@@ -88,6 +91,8 @@ class Stream:
             self._armed = self._ready is not _nobody
             return None
         batch = _joined(batches) if len(batches) > 1 else batches.popleft()
+        if not batches:
+            self._batches = None
         if batches or self._error is not None:
             self._ready()
         else:
