@@ -42,6 +42,8 @@ class Course:
 class Answering:
     """One answer: its choices, and what they have used."""
 
+    __slots__ = ("_cached", "_prepared", "_served", "_stored", "_streams", "_tokens", "_visit", "course")
+
     def __init__(self, streams: Answers, prepared: Prepared, visit: Visit, course: Course | None = None) -> None:
         self._streams = streams
         self._prepared = prepared
@@ -168,6 +170,8 @@ class _Gathered:
 class _Streamed:
     """``Taker`` of one that is told as it comes."""
 
+    __slots__ = ("_answering", "_events", "_out")
+
     def __init__(self, answering: Answering, events: _Events, out: EventOut) -> None:
         self._answering = answering
         self._events = events
@@ -288,6 +292,8 @@ async def stream(answering: Answering, turns: Turns, out: EventOut, shape: Shape
 class _Events:
     """Turns pieces into events, in OpenAI's order, leaving out what the client has."""
 
+    __slots__ = ("_begun", "_first", "_head", "_places", "_shape", "_used", "ids")
+
     def __init__(self, shape: Shape, head: Head, course: Course, used: Callable[[], Usage] | None = None) -> None:
         """``used``: so far, to be told with every event."""
         self._used = used
@@ -295,7 +301,7 @@ class _Events:
         self._shape = shape
         self._head = head
         self._places = dict(course.after.places)
-        self._begun = set(self._places)
+        self._begun = tuple(self._places)
         self._first = not self._places
 
     def of(self, index: int, piece: AnswerPiece) -> bytes:
@@ -307,7 +313,7 @@ class _Events:
             return b"" if place.ended or piece.finish is None else self._end(index, piece.finish)
         data = b""
         if index not in self._begun:
-            self._begun.add(index)
+            self._begun += (index,)
             data = self._begin(index)
         if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
             more = self._shape.delta(self._head, index, piece, first=self._first)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,9 +181,12 @@ class _Service:
 
         async def work(exchange: Exchange, asked: Asked) -> None:
             with self._traced.request(exchange, shape.operation, asked.body.get("model")) as span:
-                await generate(exchange, asked, span)
+                answer = await accept(exchange, asked, span)
+                if answer is not None:
+                    await answer
 
-        async def generate(exchange: Exchange, asked: Asked, span: Span) -> None:
+        async def accept(exchange: Exchange, asked: Asked, span: Span) -> Coroutine[None, None, None] | None:
+            """To be awaited when this is over: nothing of it is needed as long as the answer takes."""
             envelope = self._envelope(exchange, shape.prefix)
             body = asked.body
             seeded = body.get("seed") is not None
@@ -192,13 +195,13 @@ class _Service:
                 if keyed.after.complete:
                     self._behind.met(Met.RESUMED)
                     await exchange.reply(200, sse.DONE, *sse.HEADERS)
-                    return
+                    return None
                 envelope = msgspec.structs.replace(envelope, told=shape.prefix + keyed.name)
                 body = keyed.body(body)
             prepared = self._traced.prepared(span, await prepare(body, envelope), envelope.arrival)
             del body
             asked.drop()
-            await self._answer(exchange, _Accepted(prepared, keyed, seeded, span), shape, envelope)
+            return self._answer(exchange, _Accepted(prepared, keyed, seeded, span), shape, envelope)
 
         return self.door.endpoint(work, self.door.admission.check)
 

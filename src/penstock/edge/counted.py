@@ -20,6 +20,9 @@ class Part(NamedTuple):
     stored: int  # of those, tokens that come from a stored response
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 class Counted:
     """How far each choice of an answer has been counted."""
 
@@ -28,7 +31,7 @@ class Counted:
     def __init__(self) -> None:
         self._first = True
         self._tokens: dict[int, int] = {}
-        self._over: frozenset[int] = frozenset()  # choices of which all is
+        self._over = _NONE  # choices of which all is
 
     @classmethod
     def elsewhere(cls, places: Mapping[int, Place]) -> Self:

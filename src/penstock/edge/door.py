@@ -31,6 +31,8 @@ SMALL_BODY_BYTES = 256 << 10
 class Asked:
     """A parsed body; ``hold`` is its room, as long as it is there."""
 
+    __slots__ = ("body", "hold", "raw")
+
     def __init__(self, body: JsonObject, raw: bytes, hold: BodyHold) -> None:
         self.body = body
         self.raw = raw

@@ -102,6 +102,8 @@ def _place(text: str) -> tuple[int, Place]:
 class EventIds:
     """The ids of one stream.  With ``marks`` each tells of all choices, so that any of them can be resumed from."""
 
+    __slots__ = ("_marks", "_told")
+
     def __init__(self, marks: EventMarks | None = None, after: After | None = None) -> None:
         self._marks = marks
         self._told: dict[int, str] = {}

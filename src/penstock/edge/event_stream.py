@@ -47,6 +47,8 @@ class EventOut:
     answer is paused.  For a client that knows no chunks, out at the end in one piece.
     """
 
+    __slots__ = ("_exchange", "_headers", "_kept", "_unsent", "_waiting", "_writer", "started", "wake")
+
     def __init__(self, exchange: Exchange, headers: Callable[[], Sequence[Header]]) -> None:
         self._exchange = exchange
         self._headers = headers

@@ -112,13 +112,15 @@ class Taker(Protocol):
 class Feeds:
     """The streams of one answer."""
 
+    __slots__ = ("_error", "_open", "_sleeper", "_taker", "_tasks", "_turns")
+
     def __init__(self, turns: Turns, taker: Taker) -> None:
         self._turns = turns
         self._taker = taker
         self._open = 0
         self._error: Exception | None = None
         self._sleeper: asyncio.Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] | None = None  # with the first: most answers have none
 
     async def run(self, streams: Sequence[TokenStream]) -> None:
         """Until the taker wants no more of any of them.  Raises what ends one, and closes all, however it ends."""
@@ -143,9 +145,9 @@ class Feeds:
         finally:
             for one in polled:
                 one.close()
-            for task in self._tasks:
-                task.cancel()
             if self._tasks:
+                for task in self._tasks:
+                    task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             for stream in streams:
                 await stream.aclose()
@@ -176,7 +178,7 @@ class Feeds:
                 self.failed(error)
 
         task = self._spawn(take())
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
 
     async def _sleep(self) -> None:
         self._sleeper = asyncio.get_running_loop().create_future()
@@ -187,8 +189,14 @@ class Feeds:
 
     def _spawn(self, work: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        if self._tasks is None:
+            self._tasks = set()
         self._tasks.add(task)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self._tasks is not None:
+            self._tasks.discard(task)
 
     async def _read(self, index: int, stream: TokenStream) -> None:
         """A stream that cannot be polled."""

@@ -194,6 +194,8 @@ class Gate:
 class Visit:
     """One HTTP request that was let in: told what becomes of its choices."""
 
+    __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "written")
+
     def __init__(self, gate: Gate, permit: Permit, claim: Claim, foreseen: Foreseen | None) -> None:
         self._gate = gate
         self._permit = permit
@@ -201,7 +203,7 @@ class Visit:
         self._foreseen = foreseen
         self._since = gate.now()
         self._first: dict[int, float] = {}  # choice -> when its first token came
-        self._served: set[int] = set()  # choices that have a token of a worker
+        self._served: tuple[int, ...] = ()  # choices that have a token of a worker
         self.written = 0  # tokens of answers that were computed
 
     def started(self, choice: int, *, computed: bool = True) -> None:
@@ -210,7 +212,7 @@ class Visit:
             self._first[choice] = self._gate.now()
             self._gate.began(self._claim, self._first[choice] - self._since)
         if computed and choice not in self._served:
-            self._served.add(choice)
+            self._served += (choice,)
             self._permit.started(choice)
             self._gate.came(self._claim, self._gate.now() - self._since, self._foreseen)
 

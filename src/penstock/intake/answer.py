@@ -63,8 +63,29 @@ class _Waiting:
         self.logprob = logprob
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 class ChoiceText:
     """``wire.ports.AnswerText`` for one choice."""
+
+    __slots__ = (
+        "_base",
+        "_echo",
+        "_given",
+        "_held",
+        "_only_text",
+        "_open",
+        "_parser",
+        "_scanner",
+        "_seen",
+        "_table",
+        "_tokens",
+        "_utf8",
+        "_visible",
+        "_waiting",
+        "_wanted",
+    )
 
     def __init__(self, table: TokenTable, wanted: Wanted, *, identity: str = "") -> None:
         """``identity`` is what ids of tool calls are made of."""
@@ -72,7 +93,7 @@ class ChoiceText:
         self._wanted = wanted
         self._utf8 = Utf8Stream()
         self._scanner = StopScanner(wanted.stops, shown=wanted.stop_shown) if wanted.stops else None
-        self._visible = wanted.reply.visible if wanted.reply else frozenset[int]()
+        self._visible = wanted.reply.visible if wanted.reply else _NONE
         self._parser = wanted.reply.parser(identity) if wanted.reply else None
         self._only_text = not (wanted.logprobs or wanted.token_ids or wanted.reply or wanted.prompt_only)
         self._tokens = 0

@@ -15,6 +15,8 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Utf8Stream:
     """UTF-8 that comes in pieces.  The work is linear in the bytes."""
 
+    __slots__ = ("_decoder", "pending")
+
     def __init__(self) -> None:
         self._decoder = _Utf8Decoder(errors="replace")
         self.pending = False  # part of a character is held back

@@ -24,6 +24,7 @@ from typing import Any
 
 import httptools
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.schema import Limits
@@ -31,6 +32,7 @@ from penstock.config.turns import TurnLimits
 from penstock.edge.body_writer import BODY_WRITER
 from penstock.edge.hang_up import HANG_UP
 from penstock.launch.read_turns import ReadTurns
+from penstock.launch.signals import Signal
 
 MAX_PIPELINED = 16
 _SEPARATORS = len(": \r\n")
@@ -118,6 +120,16 @@ def _nowhere(_: bytes) -> None:
     """What is written to a client that has gone."""
 
 
+class _Flow(FlowControl):
+    """uvicorn's, with a signal that keeps no queue."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.read_paused = False
+        self.write_paused = False
+        self._is_writable_event = Signal(is_set=True)  # type: ignore[assignment]
+
+
 class _Pipeline(list[Any]):
     """What uvicorn uses of a deque, which takes 0.7 KiB while it is empty."""
 
@@ -167,6 +179,7 @@ class _GuardedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -272,6 +285,7 @@ class _GuardedConnection(HttpToolsProtocol):
         writer = ConnectionWriter(self)
         self.scope["extensions"] = {BODY_WRITER: writer, HANG_UP: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
+        self.cycle.message_event = Signal()  # type: ignore[assignment]  # nobody waits for it yet
         writer.begin(self.cycle)
         self._writers = [each for each in self._writers if not each.over] + [writer]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
