@@ -225,6 +225,8 @@ class Permit:
         tokens = self._waiting.pop(choice, None)
         if tokens is not None:
             self._admission.leave(tokens, self._admission.now() - self._since, self._party)
+            if not self._waiting:
+                self._waiting = {}  # one that was used keeps its room
 
     def ended(self, choice: int) -> None:
         """This choice is over; it may never have had to wait."""

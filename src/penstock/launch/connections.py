@@ -83,6 +83,7 @@ class ConnectionWriter:
         self._when_gone = call
         if call is not None:
             self._flow.resume_reading()  # or nobody would see that it goes
+            self._connection.rest()
 
     def is_of(self, cycle: RequestResponseCycle) -> bool:
         """Is it of this answer?"""
@@ -149,6 +150,7 @@ class _GuardedConnection(HttpToolsProtocol):
         "_head_timer",
         "_in_head",
         "_refusal",
+        "_rests",
         "_unparsed",
         "_wait_to_write",
         "_without_upgrade",
@@ -164,6 +166,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self.pipeline = _Pipeline()  # type: ignore[assignment]
         self._head_bytes = 0  # of the head that is being received
         self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
+        self._rests = False  # a new parser is to be made for what comes next
         self._in_head = True  # also between two requests
         self._head_begun = False
         self._refusal: tuple[HTTPStatus, str] | None = None  # what to say instead of uvicorn's own words
@@ -245,6 +248,8 @@ class _GuardedConnection(HttpToolsProtocol):
         Raises HttpParserError.
         """
         rest = memoryview(data)
+        if self._rests:
+            self._rests, self.parser = False, self._new_parser()
         while True:
             try:
                 self.parser.feed_data(rest)
@@ -253,9 +258,20 @@ class _GuardedConnection(HttpToolsProtocol):
                 head, self._without_upgrade = self._without_upgrade, None
                 assert head is not None, "on_headers_complete notes it"
                 rest = rest[upgrade.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.parser = self._new_parser()
                 self.parser.feed_data(head)
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        """As uvicorn's own."""
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def rest(self) -> None:
+        """A request has come whole, and its answer may take long.  What comes behind it is for another parser (they
+        take 1 KiB each), as long as there is nothing of it yet.  Not to be called by the parser."""
+        if self._in_head and not self._head_begun:
+            self._rests, self.parser = True, None  # type: ignore[assignment]
 
     def on_message_begin(self) -> None:
         self._in_head = self._head_begun = True
