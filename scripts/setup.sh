@@ -66,6 +66,8 @@ missing_for_some_tests() {
     command -v ccache >/dev/null || echo ccache
     # Debian starts nginx on port 80 as soon as it is installed, so that nobody but CI gets it unasked.
     [[ -z ${CI:-} ]] || PATH=$PATH:/usr/sbin command -v nginx >/dev/null || echo nginx-light
+    # Of the long tests, the Dockerfile's wants it.
+    [[ -z ${CI:-} ]] || command -v mmdebstrap >/dev/null || echo mmdebstrap
 }
 
 # Installs what is missing when it may (as root, or through sudo), otherwise says what to type.  With FOR_TESTS

@@ -81,6 +81,13 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--model-draft": "use --draft-model",
         "-ctk": "use --kv-dtype",
         "--cache-type-k": "use --kv-dtype",
+        "--ssl-key-file": "use --tls-key",
+        "--ssl-cert-file": "use --tls-cert",
+        "--ssl-keyfile": "use --tls-key",
+        "--ssl-certfile": "use --tls-cert",
+        "--allowed-origins": "use --allowed-origin",
+        "--cors-origins": "use --allowed-origin",
+        "--uvicorn-log-level": "use --log-requests, or --log-json",
     }
 )
 """What other servers call a flag, and what to type here."""

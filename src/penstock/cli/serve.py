@@ -104,7 +104,7 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--trace-endpoint", metavar="URL", help="send spans of requests to this OpenTelemetry collector")
     group.add_argument("--trace-file", metavar="FILE", help="write them to this file, as JSON lines")
-    group.add_argument("--trace-sample", metavar="RATIO", help="of requests whose callers do not say (default: 1)")
+    group.add_argument("--trace-sample", metavar="RATIO", help="share of requests to trace (default: 1)")
     group.add_argument("--log-requests", action="store_true", help="log a line for each request, without its texts")
     group.add_argument("--log-json", action="store_true", help="log one JSON object a line")
 

@@ -116,7 +116,7 @@ def add_sparse_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sparse-attention",
         action="store_true",
-        help="far into a context tokens read a part of it: faster, and OTHER ANSWERS (default: no)",
+        help="in long contexts attend to only part of it: faster, but the OUTPUT DIFFERS (default: no)",
     )
     group.add_argument("--sparse-sinks", metavar="T", help="first tokens that are always read (default: 64)")
     group.add_argument("--sparse-window", metavar="T", help="last tokens that are always read (default: 1024)")

@@ -169,6 +169,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
     located = locate(config.model)
     spec = read_sparsely(inspect_model(located.path), config)
     _check_tcp(config.listen, "--listen")
+    if config.listen.endswith(":0"):
+        raise ConfigError(f"--listen {config.listen}: choose a port, for gateways have to know it; 0 would be any")
     keys = _shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
     found = drafting.find(config, located.path, spec)
