@@ -163,7 +163,7 @@ def test_a_hub_name_without_network() -> None:
     told = penstock("serve", "org/no-such-model", HF_HUB_OFFLINE="1")
     assert told.returncode == 2
     (line,) = told.stderr.splitlines()
-    assert line.startswith("penstock: error: org/no-such-model: the Hub cannot be reached")
+    assert line.startswith("penstock: error: org/no-such-model: the model is not in the local cache")
 
 
 def test_settings_that_cannot_be() -> None:
