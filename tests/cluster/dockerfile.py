@@ -39,15 +39,26 @@ class Stage:
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
 
-    def argv(self, words: list[str], *, readonly: bool = False) -> list[str]:
-        """A command line that runs words in this root, as its user, in a mount namespace."""
+    def argv(self, words: list[str], *, readonly: bool = False, **environ: str) -> list[str]:
+        """A command line that runs words in this root, as its user, with its environment, in a mount namespace."""
         mounts = ["mount --make-rprivate /", f"mount --rbind {self.root} {self.root}"]
         mounts += [f"mount --rbind /dev {self.root}/dev", f"mount -t proc proc {self.root}/proc"]
         mounts += [f"mkdir -p {self.root}{path} && mount --bind {path} {self.root}{path}" for path in package_folders()]
         if readonly:
             mounts += [f"mount -o remount,bind,ro {self.root}", f"mount -t tmpfs -o mode=1777 tmpfs {self.root}/tmp"]
         inside = f"cd {shlex.quote(self.folder)} && exec {shlex.join(words)}"
-        run = ["chroot", f"--userspec={self.user}", str(self.root), "/bin/sh", "-c", inside]
+        pairs = [f"{name}={value}" for name, value in (self.environment() | environ).items()]
+        run = [
+            "chroot",
+            f"--userspec={self.user}",
+            str(self.root),
+            "/usr/bin/env",
+            "-i",
+            *pairs,
+            "/bin/sh",
+            "-c",
+            inside,
+        ]
         script = "\n".join([*mounts, f"exec {shlex.join(run)}"])
         return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", script]
 
@@ -109,7 +120,7 @@ def carry_out(instruction: str, argument: str, stages: list[Stage], context: tup
     stage = stages[-1]
     match instruction:
         case "RUN":
-            run(stage.argv(["/bin/sh", "-ec", argument]), stage.environment())
+            run(stage.argv(["/bin/sh", "-ec", argument]))
         case "COPY" if argument.startswith("--from="):
             name, source, target = argument.removeprefix("--from=").split()
             (other,) = [own for own in stages if own.name == name]
@@ -139,7 +150,7 @@ def carry_out(instruction: str, argument: str, stages: list[Stage], context: tup
             raise AssertionError(f"the instruction {instruction} is not known here")
 
 
-def run(argv: list[str], environ: dict[str, str] | None = None) -> None:
+def run(argv: list[str]) -> None:
     """Run it to its end."""
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=STEP_S, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=STEP_S, check=False)
     assert done.returncode == 0, f"{argv[-1][-300:]}\n{(done.stdout + done.stderr)[-4000:]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -51,9 +52,9 @@ def test_the_image_is_built_and_serves_in_a_read_only_root(tmp_path: Path) -> No
         pytest.skip(why)
     image = build(ROOT / "Dockerfile", context(), tmp_path)
     port = free_port()
-    environ = image.environment() | {"PENSTOCK_API_KEY": KEY, "PENSTOCK_PORT": str(port)}
-    command = image.argv([*image.entrypoint, *image.command], readonly=True)
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as service:
+    environ = {"PENSTOCK_API_KEY": KEY, "PENSTOCK_PORT": str(port)}
+    command = image.argv([*image.entrypoint, *image.command], readonly=True, **environ)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as service:
         try:
             url, headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {KEY}"}
             wait_ready(service, url)
@@ -63,7 +64,7 @@ def test_the_image_is_built_and_serves_in_a_read_only_root(tmp_path: Path) -> No
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["usage"]["completion_tokens"] == 8
                 assert client.post("/v1/completions", json=body).status_code == 401
-            healthy = subprocess.run(image.argv(image.health), env=environ, capture_output=True, text=True, check=False)
+            healthy = subprocess.run(image.argv(image.health, **environ), capture_output=True, text=True, check=False)
             assert healthy.returncode == 0, healthy.stderr
             users = {pid.stat().st_uid for pid in children_of(service.pid) if b"penstock" in cmdline(pid)}
             assert users == {10001}
@@ -86,15 +87,18 @@ def wait_ready(service: subprocess.Popen[str], url: str) -> None:
 
 
 def children_of(pid: int) -> list[Path]:
-    """``/proc`` folders of a process's descendants."""
+    """``/proc`` folders of a process's descendants; those that end meanwhile may be missing."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [Path(f"/proc/{child}"), *children_of(int(child))]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [Path(f"/proc/{child}"), *children_of(int(child))]
     return found
 
 
 def cmdline(process: Path) -> bytes:
-    return (process / "cmdline").read_bytes()
+    with contextlib.suppress(OSError):
+        return (process / "cmdline").read_bytes()
+    return b""
 
 
 def stop(service: subprocess.Popen[str]) -> None:
