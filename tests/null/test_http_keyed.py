@@ -357,7 +357,8 @@ async def test_no_client_can_name_an_event_that_it_was_not_told_of() -> None:
             check(answer, 422, "idempotency_key_reused", "Last-Event-ID")
         assert meter.seen == []
         gone_on = await on.post(TEXT, body, headers=ann | KEY | {"Last-Event-ID": events[1].id})
-        assert events_of(gone_on.text) == events[2:]
+        told = [(event.id, event.data["choices"]) for event in events_of(gone_on.text)[:-1]]
+        assert told == [(event.id, event.data["choices"]) for event in events[2:-1]]
 
 
 async def test_a_busy_service_tells_again_what_it_has() -> None:
