@@ -52,7 +52,7 @@ class KvFile:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(descriptor)
-            raise ConfigError(f"cannot make {size} bytes of shared KV memory: {error.strerror}") from error
+            raise _unavailable(f"make {size} bytes of shared KV memory", error) from error
         return cls(descriptor, layout, pages)
 
     def map_own(self, *, lend: int | None = None) -> KvMemory:
@@ -112,7 +112,7 @@ class KvMemory:
         try:
             mapped = mmap.mmap(-1, _size(layout, pages), flags=flags)
         except OSError as error:
-            raise ConfigError(f"cannot make {_size(layout, pages)} bytes of KV memory: {error.strerror}") from error
+            raise _unavailable(f"make {_size(layout, pages)} bytes of KV memory", error) from error
         return cls(mapped, layout, pages, private=True)
 
     @property
@@ -150,9 +150,11 @@ def _map(descriptor: int, size: int, *, write: bool) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=protection)
     except OSError as error:
-        raise ConfigError(
-            f"cannot map {size} bytes of KV memory: {error.strerror}; use --kv-memory with less, as --kv-memory 128MiB"
-        ) from error
+        raise _unavailable(f"map {size} bytes of KV memory", error) from error
+
+
+def _unavailable(what: str, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot {what}: {error.strerror}; use --kv-memory with less, as --kv-memory 128MiB")
 
 
 def _size(layout: KvLayout, pages: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.load import load_serve, load_worker, parse_size
+from penstock.config.load import load_client, load_serve, load_worker, parse_size
 from penstock.config.loopback import is_loopback
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
@@ -208,3 +208,10 @@ def test_origins_of_web_pages() -> None:
     for origin in ("chat.example.org", f"{page}/", "https://*.example.org", "null"):
         refused("expected an origin as browsers send it", flags={"allowed_origin": [origin]})
     refused("lets every web page", flags={"allowed_origin": ["*"]})
+
+
+@pytest.mark.parametrize("end", ["", "/v1", "/v1/"])
+def test_the_base_url_of_openai_clients_is_taken(end: str) -> None:
+    at = "http://127.0.0.1:8000"
+    assert load_client(f"{at}{end}", None, {}) == (at, None)
+    assert load_client(None, None, {"PENSTOCK_URL": f"{at}/prefix{end}"}) == (f"{at}/prefix", None)

@@ -169,3 +169,14 @@ def test_memory_without_pages_is_refused(pages: int) -> None:
 def test_memory_that_the_system_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="bytes of"):
         KvMemory.anonymous(LAYOUT, 1 << 50)
+
+
+def test_memory_that_cannot_be_had_is_refused_with_what_helps() -> None:
+    help_ = "use --kv-memory with less"
+    with pytest.raises(ConfigError, match=rf"cannot make \d+ bytes of KV memory: .*; {help_}"):
+        KvMemory.anonymous(LAYOUT, 1 << 50)
+    with (
+        closing(KvFile.create(LAYOUT, 1 << 45)) as file,
+        pytest.raises(ConfigError, match=rf"cannot map \d+ bytes of KV memory: .*; {help_}"),
+    ):
+        file.map_own()
