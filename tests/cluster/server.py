@@ -237,9 +237,11 @@ class PenstockServer:
         return totals
 
     def _key(self) -> dict[str, str]:
-        if "--api-key" not in self.flags:
-            return {}
-        return {"Authorization": f"Bearer {self.flags[self.flags.index('--api-key') + 1]}"}
+        """The service's own key, which is an operator's."""
+        key = self._environ.get("PENSTOCK_API_KEY")
+        if "--api-key" in self.flags:
+            key = self.flags[self.flags.index("--api-key") + 1]
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
