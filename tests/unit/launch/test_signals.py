@@ -1,0 +1,46 @@
+"""Signals, and turns of what clients send: who waits goes on, whoever else has left."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.launch.read_turns import ReadTurns
+from penstock.launch.signals import Signal
+
+
+async def test_all_who_wait_go_on_when_it_is_set_and_one_who_left_is_nobody():
+    signal = Signal()
+    waiting = [asyncio.create_task(signal.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.sleep(0)
+    signal.set()
+    assert await asyncio.gather(waiting[0], waiting[2]) == [True, True]
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[1]
+    assert signal.is_set()
+    assert await signal.wait()
+    signal.clear()
+    assert not signal.is_set()
+
+
+async def test_who_waits_for_a_turn_goes_on_in_order_though_one_of_them_fails():
+    turns, done = ReadTurns(2), list[int]()
+
+    def fails() -> None:
+        raise RuntimeError("unlucky")
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    assert (turns.take(), turns.take(), turns.take()) == (True, True, False)
+    for number in range(3):
+        turns.wait(lambda number=number: done.append(number))
+    turns.wait(fails)
+    turns.wait(lambda: done.append(9))
+    assert not turns.take()  # nobody goes before who waits
+    for turn in ([0, 1], [0, 1, 2], [0, 1, 2, 9]):
+        await asyncio.sleep(0)
+        assert done == turn
+    await asyncio.sleep(0)
+    assert turns.take()
