@@ -95,7 +95,9 @@ class ChoiceText:
         self._scanner = StopScanner(wanted.stops, shown=wanted.stop_shown) if wanted.stops else None
         self._visible = wanted.reply.visible if wanted.reply else _NONE
         self._parser = wanted.reply.parser(identity) if wanted.reply else None
-        self._only_text = not (wanted.logprobs or wanted.token_ids or wanted.reply or wanted.prompt_only)
+        self._only_text = not (
+            wanted.logprobs or wanted.token_ids or wanted.special or wanted.reply or wanted.prompt_only
+        )
         self._tokens = 0
         self._seen = 0  # characters decoded
         self._given = 0  # of those, given out

@@ -57,6 +57,17 @@ def test_what_is_more_than_text_is_not_taken_and_nothing_is_lost_by_it():
     assert "".join(told) == whole
 
 
-@pytest.mark.parametrize("wanted", [Wanted(logprobs=True), Wanted(token_ids=True), Wanted(prompt_only=True)])
+@pytest.mark.parametrize(
+    "wanted", [Wanted(logprobs=True), Wanted(token_ids=True), Wanted(prompt_only=True), Wanted(special=True)]
+)
 def test_who_wants_more_than_text_gets_it(wanted: Wanted):
     assert ChoiceText(TABLE, wanted).escaped((0,)) is None
+
+
+def test_text_of_special_tokens_is_not_lost():
+    text = ChoiceText(TABLE, Wanted(special=True))
+    told: list[str] = []
+    for token in (0, 6, 8):
+        escaped = text.escaped((token,))
+        told.append(text.push(TokenBatch(tokens=(token,))).text if escaped is None else escaped.decode())
+    assert "".join(told) == "Once</s> the"
