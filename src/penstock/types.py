@@ -151,6 +151,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
     compact: bool = False  # JSON without white space between its parts
     closed: bool = False  # objects of a schema that names properties have no others, where it says nothing
+    of_tools: bool = False  # the rules are made from schemas of tools, and are not a client's own
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

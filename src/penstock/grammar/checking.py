@@ -180,5 +180,5 @@ def _size(verdict: Verdict) -> int:
 
 
 def _key(grammar: Grammar) -> bytes:
-    head = f"{grammar.kind}/{grammar.compact}/{grammar.closed}/"
+    head = f"{grammar.kind}/{grammar.compact}/{grammar.closed}/{grammar.of_tools}/"
     return blake2b(head.encode() + grammar.text.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -128,7 +128,7 @@ class CompiledGrammar:
             self._beginning: bytes | None = None
             self.failure: str | None = shortened(str(error), grammar.kind)
             return
-        self._first = LLMatcher(trie, source, log_level=0, limits=_limits(grammar.kind))
+        self._first = LLMatcher(trie, source, log_level=0, limits=_limits(grammar))
         reason = self._first.get_error()
         self.failure = shortened(reason, grammar.kind) if reason else None
         self._beginning = None if reason else self._first_mask()
@@ -171,8 +171,8 @@ def shortened(error: str, kind: GrammarKind | None = None) -> str:
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
 
 
-def _limits(kind: GrammarKind) -> LLParserLimits:
-    rules = kind in (GrammarKind.LARK, GrammarKind.EBNF)
+def _limits(grammar: Grammar) -> LLParserLimits:
+    rules = grammar.kind in (GrammarKind.LARK, GrammarKind.EBNF) and not grammar.of_tools
     return LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW_OF_RULES if rules else MAX_ITEMS_IN_ROW,
         initial_lexer_fuel=FIRST_LEXER_FUEL,

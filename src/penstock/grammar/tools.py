@@ -58,7 +58,7 @@ def tool_call_grammar(tools: Sequence[Tool], shape: CallShape, *, several: bool,
         rules.append(
             f"call_{index}: {head} {name} {middle} {_arguments(tool, compact=shape.compact, closed=closed)} {tail}"
         )
-    return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
+    return Grammar(kind=GrammarKind.LARK, text="\n".join(rules), of_tools=True)
 
 
 def _rule(parts: Parts) -> str:

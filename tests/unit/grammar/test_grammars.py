@@ -145,6 +145,13 @@ def test_control_tokens_of_a_call_are_tokens_not_text() -> None:
     assert len(BYTES.tokens) > END
 
 
+def test_a_tool_may_have_as_many_properties_as_a_schema() -> None:
+    names = [f"p{number}" for number in range(200)]
+    parameters = {"properties": {name: {"type": "string"} for name in names}}
+    call = '<tool_call>\n{"name": "many", "arguments": {"p0": "a", "p199": "b"}}\n</tool_call>'
+    assert admits(compiled(tool_call_grammar([Tool(name="many", parameters=parameters)], HERMES, several=False)), call)
+
+
 def test_a_tool_that_cannot_be_followed_is_named() -> None:
     with pytest.raises(ValueError, match="tool 'bad': 'minProperties'"):
         tool_call_grammar([CLOCK, Tool(name="bad", parameters={"minProperties": 1})], HERMES, several=False)
