@@ -12,7 +12,7 @@ import pytest
 from penstock.config.schema import Limits, RequestConfig
 from penstock.intake.service import ModelIntake
 
-from .http_stage import MODEL, STORYTELLER, check, stage
+from .http_stage import CHAT, HELLO, MODEL, STORYTELLER, check, events_of, stage
 from .streams import NullStreams
 
 
@@ -141,3 +141,15 @@ async def test_no_tokens_and_no_limit_are_refused_in_one_wording(count: int):
         check(await on.chat(**named), 400, code, want, "max_completion_tokens")
         text = await on.text(max_tokens=count)
         check(text, 400, code, f"{want} (left out: 16 at most), got {count}", "max_tokens")
+
+
+async def test_a_stream_does_not_go_on_with_other_sampling_defaults(plain_intake: ModelIntake):
+    fields, key = {"stream": True, "seed": None}, {"Idempotency-Key": "one"}
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 8} | fields
+    async with stage(event_key=b"shared") as on:
+        told = await on.post(CHAT, body, headers=key)
+    after = key | {"Last-Event-ID": events_of(told.text)[2].id}
+    async with stage(event_key=b"shared") as on:
+        assert (await on.post(CHAT, body, headers=after)).status_code == 200
+    async with stage(intake=plain_intake, event_key=b"shared") as on:
+        assert (await on.post(CHAT, body, headers=after)).status_code == 422

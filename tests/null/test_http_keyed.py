@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import Limits
+from penstock.edge.app import with_defaults
 from penstock.edge.auth import KeyRing, Tenant
 from penstock.edge.event_ids import MOST_CHOICES, After, EventMarks
 from penstock.edge.kept import Met
@@ -21,7 +22,7 @@ from penstock.errors import NoWorkers, RequestError
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.wire.ports import Forecast
 
-from .http_stage import CHAT, HELLO, MODEL, TEXT, Event, Stage, check, events_of, stage
+from .http_stage import CHAT, HELLO, MODEL, TEXT, Event, Stage, check, events_of, intake_of, stage
 from .streams import IDENTITY, NullStreams
 
 KEY = {"Idempotency-Key": "6f1c2d1e-order-7"}
@@ -36,8 +37,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 def marked(place: str, body: dict[str, Any], tenant: str = "") -> str:
     """An event's id as the service would give it out that has no secret."""
-    key = KEY["Idempotency-Key"].encode()
-    return f"{place}/{event_marks(b'', tenant, key, body, IDENTITY).of(place)}"
+    key, secret = KEY["Idempotency-Key"].encode(), with_defaults(b"", intake_of(Limits()).cards()[0])
+    return f"{place}/{event_marks(secret, tenant, key, body, IDENTITY).of(place)}"
 
 
 async def streamed(on: Stage, path: str, body: dict[str, Any], last: str | None = None) -> list[Event]:

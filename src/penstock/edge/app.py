@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -61,6 +62,7 @@ from penstock.wire.ports import (
     Hears,
     Intake,
     JsonObject,
+    ModelCard,
     Pools,
     PoolWork,
     Posts,
@@ -171,6 +173,7 @@ class _Service:
         self._behind = behind
         self.door = Door(behind.limits, behind.clock)
         self._turns = Turns(behind.turns.answer_units_per_turn)
+        self._event_key = with_defaults(behind.event_key, behind.intake.cards()[0])
         self._kept = KeptAnswers(behind.limits, behind.clock)
         self._traced = Traced(behind.tracer, behind.clock)
         rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys, buckets=behind.buckets)
@@ -270,7 +273,7 @@ class _Service:
 
     def _keyed(self, exchange: Exchange, body: JsonObject, envelope: Envelope) -> Keyed | None:
         try:
-            return keyed_of(exchange, body, envelope, self._behind.limits, self._behind.event_key)
+            return keyed_of(exchange, body, envelope, self._behind.limits, self._event_key)
         except KeyReused:
             self._behind.met(Met.REFUSED)
             raise
@@ -421,6 +424,14 @@ def _costs(prepared: Prepared, stored: StoredAnswers | None, course: Course) -> 
         return []
     n = prepared.reply.n
     return [0 if i % n else len(request.prompt) for i, request in enumerate(prepared.requests)]
+
+
+def with_defaults(event_key: bytes, card: ModelCard) -> bytes:
+    """The key of events' marks.  Streams that began with other sampling defaults, which draw other tokens, cannot go
+    on here."""
+    if not card.sampling:
+        return event_key
+    return blake2b(_encode(card.sampling), digest_size=32, key=event_key, person=b"penstock sampled").digest()
 
 
 def _post(path: str, endpoint: ASGIApp) -> Route:
