@@ -12,6 +12,7 @@ text and HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -145,10 +146,14 @@ class Feeds:
         finally:
             for one in polled:
                 one.close()
-            if self._tasks:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+            reading = [task for task in self._tasks or () if not task.done()]
+            for task in reading:
+                task.cancel()
+            if reading:
+                # Whoever cancels now, as a process that ends does with all tasks, takes nothing from the error that
+                # is on its way to the client.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.gather(*reading, return_exceptions=True)
             for stream in streams:
                 await stream.aclose()
 

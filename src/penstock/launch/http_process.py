@@ -211,6 +211,16 @@ _ADOPTED = {"uvicorn": logging.ERROR, "asyncio": logging.ERROR, "python_multipar
 """Libraries with lines of their own: what clients do wrong, or that they have gone, is no error."""
 
 
+class NotCancelled(logging.Filter):
+    """Leaves out requests that were cancelled: only a process that ends does so, and clients go on elsewhere."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+NOT_CANCELLED = NotCancelled()
+
+
 def _adopt_logs() -> None:
     """Their errors (an exception in the application) go where our lines go, in the same form."""
     for name, level in _ADOPTED.items():
@@ -218,3 +228,4 @@ def _adopt_logs() -> None:
         adopted.handlers = logging.getLogger(ROOT).handlers
         adopted.setLevel(level)
         adopted.propagate = False
+    logging.getLogger("uvicorn.error").addFilter(NOT_CANCELLED)

@@ -182,3 +182,38 @@ async def test_a_client_that_leaves_closes_every_choice():
     with pytest.raises(asyncio.CancelledError):
         await running
     assert [stream.closed for stream in streams] == [True, True]
+
+
+class Iterated:
+    """A stream that cannot be polled: it ends with an error when a test says so, and is slow to stop."""
+
+    def __init__(self) -> None:
+        self.broken, self.stopping, self.may_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        try:
+            await self.broken.wait()
+        except asyncio.CancelledError:
+            self.stopping.set()
+            await self.may_stop.wait()
+            raise
+        raise NoWorkers("The service has stopped.")
+
+    async def aclose(self) -> None:
+        return None
+
+
+async def test_a_process_that_ends_takes_no_error_from_a_client_that_is_about_to_be_told_of_it() -> None:
+    """The first choice's error is on its way while the second one's task is being stopped."""
+    first, second = Iterated(), Iterated()
+    running = asyncio.create_task(Feeds(Turns(100), Taken()).run([first, second]))
+    await turns_of_the_loop()
+    first.broken.set()
+    await second.stopping.wait()
+    running.cancel()  # as the loop does with all tasks at its end
+    second.may_stop.set()
+    with pytest.raises(NoWorkers, match="has stopped"):
+        await running
