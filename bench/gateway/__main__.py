@@ -254,7 +254,7 @@ def _who(figures: dict[str, Any]) -> str:
 
 
 SCENES: dict[str, Callable[[argparse.Namespace], list[Bar]]] = {
-    "saturated": lambda options: beside("saturated", options, streams=300, pace=0.003, bar=0.7),
+    "saturated": lambda options: beside("saturated", options, streams=300, pace=0.001, bar=0.7),
     "paced": lambda options: beside("paced", options, streams=300, pace=0.06, bar=1.7),
     "served": served,
     "crowded": crowded,
