@@ -29,8 +29,10 @@ examples:
 
 ROLES = ("prefill", "decode", "both")
 LOOK_S = 0.05
-LAST_OF_ITS_ROLE = "last_of_its_role"
 """Between two looks at a worker that restarts."""
+
+LAST_OF_ITS_ROLE = "last_of_its_role"
+"""The code of a refusal that ``--force`` overrules."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

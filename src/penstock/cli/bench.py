@@ -26,9 +26,9 @@ from penstock.cli.benchmark.stutter import Stutter, run_stutter
 from penstock.cli.http_stream import HttpStreamClient, StreamError
 from penstock.cli.paint import Paint
 from penstock.cli.parsing import COMMANDS
-from penstock.cli.served_models import served_models
+from penstock.cli.served_models import served_model
 from penstock.config.load import load_client
-from penstock.errors import ConfigError, WorkerError
+from penstock.errors import ConfigError
 from penstock.launch import event_loop
 
 EPILOG = """\
@@ -152,7 +152,8 @@ async def _bench(args: argparse.Namespace) -> dict[str, Any]:
     url, key = load_client(f"{args.host}:{args.port}" if args.host else args.base_url, args.api_key)
     headers = _headers(args.header)
     async with HttpStreamClient(url, api_key=key, headers=headers) as client:
-        model, max_model_len = await _served_model(client, args.model)
+        served = await served_model(client, args.model)
+        model, max_model_len = served.id, served.max_model_len
         extra = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
         prompts = PromptMaker(client, RequestShape(model=model, endpoint=args.endpoint, extra=extra), args.seed)
         await prompts.learn()
@@ -176,18 +177,6 @@ def _headers(pairs: Sequence[str]) -> dict[str, str]:
     if not all(name and sign for name, sign, _ in parts):
         raise ConfigError("--header: expected NAME=VALUE")
     return {name: value for name, _, value in parts}
-
-
-async def _served_model(client: HttpStreamClient, wanted: str | None) -> tuple[str, int | None]:
-    """Name to ask for, and its context length where the server tells.  Raises PenstockError."""
-    try:
-        models = await served_models(client)
-    except WorkerError:
-        if wanted is None:
-            raise
-        return wanted, None
-    found = next((model for model in models if wanted in (None, model.id)), None)
-    return (found.id, found.max_model_len) if found else (str(wanted), None)
 
 
 async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from penstock.cli.asking import add_service_flags
 from penstock.cli.chunks import Usage, decode_chunk, error_of
 from penstock.cli.http_stream import HttpStreamClient, Reply, StreamError
 from penstock.cli.parsing import COMMANDS
-from penstock.cli.served_models import ServedModel, served_models
+from penstock.cli.served_models import ServedModel, served_model
 from penstock.cli.sse import DONE
 from penstock.cli.wrapping import WrappedOutput
 from penstock.config.load import load_client
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             runner.run(wait_until_ready(client, args.wait))
             chat = Chat(
                 client=client,
-                model=runner.run(chosen_model(client, args.model)),
+                model=runner.run(served_model(client, args.model)),
                 fields={name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None},
                 messages=[{"role": "system", "content": args.system}] if args.system else [],
             )
@@ -140,14 +140,6 @@ async def wait_until_ready(client: HttpStreamClient, patience: float) -> None:
         if time.monotonic() > deadline:
             raise WorkerError(f"not ready after {patience:g} s: {state}")
         await asyncio.sleep(READY_POLL_S)
-
-
-async def chosen_model(client: HttpStreamClient, wanted: str | None) -> ServedModel:
-    """The model of this name, or the first that the server lists.  Raises PenstockError."""
-    models = await served_models(client)
-    if wanted is None:
-        return models[0]
-    return next((model for model in models if model.id == wanted), ServedModel(wanted))
 
 
 @dataclass(slots=True)

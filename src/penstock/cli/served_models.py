@@ -44,3 +44,19 @@ async def served_models(client: HttpStreamClient) -> list[ServedModel]:
         message = error_of(reply.body).message or "and names no model"
         raise WorkerError(f"{client.server.authority}: /v1/models answers {reply.status} {message}")
     return models
+
+
+async def served_model(client: HttpStreamClient, wanted: str | None) -> ServedModel:
+    """The model of this name, or the first that the server lists; a server that lists none may serve it all the same.
+
+    Raises ConfigError where a key is wanted, WorkerError where no name is given and none is listed.
+    """
+    try:
+        models = await served_models(client)
+    except WorkerError:
+        if wanted is None:
+            raise
+        return ServedModel(wanted)
+    if wanted is None:
+        return models[0]
+    return next((model for model in models if model.id == wanted), ServedModel(wanted))

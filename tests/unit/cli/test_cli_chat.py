@@ -17,7 +17,7 @@ from scripted_server import Exchange, scripted, usage_chunk
 from penstock.cli import chat
 from penstock.cli.chat import Chat, printable, wait_until_ready
 from penstock.cli.http_stream import HttpStreamClient
-from penstock.cli.served_models import ServedModel
+from penstock.cli.served_models import ServedModel, served_model
 from penstock.cli.wrapping import WrappedOutput
 from penstock.errors import ConfigError, PenstockError, WorkerError
 
@@ -259,7 +259,7 @@ async def test_a_missing_key_is_said_as_elsewhere():
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
         with pytest.raises(ConfigError, match="wants a key: add --api-key KEY or set PENSTOCK_API_KEY"):
-            await chat.chosen_model(client, None)
+            await served_model(client, None)
 
 
 def on_terminal(text: str, width: int, pieces: int = 3) -> list[str]:
