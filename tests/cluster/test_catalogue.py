@@ -83,7 +83,7 @@ def test_a_model_that_chats_and_one_that_makes_embeddings(tmp_path: Path) -> Non
 def test_tenants_reach_the_models(file: Path, tmp_path: Path) -> None:
     """Idempotency keys, stored responses and metrics of a model's own gateway know for whom its front asks."""
     ring = tmp_path / "keys.json"
-    keys = {tenant: add_key(ring, tenant) for tenant in ("one", "two")}
+    keys = {"one": add_key(ring, "one", "--operator"), "two": add_key(ring, "two")}
     flags = ["--catalogue", str(file), "--api-keys", str(ring), "--response-cache", "1MiB"]
     with PenstockServer(flags) as server:
 
@@ -97,13 +97,14 @@ def test_tenants_reach_the_models(file: Path, tmp_path: Path) -> None:
         one, again, two = (told(tenant, **{"idempotency-key": "k"}).json() for tenant in ("one", "one", "two"))
         assert one["id"] == again["id"] != two["id"]
         assert one["choices"] == two["choices"]
-        page = httpx.get(f"{server.url}/metrics?model=a", timeout=10).text
+        authorization = {"authorization": f"Bearer {keys['one']}"}
+        page = httpx.get(f"{server.url}/metrics?model=a", headers=authorization, timeout=10).text
         labels = set(re.findall(r'tenant_requests_total\{.*tenant="([^"]+)"', page))
         assert len(labels - {"default"}) == 2
 
 
-def add_key(ring: Path, tenant: str) -> str:
-    told = asking.penstock("keys", "add", str(ring), "--tenant", tenant)
+def add_key(ring: Path, tenant: str, *flags: str) -> str:
+    told = asking.penstock("keys", "add", str(ring), "--tenant", tenant, *flags)
     assert told.returncode == 0, told.stderr
     (key,) = re.findall(r"\bsk-[\w-]+", told.stdout)
     return str(key)
