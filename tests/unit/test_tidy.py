@@ -90,27 +90,6 @@ def test_nothing_is_unpickled_or_evaluated():
 # --- documents --------------------------------------------------------------------------------------------------------
 
 
-def test_the_map_shows_every_folder_and_no_other():
-    shown: set[str] = set()
-    parents: list[str] = []
-    inside = False
-    for line in text(ROOT / "ARCHITECTURE.md").splitlines():
-        if line.startswith("src/penstock/"):
-            inside = True
-        elif inside and line.startswith(("tests/", "```")):
-            break
-        elif inside and (match := re.match(r"((?:  )+)([a-z_]+)/", line)):
-            depth = len(match[1]) // 2
-            parents[depth - 1 :] = [match[2]]
-            shown.add("/".join(parents))
-    real = {
-        str(folder.relative_to(SRC))
-        for folder in SRC.rglob("*")
-        if folder.is_dir() and folder.name != "__pycache__" and any(f.is_file() for f in folder.iterdir())
-    }
-    assert shown == real
-
-
 def test_the_map_shows_the_order_of_imports():
     contracts = tomllib.loads(text(ROOT / "pyproject.toml"))["tool"]["importlinter"]["contracts"]
     layers = "\n".join(contracts[0]["layers"])
