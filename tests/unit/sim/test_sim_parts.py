@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sim.costs import Duration
+from penstock.sim.costs import Duration, duration
 from penstock.sim.events import Agenda
 from penstock.sim.fitting import Reading, Writing, fit
+from penstock.sim.fleet import StepTimes
 from penstock.sim.hand_over import HandOvers
 from penstock.sim.measures import Measures, Targets, quantiles
 from penstock.sim.network import Wire
 from penstock.sim.tiers import Tiers
-from penstock.types import BlockHash, RequestId, WorkerId
+from penstock.types import BlockHash, Leg, RequestId, WorkerId
 
 A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
 
@@ -34,6 +35,25 @@ def test_a_moment_lies_in_the_step_that_is_under_way(first: float, growth: float
 def test_steps_add_up() -> None:
     takes = Duration(0.5, 0.25)
     assert takes.of(4) == pytest.approx(0.5 + 0.75 + 1.0 + 1.25)
+
+
+def _rows(*rows: tuple[int, int, int]) -> Any:
+    """A plan of (tokens of the prompt, first token computed, tokens computed)."""
+    return SimpleNamespace(
+        rows=[
+            SimpleNamespace(request=SimpleNamespace(prompt=range(prompt)), start=start, count=count)
+            for prompt, start, count in rows
+        ]
+    )
+
+
+def test_a_chunk_attends_to_the_chunks_before_it() -> None:
+    times = StepTimes(step_s=1.0, row_s=0.25, context_s=1e-3, read_step_s=2.0, token_s=0.125, pair_s=1e-4)
+    reading = 8 * 0.125 + (8 * 1000 + (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)) * 1e-4
+    assert duration(times, _rows((2000, 1000, 8))).of(1) == pytest.approx(2.0 + reading)
+    both = duration(times, _rows((2000, 1000, 8), (10, 499, 1)), slower=2.0)
+    assert both.of(1) == pytest.approx(2 * (1.0 + 0.25 + 500 * 1e-3 + reading))
+    assert both.growth_s == pytest.approx(2 * 1e-3)
 
 
 def test_calls_come_in_order_of_time_and_entry() -> None:
@@ -63,6 +83,42 @@ def test_a_receiver_that_has_not_heard_of_the_cancel_begins_no_hand_over() -> No
     anybody: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=0)
     hand_overs.reserved(anybody, anybody, {})
     assert not hand_overs._open
+
+
+def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, list[tuple[float, str, int]]]:
+    """Eight pages of 16 tokens over a wire of 64 bytes a second, then the first token; what the receiver hears, when."""
+    agenda, heard = Agenda(), list[tuple[float, str, int]]()
+    hand_overs = HandOvers(agenda, 0.5)
+
+    def tell(event: Any) -> None:
+        heard.append((agenda.now, type(event).__name__, getattr(event, "computed", 0)))
+
+    config = SimpleNamespace(page_tokens=16)
+    source: Any = SimpleNamespace(name=WorkerId("p"), out=Wire(64.0), tell=lambda _: None)
+    receiver: Any = SimpleNamespace(into=Wire(64.0), page_bytes=page_bytes, config=config, tell=tell)
+    wanted: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=skip_tokens)
+    sent: Any = SimpleNamespace(id=RequestId("1"), epoch=1, leg=Leg.PREFILL)
+    hand_overs.announce((RequestId("1"), 1), source.name)
+    hand_overs.reserved(receiver, wanted, {source.name: source})
+    outcome: Any = SimpleNamespace(
+        pages_done=[SimpleNamespace(request=sent, block=block, tokens=16) for block in range(8)],
+        progress=[SimpleNamespace(request=sent, tokens=(7,), finish=None)],
+    )
+    hand_overs.sent(source, outcome)
+    while agenda.turn():
+        pass
+    return hand_overs, heard
+
+
+def test_the_first_token_comes_when_the_last_page_has_come() -> None:
+    _, heard = _handed_over(skip_tokens=0)
+    assert heard == [(8.5, "PagesArrived", 128), (8.5, "FirstToken", 0)]
+
+
+def test_pages_that_the_receiver_has_do_not_travel() -> None:
+    hand_overs, heard = _handed_over(skip_tokens=80)
+    assert hand_overs.pages == 3
+    assert heard == [(3.5, "PagesArrived", 128), (3.5, "FirstToken", 0)]
 
 
 def test_blocks_sink_through_the_tiers_and_leave_the_last() -> None:
@@ -101,6 +157,19 @@ def test_good_answers_are_soon_and_steady() -> None:
     stuttered.late = 1
     assert measures.good() == [stuttered]
     assert measures.smooth() == []
+
+
+def test_each_late_interval_of_a_delivery_counts() -> None:
+    """Of 200 intervals two may be late; three that come in one delivery are three."""
+    for late, smooth in ((2, 1), (3, 0)):
+        measures = Measures(Targets(ttft_s=1.0, itl_s=0.05))
+        measures.asked(0, 0.0, 100)
+        measures.delivered(0, 201 - late, 0.5 + 0.01 * (200 - late), 0.01)
+        measures.delivered(0, late, 0.5 + 0.01 * (200 - late) + 0.06 * late, 0.06)
+        measures.requests[0].done = True
+        assert measures.requests[0].late == late
+        assert len(measures.good()) == 1
+        assert len(measures.smooth()) == smooth
 
 
 def test_a_fit_finds_what_steps_are_made_of() -> None:

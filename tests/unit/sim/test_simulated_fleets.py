@@ -159,6 +159,24 @@ def test_what_lies_in_lower_tiers_is_known_to_the_router() -> None:
     assert run.measures.requests[3].cached == 19 * 512
 
 
+def test_at_most_half_of_the_pages_are_kept_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight prompts that lie in host memory come at once to a worker that has room for five of them."""
+    prompts = [tuple(range(100 * n, 100 * n + 20)) for n in range(8)]
+    first = [(10.0 * n, 20 * 512, 1, blocks) for n, blocks in enumerate(prompts)]
+    again = [(100.0 + n / 1000, 20 * 512, 200, blocks) for n, blocks in enumerate(prompts)]
+    kept, fetched = [], SimWorker._fetched
+
+    def noted(self: SimWorker, *arguments: Any) -> None:
+        fetched(self, *arguments)
+        leases = [lease for leases in self._kept.values() for lease in leases]
+        kept.append(sum(map(len, leases)) / self.scheduler.memory.pool.pages)
+
+    monkeypatch.setattr(SimWorker, "_fetched", noted)
+    run = simulated(trace(*first, *again, blocks=512), fleet("1", tokens=100 * 512, host=400 * 512, max_running=1))
+    assert run.workers[0].tier_reads()[0] > 0
+    assert 0.25 < max(kept) <= 0.5
+
+
 def test_a_request_that_fits_no_worker_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="but the trace has one of 9010"):
         simulated(trace((0.0, 9000, 10)), fleet("1", tokens=8192))
