@@ -86,7 +86,7 @@ def test_a_receiver_that_has_not_heard_of_the_cancel_begins_no_hand_over() -> No
 
 
 def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, list[tuple[float, str, int]]]:
-    """Eight pages of 16 tokens over a wire of 64 bytes a second, then the first token; what the receiver hears, when."""
+    """Eight pages, a second each, then the first token; what the receiver hears, and when."""
     agenda, heard = Agenda(), list[tuple[float, str, int]]()
     hand_overs = HandOvers(agenda, 0.5)
 
