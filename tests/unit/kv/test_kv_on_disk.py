@@ -49,7 +49,7 @@ def test_a_file_of_pages_has_the_bytes_that_it_had(
         "layout": "full-l1-h1-t16-k32-v32-bf16",
         "page_bytes": 2048,
         "slab_bytes": 4096,
-        "places": 241,
+        "places": 246,
         "encrypted": key is not None,
     }
 
