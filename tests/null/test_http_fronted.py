@@ -47,6 +47,10 @@ async def test_nobody_else_is_believed():
     async with stage(ring=FrontedRing("front")) as on:
         header = {FOR.decode(): saying(BATCH).decode()}
         check(await on.post(TEXT, BODY, headers=header), 401, "missing_api_key", "API key")
+        for said in ({}, header):
+            wrong = await on.post(TEXT, BODY, headers=said | {"authorization": "Bearer guess"})
+            check(wrong, 401, "invalid_api_key", "Incorrect API key")
+        assert not on.streams.opened
         check(
             await on.post(TEXT, BODY, headers=FRONT | {FOR.decode(): '{"id": 7}'}), 401, "invalid_tenant", "no tenant"
         )

@@ -35,6 +35,13 @@ def test_another_answer_by_the_same_key_is_not_given_up_with_it():
     assert kept.meet(keyed(1), NullStreams()) == (second, Met.JOINED)
 
 
+def test_an_answer_that_runs_is_kept_beyond_the_bound_of_keys():
+    kept = KeptAnswers(Limits(max_idempotency_keys=1), MonotonicClock())
+    running = {number: kept.meet(keyed(number), NullStreams())[0] for number in (1, 2)}
+    for number in (1, 2):
+        assert kept.meet(keyed(number), NullStreams()) == (running[number], Met.JOINED)
+
+
 async def test_who_asks_again_and_again_for_a_kept_answer_leaves_nothing_behind():
     streams = NullStreams()
     answer = KeptAnswer(streams, 1.0, lambda: None, Counted())

@@ -20,6 +20,7 @@ from penstock.edge.keyed import event_marks
 from penstock.edge.stored import ResponseStore
 from penstock.errors import NoWorkers, RequestError
 from penstock.telemetry.service_levels import ServiceLevels
+from penstock.types import ModelIdentity
 from penstock.wire.ports import Forecast
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Event, Stage, check, events_of, intake_of, stage
@@ -83,7 +84,8 @@ async def test_a_stream_goes_on_from_any_event_at_another_gateway(path: str, bod
             assert (usage["penstock"]["repeated"], later["penstock"]["repeated"]) == (False, True)
 
 
-async def test_the_drawn_seed_follows_from_key_and_tenant() -> None:
+async def test_the_drawn_seed_follows_from_the_idempotency_key() -> None:
+    """And from the tenant: ``test_http_fronted.test_idempotency_keys_belong_to_tenants``."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
 
     async def seed(key: str, bearer: str) -> int:
@@ -191,6 +193,17 @@ async def test_the_same_key_for_something_else_is_refused() -> None:
         headers = KEY | {"Last-Event-ID": events[0].id}
         elsewhere = await on.post(TEXT, _text({"max_tokens": 5, "stream": True}), headers=headers)
         check(elsewhere, 422, "idempotency_key_reused", "belongs to another request body")
+
+
+async def test_a_stream_goes_on_at_no_gateway_of_another_model() -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async with stage() as on:
+        events = await streamed(on, TEXT, {"prompt": "Once", "max_tokens": 4})
+    async with stage(NullStreams(served=ModelIdentity(fingerprint="f" * 64, numerics="null-1-fp32"))) as on:
+        headers = KEY | {"Last-Event-ID": events[0].id}
+        elsewhere = await on.post(TEXT, _text({"max_tokens": 4} | options), headers=headers)
+        check(elsewhere, 422, "idempotency_key_reused", "version of the model")
+        assert not on.streams.opened
 
 
 @pytest.mark.parametrize(

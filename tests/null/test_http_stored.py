@@ -13,7 +13,7 @@ from penstock.edge.auth import KeyRing, Tenant
 from penstock.edge.responses import LARGEST_SHARE, Kept, Response
 from penstock.edge.stored import HIT, MISS, PREFIX, RESPONSE_CACHE, ResponseStore, _Told
 from penstock.errors import NoWorkers
-from penstock.types import FinishReason, ModelIdentity, TokenBatch, TokenLogprob, ValidRequest
+from penstock.types import FinishReason, ModelIdentity, RequestId, TokenBatch, TokenLogprob, ValidRequest
 from penstock.wire.ports import Forecast
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Stage, events_of, stage
@@ -170,6 +170,21 @@ async def test_another_model_is_another_answer():
         on.streams.served = ModelIdentity(fingerprint="f" * 64, numerics="null-1-fp32")
         assert (await on.text()).headers[WORD] == MISS
         assert (await on.text()).headers[WORD] == HIT
+
+
+class Elsewhere(NullStreams):
+    """Streams of which each is served by another version of the model than the gateway knew."""
+
+    def served_by(self, request: RequestId) -> ModelIdentity | None:
+        return ModelIdentity(fingerprint="e" * 64, numerics="null-1-fp32")
+
+
+async def test_nothing_is_kept_of_what_another_model_wrote():
+    store = ResponseStore(1 << 20)
+    async with stage(Elsewhere(), stored=store) as on:
+        for _ in range(2):
+            assert (await on.text()).headers[WORD] == MISS
+        assert len(store.responses) == 0
 
 
 async def test_equal_requests_at_one_time_are_both_computed():

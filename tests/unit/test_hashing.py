@@ -21,6 +21,16 @@ def placed(name: int, at: int, rows: int = 4, columns: int = 5) -> PlacedImage:
     return PlacedImage(bytes([name] * 32), at, rows, columns)
 
 
+def test_no_two_sets_of_fields_have_one_root():
+    """Neighbors that read alike when they are put together are told apart."""
+    fields = ("", "a", "b", "ab", "abc", "c", "bc")
+    roots = {
+        chain_root(ModelIdentity(fingerprint=model, numerics=numerics), adapter=adapter, tenant_salt=salt)
+        for model in fields for numerics in fields for adapter in fields for salt in fields
+    }  # fmt: skip
+    assert len(roots) == len(fields) ** 4
+
+
 def test_blocks_before_an_image_are_shared_and_none_behind():
     plain, one, other = chain(), chain(placed(1, 20)), chain(placed(2, 20))
     assert plain[:1] == one[:1] == other[:1]

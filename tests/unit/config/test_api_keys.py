@@ -83,6 +83,19 @@ def test_keys_are_not_in_the_file_nor_tenants_in_their_ids(tmp_path: Path) -> No
     assert "search" not in file.tenant_id("search")
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_tenants_of_a_file_share_pages_only_where_it_says_so(tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / "keys.json"
+    keys = [add(path, "search").encode(), add(path, "other").encode()]
+    with changing(path, 10, make=False) as held:
+        held[0] = msgspec.structs.replace(held[0], share_prefixes=shared)
+    ring = FileRing(path, VirtualClock())
+    found = [ring.find(key) for key in keys]
+    assert all(found)
+    salts = [tenant.salt for tenant in found if tenant is not None]
+    assert salts == ["", ""] if shared else (all(salts) and salts[0] != salts[1])
+
+
 def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, clock = tmp_path / "keys.json", VirtualClock()
     first = add(path, "search", classes=("batch",))

@@ -33,6 +33,16 @@ def test_an_empty_ring_is_an_open_door():
     assert KeyRing().find(b"") is None
 
 
+async def test_two_keys_are_none():
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody came in")
+
+    guarded = Authenticated(app, KeyRing.of(["right"]), WrongKeys(VirtualClock()))
+    right, wrong = ((b"authorization", b"Bearer " + key) for key in (b"right", b"wrong"))
+    for headers in ((right, wrong), (wrong, right), (right, right)):
+        assert await refused(guarded, *headers) == 401
+
+
 # --- wrong keys ------------------------------------------------------------------------------------------------------
 
 
