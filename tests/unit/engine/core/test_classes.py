@@ -126,6 +126,27 @@ def test_batch_work_that_is_left_out_goes_on_as_interactive_in_the_end() -> None
     assert world.find("b") is None
 
 
+def test_one_request_of_a_class_is_promoted_each_time_it_was_left_out_for_so_long() -> None:
+    check(
+        """
+        whole b prompt=4 max=9 class=batch
+        step -> b 0+4*
+        whole c prompt=4 max=9 class=batch family=2
+        step -> b 4+1*, c 0+4*
+        whole d prompt=4 max=9 class=batch family=3
+        step -> b 5+1*, c 4+1*, d 0+4*
+        whole a prompt=4 max=16 family=1
+        step -> a 0+4*
+        steps 3 -> b 6+1*, a 6+1*               # three seconds without a token
+        steps 3 -> b 9+1*, c 5+1*, a 9+1*       # and three more
+        steps 3 -> c 8+1*, d 4+1*, a 12+1*
+        """,
+        batch_patience_s=3.0,
+        clock_s=1.0,
+        **ONE_ROW,
+    )
+
+
 def test_one_place_is_lent_to_batch_work_and_given_back_to_it() -> None:
     check(
         """

@@ -144,6 +144,24 @@ def test_who_was_away_has_saved_up_nothing() -> None:
     assert abs(first["x"] - first["y"]) <= 3
 
 
+def test_who_comes_back_begins_at_the_present() -> None:
+    machine = Machine()
+    for tenant, numbers in (("y", 2), ("x", 80)):
+        for number in range(numbers):
+            machine.scheduler.apply(of(f"{tenant}{number}", Claim(tenant=tenant), prompt=16, at=number), 0.0)
+    for _ in range(30):
+        machine.step()
+    assert {"y0", "y1"} <= machine.ended.keys()
+    before = len(machine.order)
+    for number in range(2, 40):
+        machine.scheduler.apply(of(f"y{number}", Claim(tenant="y"), prompt=16, at=number), machine.now)
+    for _ in range(12):
+        machine.step()
+    first = Counter(name[0] for name in machine.order[before:])
+    assert min(first["x"], first["y"]) >= 4
+    assert abs(first["x"] - first["y"]) <= 2
+
+
 def test_steps_are_brief_while_others_are_there() -> None:
     long = {"prefill_step_budget_ms": 40.0, "contended_step_ms": 5.0, "max_step_tokens": 400, "max_model_len": 2000}
     machine = Machine(pages=2000, **long)

@@ -98,6 +98,24 @@ def test_a_second_page_of_one_content_stays_private() -> None:
     assert (pool.free, pool.cached) == (1, 1)
 
 
+def test_a_damaged_page_leaves_the_cache_once() -> None:
+    """Its block may be known by another page when the pool gives out the damaged one again."""
+    pool = BlockPool(2)
+    cache = PrefixCache(pool)
+    gone: list[BlockHash] = []
+    cache.on_evict = lambda label: gone.append(label.block)
+    damaged, sound = leased(pool, 2)
+    cache.insert(name(0), damaged)
+    cache.forget(damaged)
+    assert gone == [name(0)]
+    assert cache.insert(name(0), sound)
+    pool.release([damaged])
+    assert leased(pool, 1) == [damaged]
+    assert gone == [name(0)]
+    with cache.match([name(0)], limit=1).lease as found:
+        assert found.pages == [sound]
+
+
 def test_a_match_ends_at_the_first_gap_and_at_the_limit() -> None:
     pool = BlockPool(4)
     cache = PrefixCache(pool)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from engine_script import TOO_SMALL_FOR_TWO, check, shown_outcome, shown_plan
 
+from penstock.engine.core.plan import Cancelled
+from penstock.types import RequestId
+
 
 def test_a_preempted_decode_leg_goes_back_to_the_gateway() -> None:
     check(
@@ -44,6 +47,16 @@ def test_a_prefill_leg_waits_for_credit_announces_and_holds_until_released() -> 
         """,
         max_chunk_tokens=4,
     )
+
+
+def test_a_cancel_of_a_later_epoch_ends_the_leg_of_the_earlier_one() -> None:
+    """The submission of that epoch and its cancel may have been lost or passed each other."""
+    world = check("prefill a prompt=8 epoch=1\n grant a\n step -> a 0+8*", to_the_end=False)
+    world.scheduler.apply(Cancelled(id=RequestId("a"), epoch=0), 0.0)
+    assert world.find("a") is not None
+    world.scheduler.apply(Cancelled(id=RequestId("a"), epoch=2), 0.0)
+    assert world.find("a") is None
+    assert world.scheduler.memory.pool.leased == 0
 
 
 def test_a_prefill_leg_may_end_with_its_first_token() -> None:
