@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from penstock.config.base import Config
+from penstock.config.base import Config, Positive
 from penstock.errors import ConfigError
 
 MAX_FILE_BYTES = 4 << 20
@@ -34,7 +34,6 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 ID_CHARS = 12
 KEY_PREFIX = "sk-ps-"
 
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Name = Annotated[str, msgspec.Meta(pattern=NAME)]
 Service = Literal["interactive", "batch"]
 
@@ -43,8 +42,8 @@ class TenantEntry(Config, frozen=True, kw_only=True):
     """How one tenant is served, with whichever of its keys it comes."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # of its share, against those of others
-    tokens_per_minute: _Positive | None = None  # of prompts and answers
-    requests_per_minute: _Positive | None = None
+    tokens_per_minute: Positive | None = None  # of prompts and answers
+    requests_per_minute: Positive | None = None
 
 
 class KeyEntry(Config, frozen=True, kw_only=True):

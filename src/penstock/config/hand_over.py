@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.config.base import Config
+from penstock.config.base import Config, Positive
 
 NIXL = "nixl+"
 """Before the name of a carrier: pages are read by NIXL where both ends have it."""
@@ -23,10 +23,10 @@ class HandOverConfig(Config, frozen=True, kw_only=True):
     hedge_after_s: float = 0.1  # that a prompt waits for bytes alone before computing them here is thought of
     hedge_margin: float = 1.5  # computing must be so many times sooner than waiting
     connections: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2  # to each worker that sends pages over sockets
-    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 256  # of receivers to one sender; more are hung up on
-    max_strangers: Annotated[int, msgspec.Meta(ge=1)] = 32  # of those, that have not proved themselves yet
+    max_connections: Positive = 256  # of receivers to one sender; more are hung up on
+    max_strangers: Positive = 32  # of those, that have not proved themselves yet
     greeting_s: float = 3.0  # to prove oneself, or to answer a new connection
     fetch_stall_s: float = 3.0  # without a byte of pages that were asked for: the connection is given up
     nixl_transports: str = "rc,dc,ud"  # of UCX, over which NIXL reads pages
     nixl_devices: str = "all"  # of UCX
-    fetch_tries: Annotated[int, msgspec.Meta(ge=1)] = 3  # connections that a page is asked for over
+    fetch_tries: Positive = 3  # connections that a page is asked for over

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from penstock.config.base import Config
+from penstock.config.base import Config, Positive
 from penstock.config.hand_over import HandOverConfig
 from penstock.config.scheduling import SchedulingConfig
 from penstock.config.tracing import TraceConfig, TraceLimits
@@ -190,9 +190,7 @@ class Limits(Config, frozen=True, kw_only=True):
     max_reading_audio_bytes: int = 256 << 20  # of all sounds whose files are being read, some 8 bytes a sample
     max_queued_audio: int = 16  # sounds and windows that wait to be read, of all requests
     max_session_chars: int = 256  # of a session's name
-    default_max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = (
-        None  # of a chat that names no length: at most this;
-    )
+    default_max_tokens: Positive | None = None  # of a chat that names no length: at most this;
     # None: what the context leaves
     max_inputs: int = 2048  # texts in one /v1/embeddings, /rerank or /classify request
     max_input_tokens: int = 300_000  # of all of them together
@@ -234,7 +232,7 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     retry_burst: int = 1024  # the most that the budget holds; with more open streams, as many as there are of those
     retry_per_s: float = 10.0  # added to it each second
     retry_wait_s: float = 15.0  # the longest that a resubmission waits for the budget
-    streams_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 24  # of a lost worker, moved in a turn of the event loop
+    streams_per_turn: Positive = 24  # of a lost worker, moved in a turn of the event loop
     forget_s: float = 3600.0  # a worker that has been gone for so long is forgotten, its counters included
     poison_deaths: int = 2  # workers that died by themselves under one request: it is failed
     poison_tokens: int = 8  # new tokens after which a death before them is not held against a request
@@ -247,11 +245,9 @@ class RoutingConfig(Config, frozen=True, kw_only=True):
     split: Literal["auto", "always"] = (
         "auto"  # whether a decode worker may read a prompt that takes it less than a step
     )
-    max_indexed_blocks: Annotated[int, msgspec.Meta(ge=1)] = 1 << 24  # of all workers' caches together; 20 bytes each
+    max_indexed_blocks: Positive = 1 << 24  # of all workers' caches together; 20 bytes each
     max_indexed_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1024  # whose caches are told apart
-    expected_answer_tokens: Annotated[int, msgspec.Meta(ge=1)] = (
-        256  # of an answer that nobody named a length for, before any has ended
-    )
+    expected_answer_tokens: Positive = 256  # of an answer that nobody named a length for, before any has ended
     remembered_requests: Annotated[int, msgspec.Meta(ge=0)] = 1024  # whose decisions can be asked for
     remembered_decisions: Annotated[int, msgspec.Meta(ge=0)] = 16  # the latest, of each of those
 
@@ -355,9 +351,6 @@ class SuperviseConfig(Config, frozen=True, kw_only=True):
     drain_s: float = 30.0  # to finish running answers after SIGTERM
     grace_s: float = 2.0  # between SIGTERM and SIGKILL of a child
     look_s: float = 0.1  # between two looks at the heartbeat board
-
-
-Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class EngineSettings(Config, frozen=True, kw_only=True):

@@ -6,20 +6,17 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.config.base import Config
-
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+from penstock.config.base import Config, Positive, Seconds
 
 
 class TraceLimits(Config, frozen=True, kw_only=True):
     """Spans never keep an answer waiting: those that there is no room for are lost."""
 
-    max_queued_spans: _Positive = 16_384  # that wait to be sent; the oldest are dropped
-    max_batch_spans: _Positive = 512  # sent at a time
-    send_every_s: _Seconds = 1.0  # between two batches that are not full
-    send_timeout_s: _Seconds = 5.0  # for one batch, repetitions included
-    flush_s: _Seconds = 1.0  # for a gateway that ends to send what waits
+    max_queued_spans: Positive = 16_384  # that wait to be sent; the oldest are dropped
+    max_batch_spans: Positive = 512  # sent at a time
+    send_every_s: Seconds = 1.0  # between two batches that are not full
+    send_timeout_s: Seconds = 5.0  # for one batch, repetitions included
+    flush_s: Seconds = 1.0  # for a gateway that ends to send what waits
 
 
 class TraceConfig(TraceLimits, frozen=True, kw_only=True):

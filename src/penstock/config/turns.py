@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+import msgspec
 
-from penstock.config.base import Config
-
-_Positive = Annotated[int, Meta(ge=1)]
+from penstock.config.base import Config, Positive, Seconds
 
 
 class TurnLimits(Config, frozen=True, kw_only=True):
     """Of one gateway process."""
 
-    client_reads_per_turn: _Positive = 4  # pieces of what clients send that are parsed, and so requests that begin
-    answer_units_per_turn: _Positive = 1024  # of tokens made text and written: 8 a write, 1 a token, 128 a new request
-    message_units_per_turn: _Positive = 384  # of messages from workers: 16 a message, 1 a request that has tokens in it
-    flights_per_turn: _Positive = 256  # requests that are looked at for silent workers and deadlines
-    young_collection_objects: _Positive = 500  # new objects that garbage is looked for among
-    full_collection_streams: Annotated[int, Meta(ge=0)] = 256  # open streams up to which it is looked for among all
-    full_collection_s: Annotated[float, Meta(gt=0)] = 60.0  # at least, between two looks among all
-    full_collection_bytes: _Positive = 1 << 30  # that the process has grown by since then: it is done all the same
+    client_reads_per_turn: Positive = 4  # pieces of what clients send that are parsed, and so requests that begin
+    answer_units_per_turn: Positive = 1024  # of tokens made text and written: 8 a write, 1 a token, 128 a new request
+    message_units_per_turn: Positive = 384  # of messages from workers: 16 a message, 1 a request that has tokens in it
+    flights_per_turn: Positive = 256  # requests that are looked at for silent workers and deadlines
+    young_collection_objects: Positive = 500  # new objects that garbage is looked for among
+    full_collection_streams: Annotated[int, msgspec.Meta(ge=0)] = 256  # open streams up to which all are searched
+    full_collection_s: Seconds = 60.0  # at least, between two looks among all
+    full_collection_bytes: Positive = 1 << 30  # that the process has grown by since then: it is done all the same

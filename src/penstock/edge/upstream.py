@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import httptools
 
-from penstock.edge.errors import Header
 from penstock.errors import NoWorkers
+
+Header = tuple[bytes, bytes]
 
 CONNECT_S = 2.0
 _CHUNK = 64 << 10

@@ -1,28 +1,34 @@
-"""What the processes of a service import, imported by the supervisor when all of them are ready.
-
-Before, it would delay them.  Whoever is forked anew from then on has the code that the service began with, whatever has
-become of the package on disk meanwhile, and begins sooner.
+"""Preloads, in the supervisor, the modules that its children import: a child that is restarted runs the code that the
+service started with, even if the package on disk has changed since, and it starts sooner.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 log = logging.getLogger(__name__)
 
+GATEWAY_MODULES = (
+    "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts
+    "penstock.launch.front",
+    "penstock.launch.gateway",
+    "penstock.launch.worker",
+)
+"""Imported by the processes of a service."""
 
-def import_ahead() -> None:
-    """Everything.  A package that cannot be read any more is no reason to end what runs: then there is a warning."""
+
+def preload(modules: Sequence[str]) -> None:
+    """Import these modules, and uvloop if it is installed.  Called when all children are ready.
+
+    A module that cannot be imported does not end a running service: a warning is logged.
+    """
     try:
-        import uvicorn.lifespan.on  # noqa: F401 - found by name, late
-
-        import penstock.launch.front
-        import penstock.launch.gateway
-        import penstock.launch.storefront
-        import penstock.launch.worker  # noqa: F401
-
+        for module in modules:
+            import_module(module)
         if find_spec("uvloop") is not None:
-            import uvloop  # noqa: F401
+            import_module("uvloop")
     except Exception as error:  # noqa: BLE001 - modules of two versions fail in any way
         log.warning("the package on disk has changed (%s): a gateway that dies may not come back", error)

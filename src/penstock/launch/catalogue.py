@@ -33,6 +33,7 @@ from penstock.config.schema import ServeConfig
 from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop
+from penstock.launch.ahead import GATEWAY_MODULES
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
 from penstock.launch.compose import Nested, begin, listening, say, serve, slots_of, url_of, warn_of_short_key, watch
@@ -88,7 +89,7 @@ def serve_catalogue(config: ServeConfig) -> int:
             say(_lines(places, config.model_memory))
             say([f"ready after {phases}: {url_of(config, port)}"])
 
-        return watch(supervisor, None, None, phases, ready)
+        return watch(supervisor, None, None, phases, ready, modules=(*GATEWAY_MODULES, "penstock.launch.storefront"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class CatalogueJobs:
                 name=entry.name,
                 listener=listener,
                 slot=self.slots[entry.name],
-                event_key=event_key(self.store),
+                event_key=event_key(self.store.api_key, self.store.api_keys, self.store.scheduling.max_tenants),
                 buckets=self.buckets,
             ),
         )

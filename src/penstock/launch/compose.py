@@ -20,7 +20,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +54,14 @@ from penstock.config.schema import (
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels.select import available_families
 from penstock.launch import drafting, event_loop
-from penstock.launch.ahead import import_ahead
+from penstock.launch.ahead import GATEWAY_MODULES, preload
 from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.beside import beside_of
 from penstock.launch.board import Board, Slot
 from penstock.launch.event_key import event_key
 from penstock.launch.facts import machine_facts, process_began, usable_cores
 from penstock.launch.gpu import gpu_report
-from penstock.launch.jobs import Front, HostJobs, Mailboxes, Workers, incarnations_of_a_run, layout_of
+from penstock.launch.jobs import Front, HostJobs, Mailboxes, ModelSource, Workers, incarnations_of_a_run, layout_of
 from penstock.launch.locate import Located, locate
 from penstock.launch.restart import GATEWAY
 from penstock.launch.run_folder import RunFolder
@@ -88,9 +88,9 @@ SAFE_KEY_CHARS = 16
 """Of an API key; shorter ones are warned of."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Nested:
-    """What a service that is one of several has from the process that forked it."""
+    """What a service that is one model of a catalog gets from the catalog's supervisor, which forked it."""
 
     name: str
     listener: socket.socket
@@ -98,73 +98,79 @@ class Nested:
     event_key: str
     buckets: SharedBuckets
 
-    def pulse(self) -> None:
-        """I am alive."""
+    def beat(self) -> None:
+        """Beat on the heartbeat board of the catalog's supervisor."""
         now = time.monotonic_ns()
         self.slot.beat(now, now, 0)
 
 
 def serve(config: ServeConfig, nested: Nested | None = None) -> int:
-    """``penstock serve`` from start to end; returns the exit code.
+    """Run ``penstock serve`` until it ends; returns the exit code.
 
     Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
     """
     phases = begin(config, nested.name if nested else "supervisor")
-    tls = None if nested else checked_tls(config)  # the front of a catalogue has its own, and asks over the loopback
+    tls = None if nested else checked_tls(config)  # the front of a catalog has its own, and asks over the loopback
     located = locate(config.model)
     spec = read_sparsely(inspect_model(located.path), config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
-    found = None if config.join else drafting.find(config, located.path, spec)
-    plan = None if config.join else decide(config, name, spec, _beside(config, found, lora))
+    model = ModelSource(
+        path=located.path,
+        spec=spec,
+        manifests=manifests_of(config, located),
+        draft=None if config.join else drafting.find(config, located.path, spec),
+        loras=lora.adapters,
+    )
+    plan = None if config.join else decide(config, name, spec, _beside(config, model))
     keys = _shared_keys(config) if config.join else Keys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
+    gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
         listener = nested.listener if nested else stack.enter_context(listening(config.host, config.port))
         port = listener.getsockname()[1]
-        gateways = _gateways(config)
         slots = slots_of((*gateways, *_names(plan)))
-        length = plan.scheduler.max_model_len if plan else context_length(config, _model_facts(name, spec))
-        told = _gateway_config(config, located, spec, (name, length, port), lora)
-        known = nested.event_key if nested else event_key(config, keys if config.join else None)
-        told = structs.replace(told, fronted=nested is not None, tls=tls, event_key=known)
-        told = told if plan is None else structs.replace(told, split=plan.split and told.split)
-        created, json = int(time.time()), config.log_json
-        buckets = nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants)
-        own = {gateway: slots[gateway] for gateway in gateways}
+        shared = keys if config.join else None
+        gateway_config = structs.replace(
+            _gateway_config(config, located, spec, name=name, lora=lora, plan=plan),
+            port=port,
+            tls=tls,
+            fronted=nested is not None,
+            event_key=nested.event_key if nested else _event_key(config, shared),
+        )
         front = Front(
-            config=told, listener=listener, keys=keys, slots=own, log_json=json, created=created, buckets=buckets
+            config=gateway_config,
+            listener=listener,
+            keys=keys,
+            slots={gateway: slots[gateway] for gateway in gateways},
+            log_json=config.log_json,
+            created=int(time.time()),
+            buckets=nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants),
         )
         workers = None
         if plan is not None:
             mailboxes = Mailboxes(keys, stack.enter_context(closing(RunFolder())).endpoint)
-            model = located.path, spec, manifests_of(config, located), found
-            workers = Workers(config, plan, model, mailboxes, slots, loras=lora.adapters)
+            workers = Workers(config, plan, model, mailboxes, slots)
             stack.callback(workers.close)
-        notes = plan.notes if plan else ()
+        length, notes = gateway_config.max_model_len, plan.notes if plan else ()
         say(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
-        pulse = nested.pulse if nested else None
-        supervisor = stack.enter_context(
-            Supervisor(config.supervise, HostJobs(front, workers), slots, pulse, gateways=gateways)
-        )
+        jobs, beat = HostJobs(front, workers), nested.beat if nested else None
+        supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, beat, gateways=gateways))
         supervisor.when_stopping(listener.close)
 
         def ready() -> None:
             say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
             if nested:
                 nested.slot.set_state(WorkerState.READY)
-                return
-            url = url_of(config, port)
-            needs_key = bool(config.api_key or config.api_keys)
-            state = "answers, not ready before workers have joined," if config.join else "ready"
-            say(talk_lines(url, (name, spec.task), needs_key=needs_key, took=str(phases), state=state))
+            else:
+                say(_talk_lines(config, name, spec, port, took=str(phases)))
 
         return watch(supervisor, workers, plan, phases, ready)
 
 
 def serve_worker(config: WorkerServeConfig) -> int:
-    """``penstock worker`` from start to end; returns the exit code.  Raises as ``serve``."""
+    """Run ``penstock worker`` until it ends; returns the exit code.  Raises as ``serve``."""
     phases = begin(config)
     located = locate(config.model)
     spec = read_sparsely(inspect_model(located.path), config)
@@ -173,14 +179,18 @@ def serve_worker(config: WorkerServeConfig) -> int:
         raise ConfigError(f"--listen {config.listen}: choose a port, for gateways have to know it; 0 would be any")
     keys = _shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
-    found = drafting.find(config, located.path, spec)
-    facts = _model_facts(located.name, spec, beside_of(config, found))
+    model = ModelSource(
+        path=located.path,
+        spec=spec,
+        manifests=manifests_of(config, located),
+        draft=drafting.find(config, located.path, spec),
+    )
+    facts = _model_facts(located.name, spec, beside_of(config, model.draft))
     plan = resolve_worker(config, worker, _machine(config), facts)
     _check_free(config.listen)
     with ExitStack() as stack:
         slots = slots_of((worker,))
         mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
-        model = located.path, spec, manifests_of(config, located), found
         workers = Workers(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)
         say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
@@ -237,12 +247,19 @@ def watch(
     plan: ServePlan | None,
     phases: Phases,
     announce: Callable[[], None],
+    *,
+    modules: Sequence[str] = GATEWAY_MODULES,
 ) -> int:
+    """Start everything, load the weights and supervise until all has ended; returns the exit code.
+
+    ``announce`` is called once, when all children are ready; then ``modules`` are preloaded for later gateways.
+    """
+
     def ready() -> None:
         phases.end("processes")
         announce()
         if supervisor.has_gateways:  # workers were forked with all that they need
-            import_ahead()
+            preload(modules)
 
     try:
         supervisor.start()
@@ -263,10 +280,6 @@ def say(lines: Iterable[str]) -> None:
         log.info("%s", line)
 
 
-def _gateways(config: ServeConfig) -> tuple[str, ...]:
-    return tuple(f"gateway-{number}" for number in range(config.gateways))
-
-
 def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
     return tuple(worker.worker for worker in plan.workers) if plan else ()
 
@@ -275,17 +288,29 @@ def slots_of(names: tuple[str, ...]) -> dict[str, Slot]:
     return dict(zip(names, Board(len(names)).slots, strict=True))
 
 
+def _talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
+    """The last lines of a start: the URL, and commands that talk to it."""
+    needs_key = bool(config.api_key or config.api_keys)
+    state = "answers, not ready before workers have joined," if config.join else "ready"
+    return talk_lines(url_of(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
+
+
+def _event_key(config: ServeConfig, shared: Keys | None) -> str:
+    return event_key(config.api_key, config.api_keys, config.scheduling.max_tenants, shared)
+
+
 def _gateway_config(
-    config: ServeConfig, located: Located, spec: ModelSpec, told: tuple[str, int, int], lora: LoraConfig
+    config: ServeConfig, located: Located, spec: ModelSpec, *, name: str, lora: LoraConfig, plan: ServePlan | None
 ) -> GatewayConfig:
-    name, length, port = told
+    """The gateways' configuration as far as the settings decide it.  ``plan`` None: all workers are on other hosts."""
     check_keys(config.api_keys, config.scheduling.max_tenants)
     warn_of_short_key(config.api_key)
     event_loop.chosen(config.event_loop)
+    split = not config.aggregated and spec.task.writes
+    length = context_length(config, _model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
     return GatewayConfig(
         name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
         host=config.host,
-        port=port,
         model_path=str(located.path),
         model_name=name,
         max_model_len=length,
@@ -294,7 +319,7 @@ def _gateway_config(
             unknown_fields=config.unknown_fields,
             disable_additional_properties=config.disable_additional_properties,
         ),
-        split=not config.aggregated and spec.task.writes,
+        split=split and (plan is None or plan.split),
         task=spec.task,
         vocabulary=spec.vocab,
         width=0 if spec.pooler is None else spec.pooler.labels or spec.hidden,
@@ -346,8 +371,8 @@ def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraCon
     )
 
 
-def _beside(config: ServeConfig, found: drafting.Found | None, lora: LoraConfig) -> tuple[Beside, ...]:
-    return beside_of(config, found, lora.adapters, more_loras=config.allow_lora_updating)
+def _beside(config: ServeConfig, model: ModelSource) -> tuple[Beside, ...]:
+    return beside_of(config, model.draft, model.loras, more_loras=config.allow_lora_updating)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""What proves that an event's id is one of this service's (``edge.event_ids``).
+"""The key that event ids are signed with (``edge.event_ids``): a client cannot make up the id of another's stream.
 
-All gateways of a service know it, also after a restart and on other hosts, and as far as that goes nobody else does.
+All gateways of a service derive the same key, also after a restart and on other hosts.
 """
 
 from __future__ import annotations
@@ -9,22 +9,17 @@ from hashlib import blake2b
 from pathlib import Path
 
 from penstock.config.api_keys import load_keys
-from penstock.config.schema import ServeConfig
-from penstock.config.storefront import StoreConfig
 from penstock.wire.keys import Keys
 
 
-def event_key(config: ServeConfig | StoreConfig, shared: Keys | None = None) -> str:
-    """In hex.  ``shared``: the keys that gateways on several hosts have.  Raises ConfigError.
-
-    It follows from the salt of the file of API keys; or from the secret that gateways share; or from the one API key,
-    whose holders are one tenant.
+def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: Keys | None = None) -> str:
+    """The key in hex, derived from the first that is set: the salt of the file ``api_keys``, the secret of the keys
+    that hosts share, ``api_key`` (all its holders are one tenant).  Raises ConfigError.
     """
-    if config.api_keys is not None:
-        path = Path(config.api_keys).expanduser()
-        secret = load_keys(path, config.scheduling.max_tenants).salt.encode()
+    if api_keys is not None:
+        secret = load_keys(Path(api_keys).expanduser(), max_tenants).salt.encode()
     elif shared is not None:
         secret = shared.server_secret
     else:
-        secret = (config.api_key or "").encode()
+        secret = (api_key or "").encode()
     return blake2b(secret, digest_size=32, person=b"penstock events").hexdigest()

@@ -86,6 +86,17 @@ def incarnations_of_a_run() -> int:
     return (1 + secrets.randbelow((1 << RUN_BITS) - 1)) << RESTART_BITS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """The model of a host's workers, before its weights are loaded."""
+
+    path: Path
+    spec: ModelSpec
+    manifests: Manifests | None  # the hashes of its weights at the last load
+    draft: drafting.Found | None  # what proposes draft tokens for it
+    loras: Sequence[NamedAdapter] = ()  # adapters that are loaded with it
+
+
 class Workers:
     """The workers of this host: shared weights, one KV memory each, and how each begins."""
 
@@ -93,19 +104,15 @@ class Workers:
         self,
         config: EngineSettings,
         plan: ServePlan,
-        model: tuple[Path, ModelSpec, Manifests | None, drafting.Found | None],
+        model: ModelSource,
         mailboxes: Mailboxes,
         slots: Mapping[str, Slot],
-        *,
-        loras: Sequence[NamedAdapter] = (),
     ) -> None:
-        """``model``: the last of it is what guesses for it.  ``loras`` are loaded with it.  Raises ConfigError when the
-        system gives no memory."""
-        self._loras = loras
+        """Raises ConfigError when the system gives no memory."""
         self._config = config
         self._plan = plan
-        self._path, spec, self._manifests, self._drafts = model
-        self._spec = for_length(spec, plan.scheduler.max_model_len)
+        self._model = model
+        self._spec = for_length(model.spec, plan.scheduler.max_model_len)
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
@@ -221,7 +228,7 @@ class Workers:
             gateways={name: slot for name, slot in self._slots.items() if name not in self._places},
             adapters=loaded.adapters,
             cores=self._shared_cores(config, place),
-            vocabulary=partial(model_vocabulary, self._path),
+            vocabulary=partial(model_vocabulary, self._model.path),
             pages_on_device=self._plan.on_device(place),
             twins=twins if self._plan.on_device(place) and config.hands_over else None,
             lanes=self._plan.lanes,
@@ -243,7 +250,9 @@ class Workers:
 
     def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:
         begun = time.monotonic()
-        loaded = load_model(self._path, self._spec, ops, progress, threads=threads, manifests=self._manifests)
+        loaded = load_model(
+            self._model.path, self._spec, ops, progress, threads=threads, manifests=self._model.manifests
+        )
         build = build_model if self._plan.scheduler.pooling is None else build_reader
         model = build(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
@@ -253,7 +262,7 @@ class Workers:
     def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> guessing.Loaded | None:
         from penstock.launch.guessing import load
 
-        return None if self._drafts is None else load(self._drafts, model, ops, threads)
+        return None if self._model.draft is None else load(self._model.draft, model, ops, threads)
 
     def _adapters(self, ops: Ops, loaded: LoadedModel) -> Adapters:
         """Those of the start, in memory, and room for others.  Raises AdapterRefused."""
@@ -262,7 +271,7 @@ class Workers:
         if self._plan.scheduler.pooling is not None:
             return Adapters.none(ops, room)
         adapters = Adapters.of(ops, loaded, room)
-        for own in self._loras:
+        for own in self._model.loras:
             adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
         return adapters
 

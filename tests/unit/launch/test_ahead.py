@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.launch.ahead import import_ahead
+from penstock.launch.ahead import GATEWAY_MODULES, preload
 
 
 class OfTwoVersions:
@@ -27,5 +27,5 @@ def test_what_cannot_be_imported_is_told_and_ends_nothing(
 ):
     monkeypatch.delitem(sys.modules, "uvicorn.lifespan.on", raising=False)
     monkeypatch.setattr(sys, "meta_path", [OfTwoVersions(error), *sys.meta_path])
-    import_ahead()
+    preload(GATEWAY_MODULES)
     assert "the package on disk has changed" in caplog.text
