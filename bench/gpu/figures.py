@@ -39,7 +39,6 @@ BARS: Sequence[Bar] = (
     Bar("mixed_beside", "the same beside the next 2,048 tokens, against reading those alone", "shown", unit="x"),
     Bar("host_cpu", "host CPU at 10,000 output tokens/s, of one core", "< 0.25", most=0.25),
     Bar("start", "8 B model: from page cache to first token", "< 4 s", most=4.0, unit="s"),
-    Bar("split", "p99 ITL under long prompts, both roles apart on one GPU against aggregated", "<= 0.5", most=0.5),
     Bar("memory", "GPU memory beside weights and KV", "< 1.5 GiB", most=1.5, unit="GiB"),
     Bar("plan", "what `penstock plan` says is free, against torch.cuda", "within 3 %", most=0.03),
     Bar("moe_decode_1", "decode, batch 1, MoE shape: of the read bandwidth, over what is read", "shown"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from bench.gpu import engine, law1, mixed, peers, products, roofline, split, start
+from bench.gpu import engine, law1, mixed, peers, products, roofline, start
 from bench.gpu.checks import Kernels
 from bench.gpu.checks_of_some import KernelsOfSome
 from bench.gpu.driving import Driver
@@ -164,13 +164,6 @@ class Run:
         self.findings.record("mixed_out", line["GB_per_s"], told)
         self.findings.record("mixed_beside", line["beside"])
 
-    def split(self) -> None:
-        """Both roles in turn, and side by side."""
-        lines, same = split.measured(self._driver().made, self.ops, self.place, self.sizes)
-        self.findings.tables["answers under long prompts"] = lines
-        self.findings.checks.append(Check("lanes: the tokens of one worker in turn", same, "" if same else "others"))
-        self.findings.record("split", *split.best(lines))
-
     def law1_cost(self) -> None:
         """Against free orders."""
         driver = self._driver()
@@ -226,7 +219,6 @@ def run(*, dry: bool, limit_s: float) -> Findings:
     own.part("prefill", 30, ("prefill_8k",), own.prefill)
     own.part("pages out, for processors", 20, ("mixed_out", "mixed_beside"), own.mixed)
     own.part("compressed", 60, ("compressed_1", "compressed_16", "compressed_64"), own.compressed)
-    own.part("prompts beside answers", 60, ("split",), own.split)
     own.part("free orders", 30, ("law1_decode", "law1_prefill"), own.law1_cost)
     own.part("transformers", 40, ("transformers",), own.transformers)
     own.part("experts", 60, ("moe_decode_1",), own.experts)

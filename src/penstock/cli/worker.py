@@ -71,9 +71,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--threads", metavar="N", help="own kernel threads of each worker (default: cores / workers)")
     group.add_argument("--device", metavar="auto|cpu|cuda", help="default: auto, a GPU if one suits the model")
     group.add_argument(
-        "--gpu-lanes",
-        metavar="off|auto|priority|green",
-        help="on a GPU, read prompts beside the answers; the same answers (default: off; docs/gpu.md)",
+        "--gpu-lanes", metavar="off", help="removed; ignored with a line in the log (docs/gpu.md, Prompts and answers)"
     )
     group.add_argument("--max-model-len", metavar="T", help="longest prompt and answer together (default: the model's)")
     group.add_argument("--kv-memory", metavar="SIZE", help="KV pages of each worker, as 512MiB or 2GB")

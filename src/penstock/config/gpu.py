@@ -16,11 +16,6 @@ RUNTIME_BYTES = 896 << 20
 positions), what recorded graphs keep beside their logits, and what allocators round up.  An allowance."""
 
 
-CAPTURED_ROWS = 256
-"""Answers of a step that is captured at most (``kernels.triton.program``).  Larger steps share a workspace in which
-compressed weights are decoded, and so may a prompt's: two of them must not be computed side by side."""
-
-
 class GpuFacts(Config, frozen=True, kw_only=True):
     """One GPU, as ``launch.gpu`` found it."""
 
@@ -88,29 +83,6 @@ def choose(config: EngineSettings, report: GpuReport, unfit: str) -> DeviceChoic
     if reason:
         return DeviceChoice(device="cpu", note=f"{gpu.name} is not used: {reason}; --device cuda would have it used")
     return chosen(gpu, "found by itself; --device cpu would leave it alone")
-
-
-def lanes_of(config: EngineSettings, choice: DeviceChoice, unfit: str) -> tuple[str, str]:
-    """How prompts and answers share a GPU, and a line for people if they do not though it was asked for.
-
-    ``unfit``: what of the model's steps the host cannot leave alone, or a padded step would spoil.
-    """
-    if config.gpu_lanes == "off":
-        return "off", ""
-    reason = unfit
-    if choice.device != "cuda":
-        reason = "no GPU is used"
-    elif config.kernels not in ("auto", TRITON):
-        reason = f"--kernels {config.kernels} compute one step at a time"
-    elif isinstance(config, WorkerServeConfig) and config.mixed_with is not None:
-        reason = "with --mixed-with it only reads prompts"
-    elif config.speculate != "off":
-        reason = f"--speculate {config.speculate} guesses between steps"
-    elif isinstance(config, ServeConfig) and (config.lora or config.allow_lora_updating):
-        reason = "steps with adapters are computed operation by operation there"
-    elif config.max_running > CAPTURED_ROWS:
-        reason = f"--max-running {config.max_running} is more than the {CAPTURED_ROWS} answers of a captured step"
-    return ("off", f"--gpu-lanes {config.gpu_lanes} is left aside: {reason}") if reason else (config.gpu_lanes, "")
 
 
 def chosen(gpu: GpuFacts, why: str) -> DeviceChoice:

@@ -11,7 +11,7 @@ import msgspec
 from penstock.config.base import Config
 from penstock.config.beside import Beside, beside_bytes
 from penstock.config.cores import Core, Places, Share, Wishes
-from penstock.config.gpu import RUNTIME_BYTES, TRITON, DeviceChoice, GpuReport, choose, lanes_of
+from penstock.config.gpu import RUNTIME_BYTES, TRITON, DeviceChoice, GpuReport, choose
 from penstock.config.hand_over import NIXL
 from penstock.config.kv_dtype import kv_dtype
 from penstock.config.loopback import is_loopback
@@ -44,6 +44,9 @@ from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach, most_pages, tokens_held
 from penstock.types import FP8_E4M3, PAGE_TOKENS, Role, WorkerId
 
+NO_GPU_LANES = (
+    "--gpu-lanes is ignored: the two lanes on one GPU were removed, and one step computes prompts and answers"
+)
 NO_GUESSES = (
     "--speculate is off: this model's recurrent layers keep one state, which cannot take back tokens that were guessed "
     "wrongly"
@@ -122,7 +125,6 @@ class ServePlan(Config, frozen=True, kw_only=True):
     carrier: str  # "shm", "tcp", "tcp-sealed" or "curve", some with "nixl+" before it
     pages_port: int = 0  # where pages are fetched over sockets; 0: any free one
     device: str = "cpu"  # or "cuda"
-    lanes: str = "off"  # or how prompts and answers share the GPU: "auto", "priority" or "green"
     family: str  # kernel family
     reading: Reading | None = None  # of prefill workers, where they compute otherwise than the others
     mixed_with: str = ""  # numerics class of the other role's workers, on other hosts; empty: the same as here
@@ -272,7 +274,7 @@ def _resolve(
     division = shares(places, cores, machine.cores, wishes, reader)
     wanted = config.speculate != "off" and model.pooling is None
     silent = wanted and model.recurrent
-    lanes, why_none = lanes_of(config, choice, _no_lanes(model))
+    removed = NO_GPU_LANES if config.gpu_lanes != "off" else ""
     scheduler = msgspec.structs.replace(
         scheduler_of(config, model, (pages, max_model_len)),
         even_pace=any(share.loans for share in division.shares),
@@ -283,7 +285,6 @@ def _resolve(
         workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
         carrier=carrier,
         device=choice.device,
-        lanes=lanes,
         family=family,
         reading=reading,
         dtype=dtype,
@@ -291,7 +292,7 @@ def _resolve(
         page_bytes=page_bytes,
         scheduler=scheduler,
         nodes=division.nodes,
-        notes=(*filter(None, (*told, note, why_none)), *((NO_GUESSES,) if silent else ()), *division.notes),
+        notes=(*filter(None, (*told, note, removed)), *((NO_GUESSES,) if silent else ()), *division.notes),
     )
 
 
@@ -372,16 +373,6 @@ def _pages(config: EngineSettings, memory: Room, size: PageSize) -> tuple[int, i
         )
     note = f"context cut from {longest} to {fits} tokens: {source} holds no more; {ample} would hold all"
     return pages, fits, note
-
-
-def _no_lanes(model: ModelFacts) -> str:
-    """Why lanes cannot have it: computed op by op, or not captured, as padding rows change states.  Empty: they can."""
-    if model.pooling is not None:
-        return f"{model.name} only reads"
-    if model.sees:
-        return f"{model.name} reads images or sounds"
-    recurrent = f"{model.name} has recurrent layers, whose steps are not captured"
-    return recurrent if model.recurrent else ""
 
 
 def _unfit(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> str:

@@ -375,7 +375,7 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     sparse_from: Annotated[int, msgspec.Meta(ge=0)] = 4096  # positions before it read everything
     kernels: str = "auto"  # a kernel family, or "reference"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "auto": a GPU if there is one that suits the model
-    gpu_lanes: Literal["off", "auto", "priority", "green"] = "off"  # prompts are read beside the answers on a GPU
+    gpu_lanes: Literal["off", "auto", "priority", "green"] = "off"  # removed: another value is reported and ignored
     max_loras: Positive = 16  # adapters in memory at once
     lora_memory: Positive = 1 << 30  # bytes of adapters in memory of a worker, and of the files of all that are listed
     max_lora_rank: Positive = 256

@@ -231,7 +231,6 @@ class Workers:
             vocabulary=partial(model_vocabulary, self._model.path),
             pages_on_device=self._plan.on_device(place),
             twins=twins if self._plan.on_device(place) and config.hands_over else None,
-            lanes=self._plan.lanes,
         )
         return run_worker(config, inherited)
 

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,12 +21,10 @@ from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.images.stage import ImageStage
-from penstock.engine.lane_loop import LaneLoop
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model, Reader, encoder_of
 from penstock.engine.runner.adapters import Adapters
 from penstock.engine.runner.constraint import Patience
-from penstock.engine.runner.device_lanes import DeviceLanes
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.engine.runner.port import Runner
@@ -39,7 +37,6 @@ from penstock.engine.service.stored import NoStore, StoredPages
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
 from penstock.kernels.cores import Cores
-from penstock.kernels.lanes import HasLanes, Lanes
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import CAPTURE_S, Captures, Ops, StepProgram
 from penstock.kernels.page_writing import WritesPages
@@ -97,7 +94,6 @@ class Inheritance:
     drafts: Loaded | None = None  # the head or model that guesses tokens ahead
     pages_on_device: bool = False  # the backend keeps KV pages where it computes
     twins: str | None = None  # the layout in which they are written to host memory and handed over; None: they are not
-    lanes: str = "off"  # how prompts are read beside answers (``HasLanes.lanes``)
 
 
 def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
@@ -129,7 +125,9 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     stored = _stored(config, inherited, own, peers, (scheduler, clock))
     ready = Ready(grammars, images, inherited.adapters, stored)
     mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=ready)
-    loop, wakes = _loop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
+    if isinstance(runner, ModelRunner):
+        scheduler.sitting_out = runner.sitting_out
+    loop = EngineLoop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
     loop.on_plan = Pulse(inherited.slot, inherited.gateways, mailbox).on_plan
     inherited.slot.set_state(WorkerState.READY)
     cores = inherited.cores
@@ -141,7 +139,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         if not images.work() and not moved and not mailbox.busy:
             cores.lend()
             idle_s = min(_idle_s(scheduler, clock), mailbox.patience_s)
-            transport.wait(idle_s, [*mailbox.sources, *encoders.links()], [*mailbox.descriptors, *wakes])
+            transport.wait(idle_s, [*mailbox.sources, *encoders.links()], mailbox.descriptors)
             cores.take()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
@@ -149,17 +147,6 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     stored.close()
     grammars.close()
     return 0
-
-
-def _loop(
-    mailbox: WorkerMailbox, scheduler: Scheduler, runner: Runner | DeviceLanes, clock: MonotonicClock, *, max_steps: int
-) -> tuple[EngineLoop | LaneLoop, Sequence[int]]:
-    """The hot loop, and descriptors that are readable when a lane of it may be done."""
-    if isinstance(runner, ModelRunner | DeviceLanes):
-        scheduler.sitting_out = runner.sitting_out
-    if isinstance(runner, DeviceLanes):
-        return LaneLoop(mailbox, scheduler, runner, clock, max_steps=max_steps), runner.descriptors
-    return EngineLoop(mailbox, scheduler, runner, clock, max_steps=max_steps), ()
 
 
 def _memories(config: WorkerConfig, inherited: Inheritance) -> tuple[KvMemory, dict[WorkerId, KvMemory]]:
@@ -222,29 +209,15 @@ def set_niceness(niceness: int) -> bool:
     return True
 
 
-def _runner(
-    config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, ImageStage]
-) -> Runner | DeviceLanes:
+def _runner(config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, ImageStage]) -> Runner:
     ops = inherited.ops
     if config.pooling is not None:
         return PoolingRunner(cast(Reader, inherited.model), ops, kv)
     model, (grammars, images) = cast(Model, inherited.model), beside
     patience = Patience(wait_s=config.mask_wait_ms / 1000)
-    if inherited.lanes != "off" and isinstance(ops, HasLanes):
-        aids = Aids(matcher_of=grammars.matcher, adapters=inherited.adapters, patience=patience)
-        programs = ops.lanes(model, kv, inherited.lanes, inherited.slot.getting_on)
-        return DeviceLanes(model, ops, kv, _lanes_ready(programs, inherited.slot), aids)
     program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
     aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, patience=patience)
     return ModelRunner(model, ops, kv, program, aids)
-
-
-def _lanes_ready(programs: Lanes, slot: Slot) -> Lanes:
-    begun = time.monotonic()
-    count = programs.make_ready(slot.getting_on, CAPTURE_S)
-    log.info("prompts are read beside answers, %s", programs.how)
-    log.info("steps of %d sizes made ready in %.2f s", count, time.monotonic() - begun)
-    return programs
 
 
 def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:

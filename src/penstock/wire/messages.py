@@ -292,7 +292,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     kv_pages_used: Count = 0
     kv_pages_free: Count = 0  # cached pages count as free: they can be evicted
     kv_pages_leaked: Count = 0
-    kv_pages_loading: Count = 0  # of those used, pages that a tier of the KV store (or a lane) fills for no request
+    kv_pages_loading: Count = 0  # of those used, pages that a tier of the KV store fills for no request
     counters: Counters = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
     prompt_tokens: Count = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
     prompt_pairs: Count = 0  # (query, key) pairs of their attention

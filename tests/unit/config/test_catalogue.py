@@ -50,10 +50,10 @@ def test_an_entry_is_a_service_of_its_own(tmp_path: Path) -> None:
 
 
 def test_one_model_may_have_the_gpu_with_all_that_is_free_there(tmp_path: Path) -> None:
-    text = '[[model]]\nname = "a"\npath = "a"\n[[model]]\nname = "b"\npath = "b"\ndevice = "cuda"\ngpu_lanes = "auto"\n'
+    text = '[[model]]\nname = "a"\npath = "a"\n[[model]]\nname = "b"\npath = "b"\ndevice = "cuda"\nmax_running = 7\n'
     one, two = entries(tmp_path, text)
-    assert (one.settings.device, one.settings.gpu_lanes, one.settings.kv_memory) == ("auto", "off", DEFAULT_KV_BYTES)
-    assert (two.settings.device, two.settings.gpu_lanes, two.settings.kv_memory) == ("cuda", "auto", None)
+    assert (one.settings.device, one.settings.max_running, one.settings.kv_memory) == ("auto", 256, DEFAULT_KV_BYTES)
+    assert (two.settings.device, two.settings.max_running, two.settings.kv_memory) == ("cuda", 7, None)
     assert (one.workers, two.workers) == (2, 1)
 
 

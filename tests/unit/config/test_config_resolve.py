@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.config.beside import Beside
 from penstock.config.cores import Core
-from penstock.config.gpu import CAPTURED_ROWS, RUNTIME_BYTES, GpuFacts, GpuReport, is_ruled_out
+from penstock.config.gpu import RUNTIME_BYTES, GpuFacts, GpuReport, is_ruled_out
 from penstock.config.load import parse_size
 from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, kv_store, resolve, resolve_worker
 from penstock.config.room import show_bytes
@@ -220,35 +220,10 @@ def test_a_mooncake_store_is_asked_for_by_its_master() -> None:
         kv_store(ServeConfig(kv_mooncake="moon:50051"), "cuda", writes=True)
 
 
-@pytest.mark.parametrize(
-    ("machine", "flags", "changes", "why"),
-    [
-        (SERVER, {}, {}, "no GPU is used"),
-        (GPU_SERVER, {"device": "cuda", "kernels": "reference"}, {}, "--kernels reference compute one step at a time"),
-        (GPU_SERVER, {"speculate": "lookup"}, {}, "--speculate lookup guesses between steps"),
-        (GPU_SERVER, {"lora": ("a=/a",)}, {}, "steps with adapters are computed operation by operation there"),
-        (
-            GPU_SERVER,
-            {"allow_lora_updating": True},
-            {},
-            "steps with adapters are computed operation by operation there",
-        ),
-        (GPU_SERVER, {"max_running": 300}, {}, "--max-running 300 is more than the 256 answers of a captured step"),
-        (GPU_SERVER, {"device": "cuda"}, {"sees": True}, "llama-8b reads images or sounds"),
-    ],
-)
-def test_lanes_are_left_aside_where_they_cannot_be(
-    machine: MachineFacts, flags: dict[str, object], changes: dict[str, object], why: str
-) -> None:
-    made = plan(machine, msgspec.structs.replace(LLAMA, **changes), gpu_lanes="green", **flags)
-    assert made.lanes == "off"
-    assert f"--gpu-lanes green is left aside: {why}" in made.notes
-
-
-def test_lanes_are_there_only_where_they_were_asked_for() -> None:
-    assert plan(GPU_SERVER, LLAMA).lanes == "off"
-    assert plan(GPU_SERVER, LLAMA, gpu_lanes="auto").lanes == "auto"
-    assert ServeConfig().max_running == CAPTURED_ROWS
+@pytest.mark.parametrize("machine", [SERVER, GPU_SERVER])
+def test_gpu_lanes_were_removed_and_say_so(machine: MachineFacts) -> None:
+    assert any("--gpu-lanes is ignored" in note for note in plan(machine, LLAMA, gpu_lanes="auto").notes)
+    assert not any("lanes" in note for note in plan(machine, LLAMA).notes)
 
 
 def test_no_gpu_is_looked_for_where_flags_rule_it_out() -> None:

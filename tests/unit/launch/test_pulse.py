@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.engine.core.plan import Lane, Plan, Row
+from penstock.engine.core.plan import Plan, Row
 from penstock.launch.board import Board
 from penstock.launch.pulse import Pulse
 
@@ -25,9 +25,9 @@ class Watch:
         self.pulse = Pulse(self.slot, {"g": self.slot}, mailbox, lambda: self.now_ns)
         assert mailbox.gateways_now() == {"g": 0}
 
-    def plan(self, at_s: float, predicted_s: float = 0.0, lane: Lane | None = None) -> tuple[float, float]:
+    def plan(self, at_s: float, predicted_s: float = 0.0) -> tuple[float, float]:
         self.now_ns = int(at_s * 1e9)
-        plan = Plan(rows=ROWS if predicted_s else (), predicted_s=predicted_s, lane=lane)
+        plan = Plan(rows=ROWS if predicted_s else (), predicted_s=predicted_s)
         self.pulse.on_plan(plan)
         assert self.planned[-1] is plan
         beat = self.slot.read()
@@ -39,14 +39,3 @@ def test_a_step_is_told_of_before_it_runs() -> None:
     watch = Watch()
     assert watch.plan(1.0, 0.5) == (1.0, 1.5)
     assert watch.plan(1.6) == (1.6, 1.6)
-
-
-def test_of_two_lanes_the_later_end_counts_and_one_that_hangs_is_seen() -> None:
-    watch = Watch()
-    assert watch.plan(1.0, 0.5, Lane.READING) == (1.0, 1.5)
-    assert watch.plan(1.0, 0.1, Lane.WRITING) == (1.0, 1.5)
-    assert watch.plan(1.2, 0.1, Lane.WRITING) == (1.2, 1.5)
-    assert watch.plan(1.6, 0.1, Lane.WRITING) == (1.2, 1.5), "reading is overdue"
-    assert watch.plan(9.0, 0.1, Lane.WRITING) == (1.2, 1.5)
-    assert watch.plan(9.05, 0.0, Lane.READING) == (9.05, 9.1)
-    assert watch.plan(9.08, 0.0, Lane.WRITING) == (9.08, 9.08)

@@ -79,10 +79,6 @@ class StepCost:
         self._spread = [[((IGNORANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
         self.measured = 0
 
-    def fresh(self) -> StepCost:
-        """One that expects what this one expected at first, and has measured nothing."""
-        return StepCost(self._prior)
-
     def predict(self, work: Work) -> float:
         """Seconds of one step."""
         _, tokens, pairs, draws = work.vector()

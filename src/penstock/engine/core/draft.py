@@ -12,7 +12,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import NOVICE_STEPS, StepCost, Work
 from penstock.engine.core.fairness import Line
 from penstock.engine.core.gentle import Beside, Bounds, piece_s
-from penstock.engine.core.plan import Lane, Row
+from penstock.engine.core.plan import Row
 from penstock.engine.core.request import Request
 from penstock.types import Leg, RequestId
 
@@ -28,10 +28,10 @@ class Draft:
 
     __slots__ = (
         *("_beside", "_brief_s", "_budget_s", "_config", "_cost", "_line", "_now", "admitted", "chunks", "filling"),
-        *("kept_out", "lane", "left_out", "preempted", "pressed", "rows", "sitting_out", "steps", "work", "yielded"),
+        *("excluded", "left_out", "preempted", "preemption_targets", "rows", "sitting_out", "steps", "work", "yielded"),
     )
 
-    def __init__(self, config: SchedulerConfig, cost: StepCost, now: float = 0.0, lane: Lane | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, cost: StepCost, now: float = 0.0) -> None:
         self._config = config
         self._cost = cost
         self._budget_s = 0.0
@@ -39,10 +39,9 @@ class Draft:
         self._line: Line | None = None  # whose prompt is first in the step
         self._now = now
         self._beside: Beside | None = None  # not looked at yet
-        self.lane = lane
         self.sitting_out: Set[RequestId] = frozenset()  # whose next token's mask is not there
-        self.kept_out: Set[Request] = frozenset()  # of the lane: the other one waits for their pages
-        self.pressed: set[Request] = set()  # must give way, and the other lane computes something of one of them now
+        self.excluded: Set[Request] = frozenset()  # another micro-batch waits for their pages
+        self.preemption_targets: set[Request] = set()  # must give way, and one of them is in flight elsewhere
         self.rows: list[Row] = []
         self.work = Work()
         self.steps = 1

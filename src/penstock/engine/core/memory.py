@@ -14,8 +14,8 @@ being read such a group holds as many pages as it will ever need at once, and ta
 a request that was admitted never waits for others' memory before its prompt is read.  Pages of states stand for a cell
 of many blocks; what is shared of them ends with a cell.
 
-Pages of a request that goes while a lane computes something of it are held until that is over: nobody else may be given
-a page that is still written to.
+Pages of a request that leaves while a micro-batch with it is in flight are held until that is committed: until then
+they may still be written to.
 
 Knows nothing about budgets or the order of service.
 """
@@ -68,7 +68,7 @@ class PageMemory:
         self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
         self.found_tokens = 0
         self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
-        self._written: dict[Request, list[PageId]] = {}  # given up while a lane was still writing to them
+        self._written: dict[Request, list[PageId]] = {}  # given up while they were still written to
         self.owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
         self.guard: PageGuard = Trust()
         self._turn = 0  # plans so far
@@ -237,15 +237,15 @@ class PageMemory:
                 del self._being_computed[name]
         if request.held:
             pages = request.surrender()
-            if request.under_way:
+            if request.in_flight:
                 self._written[request] = pages
             else:
                 self.pool.release(pages)
 
     def landed(self, requests: Iterable[Request]) -> None:
-        """No lane computes anything of them any more: pages that they gave up meanwhile are free now."""
+        """Nothing of these is in flight any more: pages that they gave up meanwhile are free now."""
         for request in requests:
-            request.under_way = False
+            request.in_flight = False
             self.pool.release(self._written.pop(request, ()))
 
     def _still_written(self) -> Sequence[PageId]:
@@ -262,7 +262,7 @@ class PageMemory:
 
     @property
     def imported(self) -> int:
-        """Pages whose owners are no requests: a tier or a lane still writes into them."""
+        """Pages whose owners are no requests: a tier, or a step in flight, still writes into them."""
         return len({page for own in self.owners for page in own()})
 
     def _next(self, request: Request) -> int:

@@ -156,13 +156,6 @@ class Joined:
 Event = Arrive | Granted | PagesArrived | FirstToken | ComputeHere | Released | Cancelled | Moving | Joined
 
 
-class Lane(Enum):
-    """Where the rows of a plan are computed, in an engine that computes two plans side by side (``lanes``)."""
-
-    READING = auto()  # rows of several tokens, and whoever is let in
-    WRITING = auto()  # rows that miss one token
-
-
 # --- plan: what to compute now ---------------------------------------------------------------------------------------
 
 
@@ -200,7 +193,7 @@ class Plan:
     preempted: int = 0  # requests whose pages were taken back in making this plan
     gone: tuple[RequestId, ...] = ()  # forgotten since the last plan, however they ended; the runner forgets them too
     checked: int = 0  # cached pages that were compared with their checksums for it
-    lane: Lane | None = None  # None: nothing else is computed meanwhile
+    micro_batch: int = 0  # which of the plans that are in flight together (``core.micro_batches``)
 
 
 # --- outcome: what came of it ----------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.draft import Draft
 from penstock.engine.core.memory import Refusal
-from penstock.engine.core.plan import Lane, Row
+from penstock.engine.core.micro_batches import MicroBatches
+from penstock.engine.core.plan import Row
 from penstock.engine.core.request import OrderKey, Request, Status
 from penstock.engine.core.speculation import Speculator
 from penstock.engine.core.table import RequestTable
@@ -37,9 +38,16 @@ def grows(request: Request) -> bool:
 class Planner:
     """Drafts steps from the table, and moves requests in it by admission and preemption."""
 
-    def __init__(self, config: SchedulerConfig, table: RequestTable, speculator: Speculator | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: RequestTable,
+        micro_batches: MicroBatches,
+        speculator: Speculator | None = None,
+    ) -> None:
         self._config = config
         self._table = table
+        self._micro_batches = micro_batches
         self._memory = table.memory
         self._speculator = speculator
         self._yielding = Yielding(table, config.batch_patience_s)
@@ -55,8 +63,7 @@ class Planner:
         """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
 
         No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
-        nothing is computed, but room is given to those who wait for pages from elsewhere.  Of a lane's draft only those
-        take part who belong there, and prompts are let in by the lane that reads them.
+        nothing is computed, but room is given to those who wait for pages from elsewhere.
         """
         table = self._table
         first = self._yielding.look(now)
@@ -80,16 +87,11 @@ class Planner:
         self._account(draft, now)
 
     def _here(self, draft: Draft) -> Collection[Request]:
-        """Who takes part: those that miss one token are written, others read, and nobody by two lanes at once, nor who
-        is to give way to the other one, nor whose grammar is still asked what may come next."""
+        """Running requests that this step may compute: not those whose next token's mask is not there yet."""
         running: Collection[Request] = self._table.running.values()
-        lane = draft.lane
         if draft.sitting_out:
             running = [request for request in running if request.id not in draft.sitting_out]
-        if lane is None:
-            return running
-        free = (request for request in running if not request.under_way and request not in draft.kept_out)
-        return [request for request in free if (request.missing == 1) == (lane is Lane.WRITING)]
+        return self._micro_batches.eligible(running, draft.excluded)
 
     def _account(self, draft: Draft, now: float) -> None:
         self._yielding.served({row.request.rank for row in draft.rows}, now)
@@ -121,7 +123,7 @@ class Planner:
 
         True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
         need no further page, and they end by themselves.  Who could take from nobody but itself misses a step, and so
-        does who would take from one of whom the other lane computes something now.
+        does who would take from a request that is in flight.
         """
         disturbed = False
         table = self._table
@@ -130,9 +132,9 @@ class Planner:
                 disturbed = True
                 victims = self._victims()
                 victim = max(victims, key=order)
-                if victim.under_way:
-                    draft.pressed.add(victim)
-                if len(victims) == 1 or victim.under_way:
+                if victim.in_flight:
+                    draft.preemption_targets.add(victim)
+                if len(victims) == 1 or victim.in_flight:
                     break
                 table.preempt(victim, yielding=victim.rank > request.rank)
                 draft.preempted += 1
@@ -180,8 +182,6 @@ class Planner:
         At equal times those who run go first.  Nobody is let in after a chunk that did not fit.  Whoever is let in may
         take from classes after its own, so rows of those are granted later.
         """
-        if draft.lane and draft.lane is Lane.WRITING:
-            return
         queue = self._table.queue
         pending = sorted(chunked, key=queue.turn, reverse=True)
         letting_in = not draft.preempted
@@ -224,8 +224,10 @@ class Planner:
         victims = self._victims(request.rank) if refusal is Refusal.NO_ROOM else []
         while refusal is Refusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
             victim = max(victims, key=order)
-            if victim.under_way:
-                draft.pressed.update(victims)  # all of them: one page too few, and those who gave way come back at once
+            if victim.in_flight:
+                draft.preemption_targets.update(
+                    victims
+                )  # all of them: one page too few, and those who gave way come back at once
                 break
             victims.remove(victim)
             spare -= groups * grows(victim)

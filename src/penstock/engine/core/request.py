@@ -62,6 +62,7 @@ class Request:
         "held",
         "id",
         "images",
+        "in_flight",
         "kept",
         "known",
         "last",
@@ -83,7 +84,6 @@ class Request:
         "settled",
         "status",
         "stops",
-        "under_way",
         "waits_for",
     )
 
@@ -132,7 +132,7 @@ class Request:
         self.first_token = False  # leg=decode: the prefill worker's token is here
         self.prompt_logprobs: list[TokenLogprob] = []
         self.waits_for: BlockHash | None = None  # a block that another request is computing
-        self.under_way = False  # one of two lanes computes tokens of it now
+        self.in_flight = False  # a micro-batch computes tokens of it now; always False where there is one only
         self.status = Status.UNGRANTED if event.leg is Leg.PREFILL else Status.WAITING
 
     @property

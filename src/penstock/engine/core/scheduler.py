@@ -4,9 +4,7 @@ The caller alternates ``plan`` and ``commit``.  Events are meant for the time be
 ``plan``.  One that comes while a step runs does no harm: pages given up then are not given out again before the next
 ``plan``, and ``commit`` drops the rows of requests that have gone in the meantime.
 
-Or the caller has two lanes (``plan.Lane``), and alternates the two in each, whatever the other does meanwhile: then a
-request takes part in one lane at a time, and pages that it gives up while something of it is computed are given out
-again after that lane's ``commit`` only.
+With several micro-batches (``core.micro_batches``) the caller alternates the two in each of them.
 
 It knows no roles, no peers and no messages: those are the worker's service.
 """
@@ -19,11 +17,12 @@ from typing import assert_never
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core import moving
 from penstock.engine.core.blocks import Leaks
-from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.core.cost import StepCost
 from penstock.engine.core.draft import Draft
 from penstock.engine.core.fairness import FairClock
 from penstock.engine.core.load import Load, load_of
 from penstock.engine.core.memory import PageMemory
+from penstock.engine.core.micro_batches import MicroBatches
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan import (
     Arrive,
@@ -34,7 +33,6 @@ from penstock.engine.core.plan import (
     FirstToken,
     Granted,
     Joined,
-    Lane,
     Moving,
     Outcome,
     PageDone,
@@ -58,7 +56,12 @@ class Scheduler:
     """Decides, step by step, which tokens of which requests are computed, and in which pages they stand."""
 
     def __init__(
-        self, config: SchedulerConfig, cost: StepCost | None = None, speculator: Speculator | None = None
+        self,
+        config: SchedulerConfig,
+        cost: StepCost | None = None,
+        speculator: Speculator | None = None,
+        *,
+        micro_batches: int = 1,
     ) -> None:
         """Raises ConfigError for a limit below 1, or memory that cannot hold one request of the greatest length."""
         for name in ("pages", "page_tokens", "max_model_len", "max_running", "max_step_tokens", "max_chunk_tokens"):
@@ -82,8 +85,8 @@ class Scheduler:
         self._table = RequestTable(
             self.memory, FairClock(output_weight=config.output_token_weight, memory_s=config.tenant_memory_s)
         )
-        self._costs = {None: self.cost, Lane.READING: self.cost, Lane.WRITING: self.cost.fresh()}
-        self._planner = Planner(config, self._table, speculator)
+        self.micro_batches = MicroBatches(micro_batches, self.memory)
+        self._planner = Planner(config, self._table, self.micro_batches, speculator)
         self._speculator = speculator
         self._pace = Pace(self.cost, config.step_budget_ms / 1000)
         self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
@@ -91,8 +94,6 @@ class Scheduler:
         self.waits_for_masks = False  # did anybody sit out the last plan?
         self.rows_left_out = 0  # of batch work, in steps that had no time for them; since the start
         self._serial = 0
-        self._in_flight: dict[Lane | None, tuple[Plan, Work]] = {}
-        self._pressed: dict[Lane, Set[Request]] = {}  # by the last plan of each lane: whose pages it would have taken
         self._pending = Outcome()  # for the next commit to hand out
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -215,38 +216,21 @@ class Scheduler:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def free_lanes(self) -> Sequence[Lane]:
-        """Lanes to be planned now, in this order: the brief steps first, so that they do not wait for the host; before
-        them who needs pages of somebody that the other lane had."""
-        free = [lane for lane in (Lane.WRITING, Lane.READING) if lane not in self._in_flight]
-        return sorted(free, key=lambda lane: not self._pressed.get(lane))
-
-    def kept_out(self, lane: Lane) -> Set[Request]:
-        """Of whom this lane computes nothing now: the other needs their pages, and takes them when it is planned next.
-
-        Everybody else goes on, and they do, too, if the other finds then that it can do without.
-        """
-        other = Lane.READING if lane is Lane.WRITING else Lane.WRITING
-        return self._pressed.get(other, frozenset()) if other in self._in_flight else frozenset()
-
-    def plan(self, now: float, max_steps: int = 1, lane: Lane | None = None) -> Plan:
+    def plan(self, now: float, max_steps: int = 1, micro_batch: int = 0) -> Plan:
         """What to compute now; up to ``max_steps`` equal steps when only answers are written and nobody waits.
 
-        ``lane``: one of ``free_lanes``.  Every plan, also one without rows, is followed by its ``commit``; otherwise
-        RuntimeError.
+        Every plan, also one without rows, is followed by its ``commit``; otherwise RuntimeError.
         """
-        if self._in_flight and (lane is None or lane in self._in_flight or None in self._in_flight):
+        if not self.micro_batches.is_free(micro_batch):
             raise RuntimeError("the last plan has not been committed")
         self._table.expire(now)
         self.memory.begin_turn()
-        resting = lane is None and self._pace.until > now and self._planner.may_rest()
+        resting = self._pace.until > now and self._planner.may_rest()
         self.resting_until = self._pace.until if resting else None
-        cost = self._costs[lane]
-        draft = Draft(self.config, cost, now, lane)
+        draft = Draft(self.config, self.cost, now)
         draft.sitting_out = self.sitting_out()
         self.waits_for_masks = bool(draft.sitting_out)
-        if lane is not None:
-            draft.kept_out = self.kept_out(lane)
+        draft.excluded = self.micro_batches.excluded(micro_batch)
         self._planner.fill(draft, max_steps, now, resting=resting)
         self.rows_left_out += draft.left_out
         for request in draft.admitted:
@@ -256,22 +240,20 @@ class Scheduler:
         plan = Plan(
             rows=tuple(draft.rows),
             steps=draft.steps,
-            predicted_s=cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
+            predicted_s=self.cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
             checked=self.memory.checked_now,
             reserved=tuple(request for request in draft.admitted if request.leg is Leg.DECODE),
             returned=tuple(table.returned),
             preempted=draft.preempted + draft.yielded,
             gone=tuple(table.gone),
-            lane=lane,
+            micro_batch=micro_batch,
         )
         if self._speculator is not None:
             for gone in table.gone:
                 self._speculator.forget(gone)
         table.returned.clear()
         table.gone.clear()
-        self._in_flight[lane] = (plan, draft.work)
-        if lane is not None:
-            self._begins(draft, lane)
+        self.micro_batches.begin(plan, draft.work, draft.preemption_targets)
         return plan
 
     @property
@@ -279,28 +261,16 @@ class Scheduler:
         """About how long cached pages were checked for this plan."""
         return self.memory.checked_now * self.memory.guard.page_s
 
-    def _begins(self, draft: Draft, lane: Lane) -> None:
-        for row in draft.rows:
-            row.request.under_way = True
-        self._pressed[lane] = draft.pressed
-
     def commit(self, plan: Plan, drawn: Sequence[Drawn], now: float, seconds: float | None = None) -> Outcome:
         """Take up what was drawn, one entry a row of ``plan``; ``seconds`` is how long computing all of it took.
 
-        Raises RuntimeError when ``plan`` is not the last one, ValueError when ``drawn`` does not fit its rows.
+        Raises RuntimeError when ``plan`` is not in flight, ValueError when ``drawn`` does not fit its rows.
         """
-        lane = plan.lane
-        flight = self._in_flight.get(lane)
-        if flight is None or flight[0] is not plan:
-            raise RuntimeError("this is not the plan in flight")
         if len(drawn) != len(plan.rows):
             raise ValueError(f"{len(plan.rows)} rows were planned, {len(drawn)} were drawn")
-        work = flight[1]
-        del self._in_flight[lane]
-        if lane is not None:
-            self.memory.landed(row.request for row in plan.rows)
+        work = self.micro_batches.finish(plan)
         if seconds is not None:
-            self._costs[lane].learn(work, seconds / plan.steps)
+            self.cost.learn(work, seconds / plan.steps)
             if self.config.even_pace and all(row.count == 1 for row in plan.rows):
                 self._pace.took(work, len(self._table.reserved), seconds, now)
             whole = work.tokens == work.draws and not any(one.late for one in drawn)

@@ -5,12 +5,11 @@ With it the whole system runs without a model.  Law 1 holds trivially here, so w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import log
 
-from penstock.clock import Clock
-from penstock.engine.core.plan import Drawn, Lane, Plan, Row
+from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
 from penstock.engine.core.speculation import standing
 from penstock.types import RequestId, SamplingParams, TokenLogprob
@@ -66,32 +65,3 @@ class NullRunner:
         """As if all tokens were equally likely."""
         each = -log(self.vocab)
         return TokenLogprob(token, each, tuple((other, each) for other in range(min(top, self.vocab))))
-
-
-class NullLanes:
-    """Implements ``port.LaneRunner``: draws as ``NullRunner`` does, and is done when ``seconds`` of a plan are over."""
-
-    def __init__(self, clock: Clock, seconds: Callable[[Plan], float], *, vocab: int = 32_000) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._runner = NullRunner(vocab=vocab)
-        self._under_way: dict[Lane, tuple[Sequence[Drawn], float]] = {}
-
-    def begin(self, plan: Plan) -> None:
-        if plan.lane is None or plan.lane in self._under_way:
-            raise RuntimeError("no lane, or one that is busy")
-        self._under_way[plan.lane] = (self._runner.run(plan), self._clock.now() + self._seconds(plan))
-
-    def done(self, lane: Lane) -> bool:
-        return lane in self._under_way and self._clock.now() >= self._under_way[lane][1]
-
-    def finish(self, lane: Lane) -> Sequence[Drawn]:
-        drawn, _ = self._under_way.pop(lane)
-        return drawn
-
-    def forget(self, request: RequestId) -> None:
-        pass
-
-    def next_done(self) -> float | None:
-        """When the first of them is done; None: nothing is under way.  For whoever turns the clock."""
-        return min((at for _, at in self._under_way.values()), default=None)

@@ -19,7 +19,7 @@ from math import inf
 
 from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
-from penstock.engine.core.plan import Arrive, Cancelled, Event, Lane, Outcome, Plan
+from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.answers import Batches, item_of, parts_of
 from penstock.engine.service.asks import Asks, Gateway, arrival_of
@@ -68,7 +68,7 @@ GRAMMAR_LOOK_S = 0.001
 """Between two looks whether a grammar is compiled."""
 
 REPORT_LOOK_S = 0.005
-"""At least between two looks whether a report is due: it cannot go out while every lane of a device is at work."""
+"""The shortest sleep while a report is due."""
 
 TICK_S = 0.1
 """Between two looks at leases and silent gateways."""
@@ -109,7 +109,6 @@ class WorkerMailbox:
         self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener, self._report_now)
         self._next_tick = 0.0
         self._step_began = 0.0
-        self._lane_began: dict[Lane, float] = {}
         self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
         self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
         self.reporter.turned_away = lambda: hand_over.sender.turned_away
@@ -151,8 +150,6 @@ class WorkerMailbox:
     def planned(self, plan: Plan) -> None:
         """A plan was made: credits and returns go out before the step is computed."""
         now = self._clock.now()
-        if plan.lane is not None:
-            self._lane_began[plan.lane] = now
         for returned in plan.returned:
             self._return(returned.id, returned.epoch, returned.reason)
         for request in plan.reserved:
@@ -177,8 +174,7 @@ class WorkerMailbox:
         """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
         now = self._clock.now()
         if plan.rows:
-            began = self._step_began if plan.lane is None else self._lane_began[plan.lane]
-            self.reporter.count_step(plan, now - began)
+            self.reporter.count_step(plan, now - self._step_began)
         if outcome.late:
             self.reporter.count("generation_tokens", -outcome.late)
             self.reporter.count("rows_waited_for_masks", outcome.late)

@@ -199,8 +199,8 @@ class Moves:
             if request.status not in (Status.RUNNING, Status.HANDOVER):
                 self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
             elif request.status is Status.HANDOVER and not move.told and move.pieces is not None:
-                if not request.under_way and (not self._is_at_end(request) or self._has_what_is_full(move)):
-                    # Else a lane still writes to the last page, or the receiver has come only now.
+                if not request.in_flight and (not self._is_at_end(request) or self._has_what_is_full(move)):
+                    # Else a step in flight still writes to the last page, or the receiver has come only now.
                     self._tell(move, move.pieces, now)
             elif move.stopping is not None and now - move.stopping > self._most_stopped_s(move):
                 self._hand_overs.fail(request.id, request.epoch, "it was not taken", now)

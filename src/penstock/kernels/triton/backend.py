@@ -8,14 +8,11 @@ This module imports torch and triton; nothing imports it but ``select``, when it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from penstock.kernels.kv_types import numerics_with
-from penstock.kernels.lanes import Lanes
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import StepProgram, Steps
 from penstock.kernels.reference import COMPUTE_TYPES, ReferenceOps
@@ -26,7 +23,6 @@ from penstock.kernels.triton.form import TritonForm, numerics_of
 from penstock.kernels.triton.fusing import FusedSteps
 from penstock.kernels.triton.graphs import AsItIs, CudaGraphs
 from penstock.kernels.triton.head import TritonHead
-from penstock.kernels.triton.lanes import lanes
 from penstock.kernels.triton.packing import TritonPacking
 from penstock.kernels.triton.paged import TritonAttention
 from penstock.kernels.triton.products import TritonProducts
@@ -81,24 +77,14 @@ class TritonOps(ReferenceOps):
 
     def record(self, steps: Steps, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         """See ``Ops.record``."""
-        return self._program(FusedSteps(steps, self.form), kv, None)
-
-    def lanes(self, steps: Steps, kv: ReferenceKv, how: str, alive: Callable[[], None] | None = None) -> Lanes:
-        """See ``lanes.HasLanes``."""
-        fused = FusedSteps(steps, self.form)
-        return lanes(self.device, how, lambda stream: self._program(fused, kv, stream), alive)
-
-    def _program(self, steps: Steps, kv: ReferenceKv, stream: Any) -> DeviceProgram:
-        replays = CudaGraphs(self.device, stream=stream) if self.device.type == "cuda" else AsItIs()
         return DeviceProgram(
             self,
-            steps,
+            FusedSteps(steps, self.form),
             kv,
             device=self.device,
             groups=kv.shape.layer_groups,
-            replays=replays,
+            replays=CudaGraphs(self.device) if self.device.type == "cuda" else AsItIs(),
             pick=self._picked,
-            stream=stream,
             state_parts=0 if kv.shape.states is None else kv.shape.state_parts,
         )
 

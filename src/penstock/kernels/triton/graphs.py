@@ -64,13 +64,11 @@ class Captured:
 class CudaGraphs:
     """See ``Replays``."""
 
-    def __init__(
-        self, device: torch.device, capture: Callable[[Work], Captured] | None = None, stream: Any = None
-    ) -> None:
-        """``capture``: by default on the device, on a stream of its own or on ``stream``, whose multiprocessors and
-        priority the graphs have then.  Raises RuntimeError for work that cannot be captured."""
+    def __init__(self, device: torch.device, capture: Callable[[Work], Captured] | None = None) -> None:
+        """``capture``: by default on the device, on a stream of its own; raises RuntimeError for work that cannot be
+        captured."""
         self._device = device
-        self._capture_work = capture or _Recorder(device, stream)
+        self._capture_work = capture or _Recorder(device)
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, Captured] = {}
         self._refusals: set[Hashable] = set()
@@ -121,8 +119,8 @@ class CudaGraphs:
 class _Recorder:
     """Captures on one stream, all graphs into one pool of memory."""
 
-    def __init__(self, device: torch.device, stream: Any = None) -> None:
-        self._stream = torch.cuda.Stream(device) if stream is None else stream
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Captured:

@@ -9,9 +9,6 @@ Steps that write answers, one token a sequence, are padded to a few sizes and re
 and steps of recurrent layers run as they are.  Steps with images or taps go operation by operation over the host's
 arrays (``kernels.program``).  Padding changes no bit: see ``staging``.
 
-Of two lanes (``lanes``) each has a program with a stream of its own: a step is begun there, and the host goes on with
-the other lane's until this one's event says that it is over.
-
 Knows which arrays a step has, not what its operations do.  This module imports torch.
 """
 
@@ -20,10 +17,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,7 +30,6 @@ from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import CAPTURE_S, Ops, Steps
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.triton.bell import Bell
 from penstock.kernels.triton.graphs import AsItIs, Replays
 from penstock.kernels.triton.staging import DeviceArrays, Draws, Pinned, Returned, StepShape, buckets, by_group
 from penstock.types import PAGE_TOKENS
@@ -58,20 +53,8 @@ class Pick(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A step that is under way: who draws in it, and what it puts out."""
-
-    rows: list[SampleRow]
-    picks: Picks
-    ready: Callable[[], None] | None
-    count: int  # of rows that draw
-    outputs: tuple[Tensor, ...] = ()
-    drawn: list[Sampled] | None = None  # nothing is under way any more
-
-
 class DeviceProgram:
-    """See ``ops.StepProgram``, ``ops.RunsAhead`` and ``lanes.LaneProgram``."""
+    """See ``ops.StepProgram`` and ``ops.RunsAhead``."""
 
     def __init__(
         self,
@@ -85,11 +68,9 @@ class DeviceProgram:
         pick: Pick | None = None,
         most_rows: int = MOST_ROWS,
         state_parts: int = 0,
-        stream: Any = None,
     ) -> None:
         """``groups`` of layers have pages of their own, a state has so many parts.  ``replays``: by default nothing is
-        captured.  ``pick``: without it every row draws on the host.  ``stream``: of this program alone; by default
-        that of the caller."""
+        captured.  ``pick``: without it every row draws on the host."""
         self._ops = ops
         self._steps = steps
         self._kv = kv
@@ -106,10 +87,6 @@ class DeviceProgram:
         self._words = torch.empty(0, dtype=torch.int32, device=device)  # of all other shapes, one at a time
         self._hidden: Array = None
         self._went_direct = False
-        self._stream = stream
-        self._bell: Bell | None = None
-        self._begun: _Begun | None = None
-        self._ahead = (0, 0)  # steps begun without the host in between, and the rows of each
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -122,53 +99,30 @@ class DeviceProgram:
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
         """See ``StepProgram.run``."""
-        self.begin(batch, scored, rows, picks, ready)
-        return self.finish()
-
-    def begin(
-        self,
-        batch: StepBatch,
-        scored: int,
-        rows: list[SampleRow],
-        picks: Picks,
-        ready: Callable[[], None] | None = None,
-    ) -> None:
-        """See ``LaneProgram.begin``."""
-        begun = self._begun = _Begun(rows, picks, ready, len(batch.sample_rows_R) - scored)
-        with self.on():
-            self._went_direct = not _is_plain(batch)
-            if self._went_direct:
-                begun.drawn = self._direct.run(batch, scored, rows, picks, ready)
-            else:
-                shape = self._padded(batch) if scored == 0 else None
-                begun.outputs = (
-                    self._whole(batch, scored, picks) if shape is None else self._launch(shape, batch, picks)
-                )
-            if len(begun.outputs) > 1 and len(picks.tokens_F):
-                self._returned.expect(1, len(begun.outputs[1]))
-                self._returned.take(0, begun.outputs[1])
-            else:
-                self._returned.mark()
-        self._ring()
-
-    def finish(self) -> list[Sampled]:
-        """See ``LaneProgram.finish``."""
-        begun, self._begun = self._begun, None
-        assert begun is not None, "nothing was begun"
-        if begun.drawn is not None or not begun.outputs:
-            self._returned.rest()  # else the next step would be taken to last as long as this one and itself
-            return begun.drawn or []
-        logits_RV, tokens_R = begun.outputs[0], begun.outputs[1] if len(begun.outputs) > 1 else None
-        rows, picks, picked = begun.rows, begun.picks, len(begun.picks.tokens_F)
-        if begun.ready is not None:
-            begun.ready()
+        self._went_direct = not _is_plain(batch)
+        if self._went_direct:
+            drawn = self._direct.run(batch, scored, rows, picks, ready)
+            self._wait()
+            return drawn
+        shape = self._padded(batch) if scored == 0 else None
+        outputs = self._whole(batch, scored, picks) if shape is None else self._launch(shape, batch, picks)
+        if not outputs:
+            self._wait()  # else the next step would be taken to last as long as this one and itself
+            return []
+        logits_RV, tokens_R = outputs[0], outputs[1] if len(outputs) > 1 else None
+        picked = len(picks.tokens_F)
+        if tokens_R is not None and picked:
+            self._returned.expect(1, len(tokens_R))
+            self._returned.take(0, tokens_R)
+        if ready is not None:
+            ready()
         listed = rows if tokens_R is not None else [*rows, *picks.rows()]
-        with self.on():
-            drawn = self._ops.sample(logits_RV[: len(listed)], listed) if listed else []
+        drawn = self._ops.sample(logits_RV[: len(listed)], listed) if listed else []
         if tokens_R is None:
             picks.tokens_F[:] = [one.token for one in drawn[len(rows) :]]
         elif picked:
-            picks.tokens_F[:] = self._returned.wait(1, begun.count)[0, begun.count - picked :]
+            count = len(batch.sample_rows_R) - scored  # of rows that draw
+            picks.tokens_F[:] = self._returned.wait(1, count)[0, count - picked :]
         return drawn[: len(rows)]
 
     def hidden(self) -> Array:
@@ -184,59 +138,24 @@ class DeviceProgram:
 
     def run_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> NDArray[np.int32]:
         """See ``RunsAhead.run_ahead``."""
-        self.begin_ahead(picks, steps, batch_of)
-        return self.finish_ahead()
-
-    def begin_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> int:
-        """See ``LaneProgram.begin_ahead``."""
         count, tokens_R, done = len(picks.tokens_F), None, 0
-        with self.on():
-            for step in range(steps):
-                batch = batch_of(step)
-                shape = None if batch is None else self._padded(batch)
-                if batch is None or shape is None:
-                    break
-                outputs = self._launch(shape, batch, picks, fed=tokens_R)
-                tokens_R = outputs[1]
-                if step == 0:
-                    self._returned.expect(steps, shape.wanted)
-                self._returned.take(step, tokens_R[:count])
-                done += 1
-        self._ahead = (done, count)
-        self._ring()
-        return done
+        for step in range(steps):
+            batch = batch_of(step)
+            shape = None if batch is None else self._padded(batch)
+            if batch is None or shape is None:
+                break
+            outputs = self._launch(shape, batch, picks, fed=tokens_R)
+            tokens_R = outputs[1]
+            if step == 0:
+                self._returned.expect(steps, shape.wanted)
+            self._returned.take(step, tokens_R[:count])
+            done += 1
+        return self._returned.wait(done, count)
 
-    def finish_ahead(self) -> NDArray[np.int32]:
-        """See ``LaneProgram.finish_ahead``."""
-        return self._returned.wait(*self._ahead)
-
-    # --- a lane of its own --------------------------------------------------------------------------------------------
-
-    def on(self) -> AbstractContextManager[object]:
-        """See ``LaneProgram.on``."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def done(self) -> bool:
-        """See ``LaneProgram.done``."""
-        if self._bell is not None:
-            self._bell.hush()
-        return self._returned.arrived()
-
-    def rest(self) -> None:
-        """See ``LaneProgram.rest``."""
-        with self.on():
-            self._returned.mark()
+    def _wait(self) -> None:
+        """For all that was launched."""
+        self._returned.mark()
         self._returned.rest()
-
-    def descriptor(self) -> int | None:
-        """See ``LaneProgram.descriptor``."""
-        if self._bell is None and self._device.type == "cuda":
-            self._bell = Bell(self._returned.rest)
-        return None if self._bell is None else self._bell.descriptor
-
-    def _ring(self) -> None:
-        if self._bell is not None:
-            self._bell.when_over()
 
     # --- at the start -------------------------------------------------------------------------------------------------
 
@@ -267,7 +186,7 @@ class DeviceProgram:
         row = SampleRow(seed=0, position=0, choice=0, temperature=1.0, top_k=2, top_p=0.5)  # by all kernels of a draw
         for tokens, blocks in TRIED_PROMPTS:
             self.run(_prompt(tokens, blocks * self.groups, self._state_parts), 0, [row], Picks.empty(0))
-            self.rest()
+            self._wait()
             alive()
 
     # --- inside -------------------------------------------------------------------------------------------------------

@@ -251,10 +251,6 @@ class Returned:
         if self._cuda:
             self._event.record()
 
-    def arrived(self) -> bool:
-        """Is the event behind us?"""
-        return not self._cuda or bool(self._event.query())
-
     def rest(self) -> None:
         """Wait for the event."""
         if self._cuda:

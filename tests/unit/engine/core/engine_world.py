@@ -57,9 +57,10 @@ class World:
         seconds: float | None = None,
         clock_s: float = 0.0,
         speculator: Speculator | None = None,
+        micro_batches: int = 1,
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config, speculator=speculator)
+        self.scheduler = Scheduler(config, speculator=speculator, micro_batches=micro_batches)
         self.runner = GlassRunner(config)
         self.max_steps = max_steps
         self.seconds = seconds

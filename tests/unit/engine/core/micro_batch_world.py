@@ -1,4 +1,4 @@
-"""The engine's world with two lanes: each is planned when it is free and ends whenever it likes.
+"""The engine's world with several micro-batches: each is planned when it is free and ends in any order.
 
 A device computes at some time between the beginning and the end of a step, in the pages that it was told of at the
 beginning, whoever has them by then.  So does this one: at once, and then nobody may have written there until the end;
@@ -16,34 +16,37 @@ from glass_model import GlassRunner, context_of, extend
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.holding import Holding
-from penstock.engine.core.plan import Drawn, Lane, Outcome, Plan, Row
+from penstock.engine.core.plan import Drawn, Outcome, Plan, Row
 from penstock.engine.core.request import Request, Status
 
 
-class LaneWorld(World):
-    """``step``: some of the lanes that are free are planned, and some of those under way end."""
+class MicroBatchWorld(World):
+    """``step``: some of the micro-batches that are free are planned, and some of those in flight end."""
 
-    def __init__(self, config: SchedulerConfig, *, seed: int, max_steps: int = 1, clock_s: float = 0.0) -> None:
-        super().__init__(config, max_steps=max_steps, clock_s=clock_s)
+    def __init__(
+        self, config: SchedulerConfig, *, seed: int, micro_batches: int = 2, max_steps: int = 1, clock_s: float = 0.0
+    ) -> None:
+        super().__init__(config, max_steps=max_steps, clock_s=clock_s, micro_batches=micro_batches)
+        self.micro_batches = micro_batches
         self.random = Random(seed)
-        self.under_way: dict[Lane, tuple[Plan, Plan, Sequence[Drawn] | None, float]] = {}
-        self.side_by_side = 0  # ends of one lane while something was under way in the other
-        self.given_up = 0  # pages held for a lane only
-        self.pressed = 0  # times that somebody waited in one lane, to give way to the other
+        self.under_way: dict[int, tuple[Plan, Plan, Sequence[Drawn] | None, float]] = {}
+        self.side_by_side = 0  # ends of one while another was in flight
+        self.given_up = 0  # pages held only because they are still written to
+        self.pressed = 0  # times that a request of one waited to give way to another
 
     def step(self, *, cancel_in_flight: str | None = None) -> Plan:
-        begun = [self.begin(lane) for lane in self.lanes_to_plan()]
+        begun = [self.begin(number) for number in self.to_plan()]
         self.now += self.clock_s
         if cancel_in_flight is not None:
             self.cancel(cancel_in_flight)
         self.given_up += sum(map(len, (own() for own in self.scheduler.memory.owners)))
-        ended = [lane for lane in self.under_way if self.random.random() < 0.6] or list(self.under_way)[:1]
+        ended = [number for number in self.under_way if self.random.random() < 0.6] or list(self.under_way)[:1]
         self.random.shuffle(ended)
         rows = tuple(row for plan in begun for row in plan.rows)
         self.outcome = Outcome()
-        for lane in ended:
-            self.side_by_side += len(self.under_way) == 2
-            rows += self.end(lane)
+        for number in ended:
+            self.side_by_side += len(self.under_way) > 1
+            rows += self.end(number)
         self.plan = Plan(
             rows=rows,
             reserved=tuple(request for plan in begun for request in plan.reserved),
@@ -52,32 +55,34 @@ class LaneWorld(World):
         )
         return self.plan
 
-    def lanes_to_plan(self) -> list[Lane]:
-        free = list(self.scheduler.free_lanes())
-        self.pressed += any(self.scheduler.kept_out(lane) for lane in Lane)
-        return [lane for lane in free if not self.under_way or self.random.random() < 0.7]
+    def to_plan(self) -> list[int]:
+        own = self.scheduler.micro_batches
+        self.pressed += any(own.excluded(number) for number in range(self.micro_batches))
+        return [number for number in own.free if not self.under_way or self.random.random() < 0.7]
 
-    def begin(self, lane: Lane) -> Plan:
+    def begin(self, number: int) -> Plan:
         waiting = {r for r in self.requests() if r.status is Status.WAITING}
-        kept_out = {(r, r.preempted) for r in self.scheduler.kept_out(lane) if r.status is Status.RUNNING}
-        plan = self.scheduler.plan(self.now, self.max_steps, lane)
+        excluded = {
+            (r, r.preempted) for r in self.scheduler.micro_batches.excluded(number) if r.status is Status.RUNNING
+        }
+        plan = self.scheduler.plan(self.now, self.max_steps, number)
         self.several = self.several or plan.steps > 1
         self._check_plan(plan, waiting)
-        assert not kept_out & {(row.request, row.request.preempted) for row in plan.rows}
+        assert not excluded & {(row.request, row.request.preempted) for row in plan.rows}
         assert not {row.request for row in plan.rows} & {
             row.request for own in self.under_way.values() for row in own[0].rows
         }
         if plan.rows:
             frozen = Plan(rows=tuple(map(frozen_row, plan.rows)), steps=plan.steps)
             early = self.runner.run(frozen) if self.random.random() < 0.5 else None
-            self.under_way[lane] = (plan, frozen, early, self.now)
+            self.under_way[number] = (plan, frozen, early, self.now)
         else:
             self.take(self.scheduler.commit(plan, (), self.now))
         self.check()
         return plan
 
-    def end(self, lane: Lane) -> tuple[Row, ...]:
-        plan, frozen, drawn, begun = self.under_way.pop(lane)
+    def end(self, number: int) -> tuple[Row, ...]:
+        plan, frozen, drawn, begun = self.under_way.pop(number)
         if drawn is None:
             drawn = self.runner.run(frozen)
         else:

@@ -1,0 +1,73 @@
+"""Plans that are in flight at the same time, as a pipeline of several stages needs them: one micro-batch each.
+
+::
+
+    stage 0  | 0 | 1 | 2 | 0 | 1 | ...       a micro-batch is planned when it is free, and committed when its last
+    stage 1      | 0 | 1 | 2 | 0 | ...       stage has sampled, whatever the others do meanwhile
+
+A request takes part in one micro-batch at a time.  Pages that it gives up while it is in flight are held until that
+micro-batch is committed, because they may still be written to (``memory``).  A request that must give way to one of
+another micro-batch is not computed further until that micro-batch is planned again.
+
+With one micro-batch, as in an engine without stages, none of this applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+
+from penstock.engine.core.cost import Work
+from penstock.engine.core.memory import PageMemory
+from penstock.engine.core.plan import Plan
+from penstock.engine.core.request import Request
+
+
+class MicroBatches:
+    """The plans in flight, at most ``count``."""
+
+    def __init__(self, count: int, memory: PageMemory) -> None:
+        self._count = count
+        self._memory = memory
+        self._in_flight: dict[int, tuple[Plan, Work]] = {}
+        self._preemption_targets: dict[int, Set[Request]] = {}  # of the last plan of each
+
+    @property
+    def free(self) -> Sequence[int]:
+        """Those to be planned now; first those that could not preempt a request that was in flight."""
+        free = [number for number in range(self._count) if number not in self._in_flight]
+        return sorted(free, key=lambda number: not self._preemption_targets.get(number))
+
+    def excluded(self, micro_batch: int) -> Set[Request]:
+        """Requests that ``micro_batch`` must not compute: others in flight will preempt them when planned next."""
+        others = ((number, own) for number, own in self._preemption_targets.items() if number != micro_batch)
+        return frozenset().union(*(own for number, own in others if number in self._in_flight))
+
+    def eligible(self, requests: Collection[Request], excluded: Set[Request]) -> Collection[Request]:
+        """Those of ``requests`` that the next plan may compute: an even share of those that are not in flight."""
+        if self._count == 1:
+            return requests
+        share = -(-len(requests) // self._count)
+        free = [request for request in requests if not request.in_flight and request not in excluded]
+        return sorted(free, key=lambda request: request.order)[:share]
+
+    def begin(self, plan: Plan, work: Work, preemption_targets: Set[Request]) -> None:
+        """``plan`` is in flight.  Its preemption targets are in flight elsewhere and give way later."""
+        self._in_flight[plan.micro_batch] = (plan, work)
+        if self._count > 1:
+            self._preemption_targets[plan.micro_batch] = preemption_targets
+            for row in plan.rows:
+                row.request.in_flight = True
+
+    def is_free(self, micro_batch: int) -> bool:
+        """Whether a plan for ``micro_batch`` can be made."""
+        return 0 <= micro_batch < self._count and micro_batch not in self._in_flight
+
+    def finish(self, plan: Plan) -> Work:
+        """``plan`` was computed.  Raises RuntimeError when it is not in flight."""
+        flight = self._in_flight.get(plan.micro_batch)
+        if flight is None or flight[0] is not plan:
+            raise RuntimeError("this is not the plan in flight")
+        del self._in_flight[plan.micro_batch]
+        if self._count > 1:
+            self._memory.landed(row.request for row in plan.rows)
+        return flight[1]
