@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.config.scheduling import SchedulingConfig
+from penstock.config.limits import SchedulingConfig
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.plan import Arrive, Drawn, Plan

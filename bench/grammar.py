@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from penstock.bundled import storyteller
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.grammar.matcher import CompiledGrammar, mask_words
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.intake.service import ModelIntake

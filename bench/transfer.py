@@ -30,7 +30,7 @@ from statistics import median
 from time import perf_counter
 
 from penstock.clock import MonotonicClock
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory

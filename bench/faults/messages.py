@@ -14,7 +14,8 @@ from collections import Counter
 from bench.faults.result import Budget, Result, judged
 
 from null.router_town import WIDE, Client, Town
-from penstock.config.schema import FailoverConfig, GatewayConfig
+from penstock.config.limits import FailoverConfig
+from penstock.config.schema import GatewayConfig
 from penstock.wire.memory import MemoryHub
 
 SHARE = 0.25

@@ -14,7 +14,8 @@ import urllib.request
 from pathlib import Path
 
 import penstock
-from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig, Limits
+from penstock.config.limits import Limits
+from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig
 from penstock.launch.board import Board
 from penstock.launch.channel import Channel
 from penstock.launch.jobs import Front

@@ -22,7 +22,7 @@ import pytest
 from transfer_rig import IDENTITY, LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, nixl_carrier, offer_all, start
 
 from blows import strike
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kv.transfer.nixl import giver, taker
 from penstock.kv.transfer.nixl.carrier import NixlCarrier, needs_writing
 from penstock.kv.transfer.nixl.house import HouseEmptyError

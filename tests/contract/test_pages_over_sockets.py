@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from transfer_rig import LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, offer_all, start
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kv.transfer import tcp_frames as frames
 from penstock.kv.transfer.effects import PullFailed
 from penstock.kv.transfer.tcp import TcpCarrier

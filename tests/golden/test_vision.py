@@ -14,7 +14,7 @@ from PIL import Image
 from ways import Told, Ways
 from whole_rows import check_rows, read_rows, rows_of
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.engine.core.request import Request
 from penstock.engine.models.vision import Grid, patches_of
 from penstock.hashing import picture_hash

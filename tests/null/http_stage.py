@@ -14,7 +14,7 @@ import httpx
 
 import penstock
 from penstock.clock import MonotonicClock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.app import Behind, make_app
 from penstock.edge.auth import KeyRing, Ring
 from penstock.intake.listening import ListeningIntake

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.schema import GatewayConfig, RoutingConfig
+from penstock.config.limits import RoutingConfig
+from penstock.config.schema import GatewayConfig
 from penstock.errors import RequestError
 from penstock.types import FinishReason
 

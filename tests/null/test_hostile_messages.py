@@ -17,7 +17,8 @@ import pytest
 from tests.message_samples import MESSAGES
 
 from penstock.clock import VirtualClock
-from penstock.config.schema import GatewayConfig, SuperviseConfig
+from penstock.config.limits import SuperviseConfig
+from penstock.config.schema import GatewayConfig
 from penstock.engine.service.held import REFUSERS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root

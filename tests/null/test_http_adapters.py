@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits, LoraConfig, Offers
+from penstock.config.limits import Limits
+from penstock.config.schema import LoraConfig, Offers
 from penstock.hashing import chain_root
 from penstock.intake.service import ModelIntake
 from penstock.types import ValidRequest

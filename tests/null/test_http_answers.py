@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import NoWorkers, QueueFull, RequestError, WorkerLost
 from penstock.types import FinishReason
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Stage, check, stage
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.launch.connections import guarded_protocol
 
 PATIENCE_S = 60.0

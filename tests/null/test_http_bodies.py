@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.intake.template import ChatTemplate, Conversation
 from penstock.intake.tokenizer import TextTokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.auth import KeyRing, Tenant
 from penstock.errors import DeadlineMissed
 from penstock.telemetry.service_levels import ServiceLevels

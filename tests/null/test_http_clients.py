@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import uvicorn
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import NoWorkers
 from penstock.launch.connections import guarded_protocol
 from penstock.types import FinishReason

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits, RequestConfig
+from penstock.config.limits import Limits
+from penstock.config.schema import RequestConfig
 from penstock.intake.service import ModelIntake
 
 from .http_stage import CHAT, HELLO, MODEL, STORYTELLER, check, events_of, stage

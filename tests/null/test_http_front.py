@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.intake.request_schemas import request_schemas
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Stage, check, stage

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.auth import FOR, KeyRing, Tenant
 from penstock.edge.catalogue import Store, make_catalogue_app
 from penstock.edge.fronted import FrontedRing, saying

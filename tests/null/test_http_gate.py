@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.config.scheduling import SchedulingConfig
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits, SchedulingConfig
 from penstock.edge.admission import Admission
 from penstock.edge.auth import KeyRing
 from penstock.edge.exchange import Exchange

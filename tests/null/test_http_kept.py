@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.counted import Counted
 from penstock.edge.event_ids import EventMarks
 from penstock.edge.kept import KeptAnswer, KeptAnswers, Met

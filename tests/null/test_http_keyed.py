@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.app import with_defaults
 from penstock.edge.auth import KeyRing, Tenant
 from penstock.edge.event_ids import MOST_CHOICES, After, EventMarks

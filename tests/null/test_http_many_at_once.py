@@ -9,8 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.config.schema import Limits
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import Limits, TurnLimits
 from penstock.launch.connections import guarded_protocol
 
 from .http_stage import TEXT, app_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.launch.connections import guarded_protocol
 from penstock.types import TokenBatch, ValidRequest
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import WorkerLost
 from penstock.intake.reading import ReaderFacts, ReadingIntake
 from penstock.types import Task

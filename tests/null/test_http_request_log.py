@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import WorkerLost
 
 from .http_stage import CHAT, HELLO, MODEL, stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock import __version__
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.auth import Tenant
 
 from .http_stage import MODEL, stage

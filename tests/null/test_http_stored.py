@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.auth import KeyRing, Tenant
 from penstock.edge.responses import LARGEST_SHARE, Kept, Response
 from penstock.edge.stored import HIT, MISS, PREFIX, RESPONSE_CACHE, ResponseStore, _Told

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.intake.service import ModelIntake
 from penstock.types import FinishReason
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import NoWorkers, WorkerLost
 from penstock.intake.listening import ListeningIntake
 from penstock.telemetry.service_levels import ServiceLevels

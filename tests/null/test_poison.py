@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.schema import FailoverConfig, GatewayConfig
+from penstock.config.limits import FailoverConfig
+from penstock.config.schema import GatewayConfig
 from penstock.errors import PoisonRequest
 from penstock.router.failover import Phase
 from penstock.types import WorkerState

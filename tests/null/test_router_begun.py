@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.config.schema import GatewayConfig, Limits
+from penstock.config.limits import Limits
+from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
 from penstock.types import Begun, FinishReason, RequestId
 

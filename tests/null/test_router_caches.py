@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.config.schema import GatewayConfig, RoutingConfig
+from penstock.config.limits import RoutingConfig
+from penstock.config.schema import GatewayConfig
 from penstock.hashing import block_hashes, chain_root
 
 from .router_town import IDENTITY, WIDE, Town

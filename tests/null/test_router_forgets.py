@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.config.schema import FailoverConfig, GatewayConfig
+from penstock.config.limits import FailoverConfig
+from penstock.config.schema import GatewayConfig
 from penstock.types import WorkerId, WorkerState
 
 from .router_town import Town, rows

@@ -9,7 +9,8 @@ import random
 import msgspec
 import pytest
 
-from penstock.config.schema import FailoverConfig, GatewayConfig, Limits
+from penstock.config.limits import FailoverConfig, Limits
+from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, WorkerLost
 from penstock.router.failover import Flight, Phase
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId, WorkerState

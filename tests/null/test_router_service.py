@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.schema import FailoverConfig, GatewayConfig, Limits
+from penstock.config.limits import FailoverConfig, Limits
+from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest
 from penstock.types import FinishReason, Leg, RequestId, WorkerId
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.config.schema import FailoverConfig, GatewayConfig
+from penstock.config.limits import FailoverConfig
+from penstock.config.schema import GatewayConfig
 from penstock.engine.core.plan import Arrive, Outcome, Plan
 from penstock.engine.service.asks import WANTED_S
 from penstock.errors import NoWorkers

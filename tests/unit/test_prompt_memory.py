@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.config.schema import FailoverConfig, Limits
+from penstock.config.limits import FailoverConfig, Limits
 from penstock.engine.core.request import Request
 from penstock.engine.service.asks import arrival_of
 from penstock.hashing import chain_root

@@ -15,9 +15,8 @@ import msgspec
 import pytest
 
 from penstock.cli.parsing import COMMANDS
-from penstock.config import schema
-from penstock.config.tracing import TraceLimits
-from penstock.config.turns import TurnLimits
+from penstock.config import limits, schema
+from penstock.config.limits import TraceLimits, TurnLimits
 from penstock.telemetry import metrics, spans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +96,12 @@ def test_the_map_shows_the_order_of_imports():
 
 
 STRUCTS = {
-    "limits": schema.Limits,
-    "failover": schema.FailoverConfig,
-    "supervise": schema.SuperviseConfig,
+    "limits": limits.Limits,
+    "failover": limits.FailoverConfig,
+    "supervise": limits.SuperviseConfig,
     "hand_over": schema.HandOverConfig,
-    "kv_store": schema.KvStoreLimits,
-    "routing": schema.RoutingConfig,
+    "kv_store": limits.KvStoreLimits,
+    "routing": limits.RoutingConfig,
     "scheduling": schema.SchedulingConfig,
     "trace": TraceLimits,
     "turns": TurnLimits,

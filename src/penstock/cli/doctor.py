@@ -22,9 +22,9 @@ from pathlib import Path
 
 from penstock.bundled import storyteller
 from penstock.cli.parsing import COMMANDS
-from penstock.config.gpu import GpuReport
+from penstock.config.facts import GpuReport
 from penstock.config.load import load_serve
-from penstock.config.room import show_bytes
+from penstock.config.memory_budget import show_bytes
 from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import available_families
 from penstock.launch import event_loop

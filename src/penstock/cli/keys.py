@@ -17,7 +17,7 @@ import msgspec
 from penstock.cli.paint import table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.api_keys import NAME, KeyFile, Service, TenantEntry, changing, load_keys, new_key
-from penstock.config.scheduling import SchedulingConfig
+from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError
 
 EPILOG = """\

@@ -13,10 +13,10 @@ import msgspec
 from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.paint import Paint, table
 from penstock.cli.parsing import COMMANDS
-from penstock.config.beside import Beside
-from penstock.config.gpu import TRITON
-from penstock.config.kv_dtype import kv_dtype
+from penstock.config.device import TRITON
+from penstock.config.facts import Beside
 from penstock.config.load import lora_folders, parse_setting
+from penstock.config.resolve import kv_dtype
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
 from penstock.launch.beside import of_adapters, of_head, of_model

@@ -6,7 +6,7 @@ import argparse
 
 from penstock.cli.parsing import COMMANDS
 from penstock.cli.worker import NO_SETTINGS, add_config_flags, add_engine_flags
-from penstock.config.as_toml import settings_as_toml
+from penstock.config.dump import settings_as_toml
 from penstock.config.load import load_serve
 
 EPILOG = """\

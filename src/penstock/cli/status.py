@@ -15,7 +15,7 @@ from typing import Any
 from penstock.cli.asking import add_service_flags, ask
 from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
-from penstock.config.room import show_bytes
+from penstock.config.memory_budget import show_bytes
 from penstock.errors import ConfigError, WorkerError
 
 EPILOG = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from penstock.cli.parsing import COMMANDS
-from penstock.config.as_toml import settings_as_toml
+from penstock.config.dump import settings_as_toml
 from penstock.config.load import load_worker
 
 EPILOG = """\

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from penstock.config.loopback import is_loopback
+from penstock.config.base import is_loopback
 from penstock.config.schema import EngineSettings, ServeConfig, TlsConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 

@@ -6,16 +6,17 @@ Knows no processes, weights or kernels; what it leaves out (a shorter context, a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from penstock.config.base import Config
-from penstock.config.beside import Beside, beside_bytes
-from penstock.config.cores import Core, Places, Share, Wishes
-from penstock.config.gpu import RUNTIME_BYTES, TRITON, DeviceChoice, GpuReport, choose
-from penstock.config.hand_over import NIXL
-from penstock.config.kv_dtype import kv_dtype
-from penstock.config.loopback import is_loopback
-from penstock.config.mixed import (
+from penstock.config.base import Config, is_loopback
+from penstock.config.cpu_cores import Places, Share, Wishes
+from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose
+from penstock.config.facts import Core, MachineFacts, ModelFacts, PageSize, beside_bytes
+from penstock.config.limits import NIXL, Limits
+from penstock.config.memory_budget import KV_CONTEXTS, Room, show_bytes
+from penstock.config.mixed_numerics import (
     REFERENCE,
     TORCH,
     Reader,
@@ -26,23 +27,81 @@ from penstock.config.mixed import (
     shares,
     with_twins,
 )
-from penstock.config.room import KV_CONTEXTS, Room, show_bytes
-from penstock.config.scheduled import scheduler_of
 from penstock.config.schema import (
     MAX_CHUNK_TOKENS,
     MAX_STEP_TOKENS,
     EngineSettings,
     KvStoreConfig,
     Loan,
-    PoolingConfig,
     SchedulerConfig,
     ServeConfig,
     WorkerServeConfig,
+    stores_asked,
 )
-from penstock.config.stores import stores_asked
 from penstock.errors import ConfigError
-from penstock.reach import EVERYTHING, Reach, most_pages, tokens_held
 from penstock.types import FP8_E4M3, PAGE_TOKENS, Role, WorkerId
+
+if TYPE_CHECKING:
+    from penstock.config.facts import ModelFacts
+
+
+# MERGED: What KV pages keep keys and values in, decided from given facts: ``--kv-dtype``.  Pure.
+
+KEEPERS = (TRITON, "reference")
+"""Kernel families that have codes of keys and values."""
+
+
+def kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note: str = "") -> str:
+    """The type: the compute type unless another was asked for.
+
+    ``recurrent``: the model's name, if it has recurrent layers.  ``note``: why no GPU is used, if there is a reason.
+    Raises ConfigError where the asked one cannot be had.
+    """
+    if asked == "auto":
+        return compute
+    if recurrent:
+        raise ConfigError(
+            f"--kv-dtype {FP8_E4M3}: {recurrent} has recurrent layers, whose states are in fp32 and lie in the same "
+            "pages; leave it out"
+        )
+    if family not in KEEPERS:
+        why = f" ({note})" if note else ""
+        raise ConfigError(
+            f"--kv-dtype {FP8_E4M3}: the kernels of processors ({family}) keep KV pages in the compute type; it takes "
+            f"a GPU{why}, or, to try it slowly, --kernels reference; else leave it out"
+        )
+    return asked
+
+
+# MERGED: What an operator's settings mean for the scheduler of every worker.  Pure.
+
+
+def scheduler_of(config: EngineSettings, model: ModelFacts, room: tuple[int, int]) -> SchedulerConfig:
+    """``room``: pages, and tokens of the longest context."""
+    pages, max_model_len = room
+    return SchedulerConfig(
+        pages=pages,
+        reaches=model.reaches,
+        max_model_len=max_model_len,
+        max_running=config.max_running,
+        max_chunk_tokens=config.max_chunk_tokens or MAX_CHUNK_TOKENS,
+        step_budget_ms=config.scheduling.interactive_tpot_ms,
+        batch_step_budget_ms=config.scheduling.batch_tpot_ms,
+        long_prompt_ms=config.scheduling.interactive_ttft_ms,
+        gentle_read_s=_gentle_read_s(config),
+        contended_step_ms=config.scheduling.contended_step_ms,
+        batch_patience_s=config.scheduling.batch_patience_s,
+        output_token_weight=config.scheduling.output_token_weight,
+        tenant_memory_s=config.scheduling.tenant_memory_s,
+        pooling=model.pooling,
+    )
+
+
+def _gentle_read_s(config: EngineSettings) -> float:
+    """Half of what a first token may take.  A worker that is started by itself is told no gateway's limits."""
+    limits = config.limits if isinstance(config, ServeConfig) else Limits()
+    return limits.first_byte_s / 2
+
 
 NO_GPU_LANES = (
     "--gpu-lanes is ignored: the two lanes on one GPU were removed, and one step computes prompts and answers"
@@ -54,55 +113,6 @@ NO_GUESSES = (
 
 MIN_CONTEXT = 256
 """A context shorter than this is never chosen on the operator's behalf."""
-
-
-class MachineFacts(Config, frozen=True, kw_only=True):
-    """The machine, as ``launch.facts`` found it."""
-
-    cpus: tuple[int, ...]  # logical processors that this process may use
-    cores: int  # physical cores among them, within the container's quota
-    topology: tuple[Core, ...] = ()  # the physical cores; empty: each processor is one, and all are on one node
-    memory_bytes: int  # that can be had now without swapping, within the container's limit
-    kernel_families: tuple[str, ...]  # that this build and processor can run, best first
-    encrypts: bool = False  # the library for it is installed, and recent enough
-    gpu: GpuReport = GpuReport()
-
-
-class ModelFacts(Config, frozen=True, kw_only=True):
-    """The model, as far as memory and limits go."""
-
-    name: str
-    max_positions: int
-    parameters: int
-    sees: bool = False  # it reads images, or sounds
-    auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
-    page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
-    page_bytes_fp8: int = 0  # the same of codes (fp8_e4m3)
-    reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each such group
-    pooling: PoolingConfig | None = None  # None: it writes
-    beside: tuple[Beside, ...] = ()  # what is loaded with it
-    activation_bytes: int = 0  # buffers of its largest step on a GPU
-
-    @property
-    def recurrent(self) -> bool:
-        """Has it layers whose states change with every token?"""
-        return any(reach.cell is not None for reach in self.reaches)
-
-
-class PageSize(Config, frozen=True, kw_only=True):
-    """What a token takes of KV memory."""
-
-    page_bytes: int
-    reaches: tuple[Reach, ...]  # of each group of layers
-    ahead: int  # tokens of one request that a step computes at most
-
-    def pages(self, tokens: int) -> int:
-        """Pages that one context of so many tokens takes at most at any time."""
-        return most_pages(self.reaches, tokens, ahead=self.ahead, page_tokens=PAGE_TOKENS)
-
-    def tokens(self, pages: int, longest: int) -> int:
-        """Tokens, up to ``longest``, of a context that so many pages hold."""
-        return tokens_held(self.reaches, pages, longest, ahead=self.ahead, page_tokens=PAGE_TOKENS)
 
 
 class WorkerPlan(Config, frozen=True, kw_only=True):

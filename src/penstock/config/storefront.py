@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.config.base import Config
-from penstock.config.scheduling import SchedulingConfig
-from penstock.config.schema import EventLoop, Limits, TlsConfig
+from penstock.config.limits import Limits, SchedulingConfig
+from penstock.config.schema import EventLoop, TlsConfig
 
 
 class ModelPlace(Config, frozen=True, kw_only=True):

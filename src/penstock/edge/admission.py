@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from penstock.clock import Clock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import QueueFull
 from penstock.types import TOKEN_BYTES
 

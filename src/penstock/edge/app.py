@@ -23,9 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.clock import Clock
-from penstock.config.scheduling import SchedulingConfig
-from penstock.config.schema import Limits
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import Limits, SchedulingConfig, TurnLimits
 from penstock.edge import admin, sse, status
 from penstock.edge.answering import Answering, Course, gather, stream, whole
 from penstock.edge.auth import EVERYBODY, Authenticated, KeyRing, Ring, WrongKeys

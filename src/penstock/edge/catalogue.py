@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from penstock import __version__
 from penstock.clock import Clock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge import sse, upstream
 from penstock.edge.app import EXPLAIN, RERANK_PATHS, ROUTE, SESSION, http_error, unforeseen
 from penstock.edge.auth import EVERYBODY, FOR, Authenticated, Ring, WrongKeys

@@ -10,7 +10,7 @@ from typing import TypeVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.clock import Clock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge import json_strict
 from penstock.edge.admission import Admission, BodyHold
 from penstock.edge.errors import ClientGone, code_of, noted

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.admission import BodyHold
 from penstock.edge.body_writer import BODY_WRITER, BodyWriter
 from penstock.edge.errors import JSON_TYPE, ClientGone, Header, code_of, noted

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.config.scheduling import LONG_PROMPT, SchedulingConfig
-from penstock.config.schema import Limits
+from penstock.config.limits import LONG_PROMPT, Limits, SchedulingConfig
 from penstock.edge.admission import MAX_RETRY_AFTER_S, Admission, Party, Permit
 from penstock.edge.auth import EVERYBODY, Ring, Tenant
 from penstock.edge.counted import Part

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.config.loopback import is_loopback
+from penstock.config.base import is_loopback
 from penstock.edge.auth import OPERATORS
 from penstock.edge.exchange import Exchange
 from penstock.errors import Forbidden

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from penstock.clock import Clock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.counted import Counted
 from penstock.edge.keyed import Keyed
 from penstock.errors import KeyReused, NoWorkers, PenstockError

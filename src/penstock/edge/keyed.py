@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.event_ids import MARK_BYTES, After, EventMarks
 from penstock.edge.exchange import Exchange
 from penstock.errors import RequestError

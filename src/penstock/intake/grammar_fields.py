@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits, RequestConfig
+from penstock.config.limits import Limits
+from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields, array, boolean, mapping, string, unsupported
 from penstock.types import Grammar, GrammarKind

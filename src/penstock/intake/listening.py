@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.schema import Limits, RequestConfig
+from penstock.config.limits import Limits
+from penstock.config.schema import RequestConfig
 from penstock.errors import ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.answer import ChoiceText, Wanted

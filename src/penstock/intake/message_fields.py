@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, array, mapping, number, string, unsupported
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import BadField
 from penstock.intake.fields import WRONG_TYPE, Fields, array, integer, refuse_unknown, string, token_ids
 from penstock.intake.prompt_fields import Prompt, texts_or_ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import BadField, PromptTooLong
 from penstock.intake.fields import WRONG_TYPE, array, token_ids
 from penstock.intake.sampling_fields import ModelFacts

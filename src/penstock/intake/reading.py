@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits, RequestConfig
+from penstock.config.limits import Limits
+from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, InputTooLong, ModelError, RequestError
 from penstock.intake.framing import Framing
 from penstock.intake.pool_fields import Input, parse_classify, parse_embeddings, parse_rerank

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.intake import adapters, pool_fields, validate
 from penstock.intake.audio import fields as audio_fields
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.config.schema import Limits, Offers, RequestConfig
+from penstock.config.limits import Limits
+from penstock.config.schema import Offers, RequestConfig
 from penstock.errors import BadField, GrammarRefused, PromptTooLong, RequestError
 from penstock.grammar.checking import GrammarChecks
 from penstock.grammar.frames import Limits as GrammarLimits

@@ -11,7 +11,7 @@ from typing import Never
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import WrongTask
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.tokenizer import TextTokenizer

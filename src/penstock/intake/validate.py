@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits, RequestConfig
+from penstock.config.limits import Limits
+from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, integer, mapping, refuse_large, refuse_unknown, string, unsupported
 from penstock.intake.grammar_fields import NAMES as GRAMMAR

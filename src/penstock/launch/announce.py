@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from penstock import __version__
-from penstock.config.cores import show_cpus
+from penstock.config.cpu_cores import show_cpus
+from penstock.config.memory_budget import show_bytes
 from penstock.config.resolve import ServePlan, WorkerPlan
-from penstock.config.room import show_bytes
 from penstock.launch.locate import Located
 from penstock.launch.sparsely import sparse_line
 from penstock.reach import EVERYTHING

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.config.beside import Beside
+from penstock.config.facts import Beside
 from penstock.config.schema import MAX_DRAFTING, EngineSettings, NamedAdapter
 from penstock.kernels.operands import KvShape
 from penstock.launch.drafting import DRAFT_POSITIONS, Found, FoundHead

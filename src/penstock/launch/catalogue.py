@@ -28,7 +28,7 @@ from msgspec import structs
 
 from penstock.config.api_keys import check_keys
 from penstock.config.catalogue import Entry, load_catalogue
-from penstock.config.room import show_bytes
+from penstock.config.memory_budget import show_bytes
 from penstock.config.schema import ServeConfig
 from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.errors import ConfigError, ModelError

@@ -29,17 +29,10 @@ from msgspec import structs
 
 from penstock.children import no_core_dumps
 from penstock.config.api_keys import check_keys
-from penstock.config.beside import Beside
-from penstock.config.gpu import GpuReport, is_ruled_out
+from penstock.config.device import is_ruled_out
+from penstock.config.facts import Beside, GpuReport, MachineFacts, ModelFacts
 from penstock.config.load import lora_folders, weights_cache_folder
-from penstock.config.resolve import (
-    MachineFacts,
-    ModelFacts,
-    ServePlan,
-    context_length,
-    resolve,
-    resolve_worker,
-)
+from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker
 from penstock.config.schema import (
     BACKLOG,
     EngineSettings,

@@ -27,8 +27,7 @@ import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from penstock.config.schema import Limits
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import Limits, TurnLimits
 from penstock.edge.body_writer import BODY_WRITER
 from penstock.edge.hang_up import HANG_UP
 from penstock.launch.read_turns import ReadTurns

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.config.cores import Core, parse_cpus
-from penstock.config.resolve import MachineFacts
+from penstock.config.cpu_cores import parse_cpus
+from penstock.config.facts import Core, MachineFacts
 from penstock.errors import ConfigError
 from penstock.kv.transfer.tcp_frames import aead
 

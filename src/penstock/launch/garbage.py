@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import TurnLimits
 
 MIDDLE_COLLECTIONS = 2
 """Looks among new objects, up to one among those that survived as many."""

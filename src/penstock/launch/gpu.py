@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import children
-from penstock.config.gpu import GpuFacts, GpuReport
+from penstock.config.facts import GpuFacts, GpuReport
 
 DRIVER = "libcuda.so.1"
 ASK_S = 20.0

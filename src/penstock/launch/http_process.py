@@ -18,8 +18,8 @@ from typing import Any
 import uvicorn
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import BACKLOG, Limits, TlsConfig
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import Limits, TurnLimits
+from penstock.config.schema import BACKLOG, TlsConfig
 from penstock.errors import ProtocolError
 from penstock.launch.accepting import Acceptor
 from penstock.launch.board import Slot

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from penstock.children import forget_secrets, keep_memory_private
-from penstock.config.mixed import Reading, mixed_numerics
+from penstock.config.limits import Limits
+from penstock.config.mixed_numerics import Reading, mixed_numerics
 from penstock.config.resolve import ServePlan, WorkerPlan, kv_store
 from penstock.config.schema import (
     EngineSettings,
     GatewayConfig,
     KvStoreConfig,
-    Limits,
     NamedAdapter,
     SchedulerConfig,
     WorkerConfig,

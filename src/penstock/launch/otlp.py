@@ -25,7 +25,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock import __version__
-from penstock.config.tracing import TraceConfig
+from penstock.config.limits import TraceConfig
 from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Fact, Span, SpanFamily
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.config.schema import SuperviseConfig
+from penstock.config.limits import SuperviseConfig
 from penstock.launch.board import Heartbeat
 from penstock.launch.events import (
     HOPELESS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.clock import MonotonicClock
-from penstock.config.scheduling import SchedulingConfig
+from penstock.config.limits import SchedulingConfig
 from penstock.edge.auth import FileRing, KeyRing, Ring
 from penstock.edge.fronted import FrontedRing
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, assert_never
 
-from penstock.config.schema import SuperviseConfig
+from penstock.config.limits import SuperviseConfig
 from penstock.errors import GaveUp, ProtocolError
 from penstock.launch.board import Slot
 from penstock.launch.channel import Channel

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.config.limits import TraceConfig
 from penstock.config.schema import ServeConfig
-from penstock.config.tracing import TraceConfig
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from penstock.clock import MonotonicClock
-from penstock.config.hand_over import NIXL
+from penstock.config.limits import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.scheduler import Scheduler

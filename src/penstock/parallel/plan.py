@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.config.beside import Beside, beside_bytes
-from penstock.config.gpu import RUNTIME_BYTES
+from penstock.config.device import RUNTIME_BYTES
+from penstock.config.facts import Beside, beside_bytes
 from penstock.parallel.devices import Devices
 
 TENSOR_WAYS = (1, 2, 4, 8)

@@ -9,7 +9,7 @@ Pure: time is handed in.
 
 from __future__ import annotations
 
-from penstock.config.schema import FailoverConfig
+from penstock.config.limits import FailoverConfig
 
 
 class RetryBudget:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.config.schema import FailoverConfig, Limits
+from penstock.config.limits import FailoverConfig, Limits
 from penstock.errors import DeadlineMissed, NoWorkers, PenstockError, RequestError, StalledRequest, WorkerLost
 from penstock.types import Claim, FinishReason, SamplingParams, ValidRequest
 from penstock.wire.codec import MAX_FRAME_BYTES

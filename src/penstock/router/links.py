@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import TurnLimits
 from penstock.router.turn_room import TurnRoom
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage

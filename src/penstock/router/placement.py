@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
-from penstock.config.schema import RoutingConfig
+from penstock.config.limits import RoutingConfig
 from penstock.hashing import chain_root
 from penstock.router.decide import Decision, How, decide, relieve
 from penstock.router.decision_log import DecisionLog

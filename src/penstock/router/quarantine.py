@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.schema import FailoverConfig
+from penstock.config.limits import FailoverConfig
 from penstock.types import RequestId, WorkerId
 
 MOST_UNANSWERED = 3

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config.schema import RoutingConfig
+from penstock.config.limits import RoutingConfig
 from penstock.errors import ConfigError
 from penstock.sim.crowd import Crowd
 from penstock.sim.events import Agenda

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config.schema import RoutingConfig
+from penstock.config.limits import RoutingConfig
 from penstock.engine.core.plan import Cancelled, Outcome, ReturnedRequest
 from penstock.engine.core.request import Request
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker

@@ -10,7 +10,7 @@ from penstock.bundled import storyteller
 from penstock.cli import doctor
 from penstock.cli.doctor import Check, Verdict
 from penstock.cli.main import main
-from penstock.config.gpu import GpuReport
+from penstock.config.facts import GpuReport
 from penstock.launch.gpu import gpu_report
 
 

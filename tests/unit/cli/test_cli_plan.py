@@ -12,7 +12,7 @@ import pytest
 from penstock.bundled import storyteller
 from penstock.cli import plan
 from penstock.cli.main import main
-from penstock.config.gpu import GpuFacts, GpuReport
+from penstock.config.facts import GpuFacts, GpuReport
 from penstock.config.schema import ServeConfig
 from penstock.launch import compose
 from penstock.launch.facts import free_memory

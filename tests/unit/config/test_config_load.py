@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.base import is_loopback
 from penstock.config.load import load_client, load_serve, load_worker, parse_size
-from penstock.config.loopback import is_loopback
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.types import Role

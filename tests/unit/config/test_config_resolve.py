@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.beside import Beside
-from penstock.config.cores import Core
-from penstock.config.gpu import RUNTIME_BYTES, GpuFacts, GpuReport, is_ruled_out
+from penstock.config.device import RUNTIME_BYTES, is_ruled_out
+from penstock.config.facts import Beside, Core, GpuFacts, GpuReport, MachineFacts, ModelFacts
+from penstock.config.limits import Limits
 from penstock.config.load import parse_size
-from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, kv_store, resolve, resolve_worker
-from penstock.config.room import show_bytes
-from penstock.config.schema import COMPILED_GRAMMARS_BYTES, Limits, PoolingConfig, ServeConfig, WorkerServeConfig
+from penstock.config.memory_budget import show_bytes
+from penstock.config.resolve import ServePlan, kv_store, resolve, resolve_worker
+from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import VirtualClock
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.edge.admission import PROMPT_TOKEN_BYTES, Admission, Party, Permit
 from penstock.errors import QueueFull
 

@@ -12,7 +12,7 @@ import small_tokenizers
 
 import penstock
 from pauses import longest_pause_of_the_loop
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import BadField, ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.service import ModelIntake

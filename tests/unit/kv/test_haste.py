@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kv.transfer.haste import Haste, Waiting
 from penstock.types import RequestId
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.late_pages import LateCarrier
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from penstock.config.schema import SuperviseConfig
+from penstock.config.limits import SuperviseConfig
 from penstock.errors import GaveUp
 from penstock.launch.board import Board
 from penstock.launch.channel import Channel

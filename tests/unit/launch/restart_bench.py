@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from penstock.config.schema import SuperviseConfig
+from penstock.config.limits import SuperviseConfig
 from penstock.launch.board import Heartbeat
 from penstock.launch.events import (
     Died,

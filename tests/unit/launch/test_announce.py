@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from penstock.bundled import storyteller
-from penstock.config.resolve import MachineFacts, ModelFacts, resolve
+from penstock.config.facts import MachineFacts, ModelFacts
+from penstock.config.resolve import resolve
 from penstock.config.schema import PoolingConfig, ServeConfig
 from penstock.launch.announce import Phases, fleet_lines, model_lines, talk_lines, worker_lines
 from penstock.launch.locate import Located

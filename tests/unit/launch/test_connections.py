@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.launch.connections import MAX_PIPELINED, guarded_protocol
 
 LIMITS = Limits(max_header_bytes=2000)

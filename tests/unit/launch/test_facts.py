@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.cores import Core
+from penstock.config.facts import Core
 from penstock.errors import ConfigError
 from penstock.kv.transfer.tcp_frames import aead
 from penstock.launch.facts import free_memory, machine_facts, process_began, topology, usable_cores

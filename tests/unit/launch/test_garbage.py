@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.config.turns import TurnLimits
+from penstock.config.limits import TurnLimits
 from penstock.launch import garbage
 from penstock.launch.garbage import NEVER, GarbageCollection
 

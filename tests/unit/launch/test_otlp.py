@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from tests.cluster.collector import Collector, Got, spans_of
 
+from penstock.config.limits import TraceConfig
 from penstock.config.schema import ServeConfig
-from penstock.config.tracing import TraceConfig
 from penstock.errors import ConfigError
 from penstock.launch.otlp import OtlpTracer, _Destination
 from penstock.launch.tracing import open_tracer, trace_config

@@ -7,7 +7,7 @@ from flight_words import D0, D1, P0, chosen, flying, item, said, started
 from router_words import IDENTITY, ROOT, fleet_of, report, request
 from tests.null.span_notes import SpanNotes
 
-from penstock.config.schema import RoutingConfig
+from penstock.config.limits import RoutingConfig
 from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, relieve
 from penstock.router.effects import LegEnded, Recall, Send

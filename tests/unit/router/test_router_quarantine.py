@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.schema import FailoverConfig
+from penstock.config.limits import FailoverConfig
 from penstock.router.budget import RetryBudget
 from penstock.router.poison import Guilt, KeptApart, guilty
 from penstock.router.quarantine import MOST_UNANSWERED, Quarantine

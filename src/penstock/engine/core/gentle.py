@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from penstock.config.scheduling import LONG_PROMPT
+from penstock.config.limits import LONG_PROMPT
 from penstock.engine.core.request import Request
 
 MOST_TIMES = 8.0

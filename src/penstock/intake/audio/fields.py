@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, refuse_unknown, string, unsupported
 from penstock.intake.sampling_fields import ModelFacts, parse_seed, parse_temperature

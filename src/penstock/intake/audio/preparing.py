@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import QueueFull
 from penstock.hashing import medium_salt, picture_hash
 from penstock.intake.audio.features import Features, SoundRecipe

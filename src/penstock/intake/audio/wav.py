@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import RequestError
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE

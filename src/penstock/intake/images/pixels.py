@@ -13,7 +13,7 @@ import zlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import RequestError
 from penstock.intake.images.recipe import MAX_ASPECT, ImageRecipe
 from penstock.types import Picture

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import QueueFull, RequestError
 from penstock.hashing import medium_salt, picture_hash
 from penstock.intake.images.pixels import bad_image, decoding_bytes, picture_of

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.errors import HandOverRefused, PageCorrupt
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.counters import TransferCounters

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released, Send, SenderTurn
 from penstock.kv.transfer.port import PageCarrier
 from penstock.types import RequestId

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.errors import PageCorrupt
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.port import Landed, PageCarrier, PageSeal, Wanted

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kv.transfer.port import Landed, PageSeal, Wanted
 from penstock.kv.transfer.tcp_road import Road
 from penstock.types import RequestId

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Any
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer import tcp_frames as frames

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any, Protocol
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kernels.pages import Arrivals
 from penstock.kv.transfer import tcp_frames as frames

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.kv.transfer.port import REFUSED, Landed, PageSeal, Wanted
 from penstock.kv.transfer.tcp_frames import MAX_PAGES
 from penstock.kv.transfer.tcp_line import Batch, Errands, Key, Line, Order

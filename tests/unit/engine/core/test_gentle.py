@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from penstock.config.scheduling import LONG_PROMPT
+from penstock.config.limits import LONG_PROMPT
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, Work
 from penstock.engine.core.gentle import MOST_TIMES, Beside, Bounds, piece_s

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import ModelError, QueueFull, RequestError, UnknownModel, WrongTask
 from penstock.hashing import block_hashes, chain_root, picture_hash
 from penstock.intake.listening import ListeningIntake

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import ModelError, RequestError
 from penstock.intake.audio.features import Features, SoundRecipe, read_sound_recipe
 from penstock.intake.audio.preparing import reading_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import QueueFull, RequestError
 from penstock.hashing import block_hashes, chain_root, picture_hash
 from penstock.intake.images import pixels

@@ -10,7 +10,7 @@ import zlib
 import pytest
 from PIL import Image
 
-from penstock.config.schema import Limits
+from penstock.config.limits import Limits
 from penstock.errors import ModelError, RequestError
 from penstock.intake.images import pixels
 from penstock.intake.images.pixels import decoding_bytes, has_more_scans, picture_of

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config.hand_over import HandOverConfig
+from penstock.config.limits import HandOverConfig
 from penstock.errors import PageCorrupt
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.nixl.giver import Giver

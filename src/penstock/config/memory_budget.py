@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.config.beside import beside_bytes
-from penstock.config.gpu import RUNTIME_BYTES, DeviceChoice
+from penstock.config.device import RUNTIME_BYTES, DeviceChoice
+from penstock.config.facts import beside_bytes
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.config.resolve import ModelFacts
+    from penstock.config.facts import ModelFacts
 
 KV_SHARE = 0.10
 """Part of the available memory that the KV pages of all workers together take unless told otherwise."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.config.base import Config
-from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
-from penstock.config.stores import stores_asked
+from penstock.config.facts import GpuFacts, GpuReport
+from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, stores_asked
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -14,24 +14,6 @@ TRITON = "triton"
 RUNTIME_BYTES = 896 << 20
 """On a GPU beside weights, activations and pages: context and loaded kernels, rope tables (64 MiB for 131,072
 positions), what recorded graphs keep beside their logits, and what allocators round up.  An allowance."""
-
-
-class GpuFacts(Config, frozen=True, kw_only=True):
-    """One GPU, as ``launch.gpu`` found it."""
-
-    name: str
-    count: int = 1  # of them on this host; the first one is used
-    capability: tuple[int, int]  # compute capability, as (9, 0)
-    total_bytes: int
-    free_bytes: int  # to a process that has its context there already
-
-
-class GpuReport(Config, frozen=True, kw_only=True):
-    """A GPU that can be used, or what keeps one from being used."""
-
-    gpu: GpuFacts | None = None
-    why_not: str = "no GPU was looked for"
-    mend: str = ""  # what would help, if something would
 
 
 class DeviceChoice(Config, frozen=True, kw_only=True):

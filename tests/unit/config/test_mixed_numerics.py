@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.config.gpu import GpuFacts, GpuReport, is_ruled_out
+from penstock.config.device import is_ruled_out
+from penstock.config.facts import GpuFacts, GpuReport, MachineFacts, ModelFacts
 from penstock.config.load import load_serve, load_worker
-from penstock.config.mixed import mixed_numerics
-from penstock.config.resolve import MachineFacts, ModelFacts, ServePlan, resolve, resolve_worker
+from penstock.config.mixed_numerics import mixed_numerics
+from penstock.config.resolve import ServePlan, resolve, resolve_worker
 from penstock.config.schema import PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.reach import Reach

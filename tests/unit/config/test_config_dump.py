@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.as_toml import settings_as_toml
+from penstock.config.dump import settings_as_toml
 from penstock.config.load import load_serve, load_worker
 
 

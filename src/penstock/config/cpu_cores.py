@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.config.base import Config
+from penstock.config.facts import Core
 from penstock.config.schema import Loan
 from penstock.errors import ConfigError
 from penstock.types import Role, WorkerId
@@ -21,13 +21,6 @@ GIVES_WAY = 10
 """Niceness of a prefill worker that shares cores with a decode worker: it has a tenth of them when both want them."""
 
 Places = tuple[tuple[WorkerId, Role], ...]
-
-
-class Core(Config, frozen=True, kw_only=True):
-    """One physical core."""
-
-    cpus: tuple[int, ...]  # its logical processors, as far as this process may use them
-    node: int = 0  # where its memory is near
 
 
 Owned = tuple[Core, ...]

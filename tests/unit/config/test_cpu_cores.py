@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.cores import GIVES_WAY, Core, Division, Places, Wishes, divide, parse_cpus, show_cpus
+from penstock.config.cpu_cores import GIVES_WAY, Division, Places, Wishes, divide, parse_cpus, show_cpus
+from penstock.config.facts import Core
 from penstock.errors import ConfigError
 from penstock.types import Role, WorkerId
 

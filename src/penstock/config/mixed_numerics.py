@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.config.base import Config
-from penstock.config.cores import Core, Division, Places, Share, Wishes, divide
-from penstock.config.gpu import TRITON, DeviceChoice, chosen
-from penstock.config.room import Room, show_bytes
-from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig
-from penstock.config.stores import stores_asked
+from penstock.config.cpu_cores import Division, Places, Share, Wishes, divide
+from penstock.config.device import TRITON, DeviceChoice, chosen
+from penstock.config.facts import Core
+from penstock.config.memory_budget import Room, show_bytes
+from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, stores_asked
 from penstock.errors import ConfigError
 from penstock.types import MIXES, Role
 
 if TYPE_CHECKING:
-    from penstock.config.resolve import MachineFacts, ModelFacts, PageSize
+    from penstock.config.facts import MachineFacts, ModelFacts, PageSize
 
 REFERENCE = "reference"
 INTERPRETER = "triton-interpreter"
