@@ -22,10 +22,9 @@ from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.kernels.compressed import PANEL_ROWS
 from penstock.kernels.ops import Ops
-from penstock.weights.checkpoint import for_length
+from penstock.weights.checkpoint import for_length, read_outline
 from penstock.weights.layout import Matrix, Part, Vector
 from penstock.weights.load import LoadedModel
-from penstock.weights.outline import read_outline
 from penstock.weights.spec import ModelSpec
 
 BLOCK = 1 << 24

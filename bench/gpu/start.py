@@ -20,10 +20,9 @@ from penstock.engine.models.registry import build_model
 from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Captures, Ops
-from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.checkpoint import for_length, inspect_model, read_outline
 from penstock.weights.load import load_model
 from penstock.weights.manifest import Manifests
-from penstock.weights.outline import read_outline
 
 THREADS = 8
 PAGES = 512

@@ -27,12 +27,11 @@ from penstock.kernels.recording import RecordedProgram
 from penstock.types import SamplingParams
 from penstock.weights.census import Form as PlanForm
 from penstock.weights.census import coding, model_size
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.checkpoint import inspect_model, read_outline
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fields import Fields
 from penstock.weights.formats.quantization import parse_quantization
 from penstock.weights.load import load_model
-from penstock.weights.outline import read_outline
 from penstock.weights.reader import Checkpoint
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter

@@ -29,9 +29,9 @@ from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, requests_a
 from penstock.types import FP8_E4M3
 from penstock.weights.adapter import AdapterLimits, read_adapter, targets_of
 from penstock.weights.census import BF16, Coding, Form, coding, model_size, weight_bytes
+from penstock.weights.checkpoint import CONFIG_NAME, Outline, read_outline
 from penstock.weights.decoder import Decoder
 from penstock.weights.eagle import FOLDER, inspect_head
-from penstock.weights.outline import CONFIG, Outline, read_outline
 
 BAR_CELLS = 64
 PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))
@@ -192,7 +192,7 @@ def model_argument(model: str | None) -> str:
     if model is None or model == STORYTELLER:
         return ""
     path = Path(model)
-    return str(path.parent) if path.name == CONFIG and path.is_file() else model
+    return str(path.parent) if path.name == CONFIG_NAME and path.is_file() else model
 
 
 def keeps_no_kv(outline: Outline) -> bool:

@@ -28,7 +28,7 @@ from penstock.intake.tokenizer import TextTokenizer
 from penstock.types import GREEDY, PlacedImage, RequestId, SamplingParams, Sound, ValidRequest, pack_token_ids
 from penstock.weights.family import HEARERS
 from penstock.weights.fields import Fields
-from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, read_object, small_files
+from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
 from penstock.weights.whisper import Whisper
 from penstock.wire.ports import AnswerText, Envelope, Form, ModelCard
 
@@ -46,9 +46,9 @@ class ListeningIntake(SingleTaskIntake):
     def __init__(self, folder: Path, card: ModelCard, limits: Limits, requests: RequestConfig | None = None) -> None:
         """Reads tokenizer, control tokens, and how sounds are prepared.  Raises ModelError."""
         files = small_files(folder)
-        config = Fields(read_object(files, CONFIG) or {}, files.path_of(CONFIG))
+        config = Fields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
         whisper = HEARERS[config.get("architectures", list)[0]].parse(config).own(Whisper)
-        tokenizer = TextTokenizer(folder, config=read_object(files, TOKENIZER_CONFIG) or {})
+        tokenizer = TextTokenizer(folder, config=load_json(files, TOKENIZER_CONFIG) or {})
         self.words = read_words(files, tokenizer)
         self.sounds = Sounds(read_sound_recipe(files, whisper), limits)
         self.most_before = max(0, whisper.target // 2 - 1)  # tokens of what was said before

@@ -22,7 +22,7 @@ from penstock.intake.tokenizer import TextTokenizer
 from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest, pack_token_ids
 from penstock.weights.fields import Fields
 from penstock.weights.pooling import SENTENCES
-from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, read_object, small_files
+from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, PoolWork
 
 PROMPTS = "config_sentence_transformers.json"
@@ -47,11 +47,11 @@ class ReadingIntake(SingleTaskIntake):
         """Reads tokenizer, prompts and labels.  Raises ModelError."""
         self._served = served
         files = small_files(folder)
-        values = read_object(files, CONFIG)
+        values = load_json(files, CONFIG)
         if values is None:
             raise ModelError(f"{files.path_of(CONFIG)}: is missing")
         config = Fields(values, files.path_of(CONFIG))
-        tokenizer = TextTokenizer(folder, config=read_object(files, TOKENIZER_CONFIG) or {})
+        tokenizer = TextTokenizer(folder, config=load_json(files, TOKENIZER_CONFIG) or {})
         self._framing = Framing.of(tokenizer.probe)
         card = served.card
         facts = ModelFacts(
@@ -63,10 +63,10 @@ class ReadingIntake(SingleTaskIntake):
         )
         super().__init__(card, Purpose(text="generates no text", paths=_paths(served)), tokenizer, facts, limits)
         self._labels = _labels(config, served.width) if served.task is Task.CLASSIFY else ()
-        prompts = Fields(read_object(files, PROMPTS) or {}, files.path_of(PROMPTS))
+        prompts = Fields(load_json(files, PROMPTS) or {}, files.path_of(PROMPTS))
         self._prompts = _prompts(prompts)
         self._default_prompt = prompts.get("default_prompt_name", str, "")
-        sentences = Fields(read_object(files, SENTENCES) or {}, files.path_of(SENTENCES))
+        sentences = Fields(load_json(files, SENTENCES) or {}, files.path_of(SENTENCES))
         self._lower = sentences.get("do_lower_case", bool, False)
 
     # --- what it is for -----------------------------------------------------------------------------------------------

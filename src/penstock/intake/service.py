@@ -56,7 +56,7 @@ from penstock.types import (
     ValidRequest,
     pack_token_ids,
 )
-from penstock.weights.generation_config import SamplingDefaults, sampling_defaults
+from penstock.weights.fields import SamplingDefaults, sampling_defaults
 from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 

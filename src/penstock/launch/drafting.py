@@ -17,9 +17,9 @@ from penstock.errors import ConfigError, ModelError
 from penstock.weights.checkpoint import for_length, inspect_model
 from penstock.weights.eagle import ARCHITECTURE, FOLDER, HeadSpec, inspect_head, is_head
 from penstock.weights.family import DECODERS
+from penstock.weights.fields import parse_json_object
 from penstock.weights.small_files import CONFIG, TOKENIZER, small_files
 from penstock.weights.spec import ModelSpec
-from penstock.weights.strict_json import parse_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +112,5 @@ def _tokens(path: Path) -> Any:
     if raw is None:
         named = [file for file in sorted(path.glob("*")) if file.suffix in (".model", ".tiktoken")]
         return {file.name: file.read_bytes() for file in named}
-    model: Mapping[str, Any] = parse_object(raw, files.path_of(TOKENIZER)).get("model", {})
+    model: Mapping[str, Any] = parse_json_object(raw, files.path_of(TOKENIZER)).get("model", {})
     return json.dumps(model.get("vocab"))

@@ -24,12 +24,11 @@ from penstock.config.schema import NamedAdapter
 from penstock.errors import ModelError
 from penstock.kernels.adapters import LowRank
 from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
-from penstock.weights.header import LENGTH_BYTES, TensorInfo, header_length, parse_header
+from penstock.weights.fields import Fields, read_json_object
+from penstock.weights.header import LENGTH_BYTES, TensorInfo, header_length, parse_safetensors_header
 from penstock.weights.layout import Matrix, WeightLayout
 from penstock.weights.reader import NUMPY_DTYPES
 from penstock.weights.spec import ModelSpec
-from penstock.weights.strict_json import read_object
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -132,12 +131,12 @@ def _refusal(weight: str, *, whole: bool) -> str:
 
 def read_adapter(folder: Path, targets: Mapping[str, Target], limits: AdapterLimits) -> Adapter:
     """The adapter in a folder.  Raises ModelError, naming file and field, for what is not sound or not served."""
-    config = Fields(read_object(folder / CONFIG), str(folder / CONFIG))
+    config = Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
     scales = _Scales.of(config)
     raw = _read(folder, limits.max_bytes)
     where = str(folder / TENSORS)
     length = header_length(raw[:64], len(raw), where)
-    tensors = parse_header(raw[LENGTH_BYTES : LENGTH_BYTES + length], len(raw), where)
+    tensors = parse_safetensors_header(raw[LENGTH_BYTES : LENGTH_BYTES + length], len(raw), where)
     parts: dict[str, list[LowRank]] = {}
     rank = 0
     for module, (down, up) in _pairs(tensors, where).items():

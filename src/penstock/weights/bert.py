@@ -29,14 +29,14 @@ def parse_xlm_roberta(config: Fields) -> ModelSpec:
     return _parse(config, "xlm-roberta", first_position=_behind_padding(config))
 
 
-def layout_bert(spec: ModelSpec) -> WeightLayout:
+def bert_layout(spec: ModelSpec) -> WeightLayout:
     """See ``encoder.layout``."""
-    return encoder.layout(spec, BERT, Names(model=""))
+    return encoder.encoder_layout(spec, BERT, Names(model=""))
 
 
-def layout_roberta(spec: ModelSpec) -> WeightLayout:
+def roberta_layout(spec: ModelSpec) -> WeightLayout:
     """See ``encoder.layout``."""
-    return encoder.layout(spec, ROBERTA, Names(model=""))
+    return encoder.encoder_layout(spec, ROBERTA, Names(model=""))
 
 
 def _behind_padding(config: Fields) -> int:

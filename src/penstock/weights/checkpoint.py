@@ -4,17 +4,18 @@ starts; weights are not read.  Every refusal says what is wrong and what would w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from penstock.errors import ConfigError, ModelError
-from penstock.weights.family import checkpoint_format, named_architecture
-from penstock.weights.fields import Fields
+from penstock.weights.family import checkpoint_format, installed_names, named_architecture
+from penstock.weights.fields import Fields, read_json_object, sampling_defaults
 from penstock.weights.formats.quantization import parse_quantization
-from penstock.weights.generation_config import sampling_defaults
 from penstock.weights.gguf_file import is_gguf
+from penstock.weights.layout import WeightLayout
 from penstock.weights.pooling import read_with
 from penstock.weights.reader import Checkpoint
 from penstock.weights.small_files import (
@@ -22,7 +23,7 @@ from penstock.weights.small_files import (
     GENERATION_CONFIG,
     TOKENIZER,
     SmallFiles,
-    read_object,
+    load_json,
     small_files,
 )
 from penstock.weights.spec import ModelSpec
@@ -115,7 +116,7 @@ def _models_in(folder: Path) -> str:
 
 
 def _fields(files: SmallFiles, name: str) -> Fields | None:
-    values = read_object(files, name)
+    values = load_json(files, name)
     return None if values is None else Fields(values, files.path_of(name))
 
 
@@ -127,3 +128,50 @@ def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tupl
         if token >= spec.vocab:
             raise source.refuse(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
     return ids
+
+
+# MERGED: A model's outline: what it is and which tensors it has, from ``config.json`` alone, also where
+# MERGED: weights are missing or
+# MERGED: in a form that cannot be loaded here.
+
+CONFIG_NAME = "config.json"
+STORAGE = ("quantization_config", "compression_config", "auto_map")
+"""Fields about how weights are stored, or which code made them: an outline does not depend on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model without its weights."""
+
+    name: str
+    spec: ModelSpec
+    layout: WeightLayout
+    config: Fields  # of the part that writes text, with how its weights are stored
+
+
+def read_outline(path: Path) -> Outline:
+    """Of a folder or of a ``config.json``.  Raises ModelError if no family knows the architecture."""
+    file = path / CONFIG_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"{path}: has no {CONFIG_NAME}")
+    config = _text_part(Fields(read_json_object(file), str(file)))
+    architecture = named_architecture(config)
+    family = checkpoint_format(architecture, config.where)
+    plain = Fields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where)
+    spec = read_with(family.parse(plain), architecture, plain, _beside(file))
+    layout = family.layout(spec)
+    name = path.resolve().name if path.is_dir() else path.name
+    return Outline(name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config)
+
+
+def _beside(config: Path) -> SmallFiles | None:
+    return small_files(config.parent) if config.name == CONFIG_NAME else None
+
+
+def _text_part(config: Fields) -> Fields:
+    """The language model of a model that also sees or hears, if only that one is known here."""
+    inner = config.section("text_config")
+    if inner is None or named_architecture(config) in installed_names() or not inner.has("architectures"):
+        return config
+    storage = {name: config.values[name] for name in STORAGE if config.has(name)}
+    return Fields({**storage, **inner.values}, inner.where)

@@ -21,14 +21,13 @@ from blake3 import blake3
 from penstock.errors import ConfigError, ModelError, PenstockError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.compressed_gpu import AnyCompressed, compress_for_gpu
-from penstock.weights import codec
-from penstock.weights.checksum import checksum
-from penstock.weights.compressed import GPU, TENSORS_KEY, VERSION_KEY, Original, metadata_of
+from penstock.weights import compressed
+from penstock.weights.compressed import GPU, TENSORS_KEY, VERSION_KEY, Original, checksum, metadata_of
 from penstock.weights.header import LENGTH_BYTES, TensorInfo
+from penstock.weights.mapped import replacing
 from penstock.weights.reader import INDEX, SINGLE, Checkpoint
 from penstock.weights.safetensors_file import SafetensorsFile
 from penstock.weights.small_files import CONFIG
-from penstock.weights.whole_file import replacing
 
 PARTIAL = ".partial"
 JOURNAL = ".journal"
@@ -205,11 +204,11 @@ def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> Packed:
     digest = blake3(raw).hexdigest()
     if info.dtype == "BF16" and len(info.shape) == 2:
         weight = np.require(np.frombuffer(raw, np.uint16).reshape(info.shape), requirements=["C", "ALIGNED"])
-        matrix = compress_for_gpu(weight) if layout == GPU else codec.compress(weight)
+        matrix = compress_for_gpu(weight) if layout == GPU else compressed.compress_matrix(weight)
         if matrix is not None:
             code = (matrix.base, matrix.step if isinstance(matrix, CompressedMatrix) else 1)
             original = Original(dtype=info.dtype, shape=info.shape, blake3=digest, code=code, layout=layout)
-            sections = codec.sections(matrix)
+            sections = compressed.sections(matrix)
             return Packed(_with_checksum(info.name, original, sections), sections)
     plain = Original(dtype=info.dtype, shape=info.shape, blake3=digest)
     return Packed(_with_checksum(info.name, plain, [raw]), [raw])
@@ -313,10 +312,10 @@ def _is_written(file: int, data_start: int, one: Done) -> bool:
         n, k = one.original.shape
         try:
             if one.original.layout == GPU:
-                matrix: AnyCompressed = codec.gpu_sections_of(raw, (n, k), one.original.code[0], one.name)
+                matrix: AnyCompressed = compressed.gpu_sections_of(raw, (n, k), one.original.code[0], one.name)
             else:
-                matrix = codec.sections_of(raw, (n, k), one.original.code, one.name)
-            for part in codec.decoded(matrix, one.name):
+                matrix = compressed.sections_of(raw, (n, k), one.original.code, one.name)
+            for part in compressed.decode_parts(matrix, one.name):
                 hasher.update(part.data.cast("B"))
         except ModelError:
             return False

@@ -125,7 +125,7 @@ class Names:
     ignored: str = r".*\.rotary_emb\.inv_freq"  # a pattern of tensors that nothing needs
 
 
-def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
+def decoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
     ``i.q_norm``, ``i.k_norm``, ``i.sinks``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``,
@@ -154,7 +154,7 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     ignored = names.ignored + ("" if writes and not spec.tied else rf"|{re.escape(names.head)}\.weight")
     if not writes and names.model:
         others = (*others, replace(names, model=""))  # saved without what is around the layers
-    return WeightLayout(tuple(weights), re.compile(ignored), tuple(layout(spec, other) for other in others))
+    return WeightLayout(tuple(weights), re.compile(ignored), tuple(decoder_layout(spec, other) for other in others))
 
 
 @dataclass(frozen=True, slots=True)

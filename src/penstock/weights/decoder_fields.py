@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.kernels.kinds import Activation
 from penstock.kernels.operands import KvShape
+from penstock.kernels.routing import Routing
 from penstock.reach import EVERYTHING, Reach
 from penstock.weights.decoder import Attention, Decoder, Layer
 from penstock.weights.delta import Delta
@@ -209,3 +210,24 @@ def parse_activation(config: Fields, field: str, default: str) -> Activation:
     if name not in ACTIVATIONS:
         raise config.refuse(f"{field} is {name!r}; these can be served: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+# MERGED: What the ``config.json`` of models with experts have in common.
+
+
+def parse_routing(config: Fields, *, experts: str, **how: Any) -> Routing:
+    """``num_experts_per_tok`` of as many as the field ``experts`` says (or its newer name), chosen as ``how`` says.
+
+    Raises ModelError for a choice that cannot be made.
+    """
+    try:
+        count = config.size(experts if config.has(experts) else "num_local_experts")
+        return Routing(experts=count, top_k=config.size("num_experts_per_tok"), **how)
+    except ValueError as error:
+        raise config.refuse(str(error)) from error
+
+
+def sparse_layers(config: Fields, layers: int) -> list[bool]:
+    """Which layers have experts: every ``decoder_sparse_step``-th, without those that ``mlp_only_layers`` names."""
+    step, dense = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers", list, [])
+    return [index not in dense and (index + 1) % step == 0 for index in range(layers)]

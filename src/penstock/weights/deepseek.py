@@ -21,6 +21,7 @@ from penstock.weights.decoder_fields import (
     decoder_spec,
     layer_count,
     parse_activation,
+    parse_routing,
     refuse_true,
     refuse_variants,
 )
@@ -28,14 +29,13 @@ from penstock.weights.fields import Fields
 from penstock.weights.latent import Latent
 from penstock.weights.layout import WeightLayout
 from penstock.weights.moe import Moe
-from penstock.weights.moe_fields import parse_routing
 from penstock.weights.rope import parse_rope, rope_section
 from penstock.weights.spec import ModelSpec
 
-IMAGES = r"(model\.)?(vision_tower|mm_projector)\..*"
+KIMI_IMAGES = r"(model\.)?(vision_tower|mm_projector)\..*"
 
 
-def parse_v2(config: Fields) -> ModelSpec:
+def parse_deepseek_v2(config: Fields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "deepseek_v2")
     refuse_true(config, "norm_topk_prob", "mlp_bias")
@@ -53,7 +53,7 @@ def parse_v2(config: Fields) -> ModelSpec:
     return _spec(config, "DeepseekV2ForCausalLM", moe, interleaved=True)
 
 
-def parse_v3(config: Fields) -> ModelSpec:
+def parse_deepseek_v3(config: Fields) -> ModelSpec:
     """The same for V3, R1 and Kimi K2."""
     return _parse_v3(config, "DeepseekV3ForCausalLM")
 
@@ -85,17 +85,17 @@ def _parse_v3(config: Fields, architecture: str) -> ModelSpec:
     return _spec(config, architecture, moe, interleaved=config.get("rope_interleave", bool, True))
 
 
-def layout(spec: ModelSpec) -> WeightLayout:
+def deepseek_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``.  The layers behind the last one predict further tokens and are not read."""
-    return decoder.layout(spec, replace(Names(), ignored=_ignored(spec, "model.")))
+    return decoder.decoder_layout(spec, replace(Names(), ignored=_ignored(spec, "model.")))
 
 
-def layout_with_images(spec: ModelSpec) -> WeightLayout:
+def kimi_with_images_layout(spec: ModelSpec) -> WeightLayout:
     """The same inside a model that also reads images: what does is not loaded."""
     published = Names(model="language_model.model.", head="language_model.lm_head")
     newer = Names(model="model.language_model.")
-    return decoder.layout(
-        spec, *(replace(names, ignored=rf"{IMAGES}|{_ignored(spec, names.model)}") for names in (published, newer))
+    return decoder.decoder_layout(
+        spec, *(replace(names, ignored=rf"{KIMI_IMAGES}|{_ignored(spec, names.model)}") for names in (published, newer))
     )
 
 

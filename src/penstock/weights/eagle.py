@@ -26,7 +26,7 @@ from penstock.weights.decoder_fields import parse_activation, parse_sizes
 from penstock.weights.fields import Fields
 from penstock.weights.reader import Checkpoint
 from penstock.weights.rope import parse_rope
-from penstock.weights.small_files import CONFIG, read_object, small_files
+from penstock.weights.small_files import CONFIG, load_json, small_files
 from penstock.weights.spec import ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -123,7 +123,7 @@ def inspect_head(path: Path, model: ModelSpec) -> HeadSpec:
 
 def _fields(path: Path) -> Fields | None:
     files = small_files(path)
-    values = read_object(files, CONFIG)
+    values = load_json(files, CONFIG)
     return None if values is None else Fields(values, files.path_of(CONFIG))
 
 

@@ -44,7 +44,7 @@ class Names:
     ignored: str = r"cls\..*|lm_head\..*"
 
 
-def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
+def encoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
     """Matrices ``embed``, ``positions``, ``types``, of layer i ``i.qkv``, ``i.out``, ``i.up``, ``i.down``, and with
     labels ``dense`` and ``score``; each but the tables with a bias ``i.qkv_bias``, ...; vectors ``norm``,
     ``i.attention_norm``, ``i.mlp_norm``, each with a bias.  ``others``: names in other releases.
@@ -64,7 +64,7 @@ def layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
         head = _Place("" if names.own_dense else names.model, "")
         weights += head.product("dense", (names.dense,), spec.hidden, spec.hidden)
         weights += _Place("", "").product("score", (names.score,), spec.pooler.labels, spec.hidden)
-    return WeightLayout(tuple(weights), re.compile(ignored), tuple(layout(spec, other) for other in others))
+    return WeightLayout(tuple(weights), re.compile(ignored), tuple(encoder_layout(spec, other) for other in others))
 
 
 @dataclass(frozen=True, slots=True)

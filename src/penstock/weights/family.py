@@ -14,29 +14,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from penstock.errors import ModelError
-from penstock.weights import (
-    bert,
-    cohere,
-    deepseek,
-    gemma,
-    glm,
-    glm_moe,
-    gpt2,
-    gpt_oss,
-    llama,
-    llama4,
-    mistral,
-    mixtral,
-    olmo,
-    phi,
-    qwen,
-    qwen_moe,
-    qwen_next,
-    qwen_vl,
-    smollm,
-    stablelm,
-    whisper,
-)
+from penstock.weights import bert, deepseek, gemma, glm, gpt2, llama, mistral, phi, qwen, whisper
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
@@ -68,49 +46,49 @@ def _decoder(parse: Callable[[Fields], ModelSpec], layout: Callable[[ModelSpec],
 
 DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {
-        "CohereForCausalLM": _decoder(cohere.parse, cohere.layout),
-        "DeepseekV2ForCausalLM": _decoder(deepseek.parse_v2, deepseek.layout),
-        "DeepseekV3ForCausalLM": _decoder(deepseek.parse_v3, deepseek.layout),
-        "GPT2LMHeadModel": _decoder(gpt2.parse, gpt2.layout),
-        "Gemma2ForCausalLM": _decoder(gemma.parse_gemma2, gemma.layout_around),
-        "Gemma3ForCausalLM": _decoder(gemma.parse_gemma3, gemma.layout_around),
-        "Gemma3ForConditionalGeneration": _decoder(gemma.parse_gemma3_with_images, gemma.layout_with_images),
-        "GemmaForCausalLM": _decoder(gemma.parse_gemma, gemma.layout_gemma),
-        "Glm4ForCausalLM": _decoder(glm.parse_glm4, glm.layout),
-        "Glm4MoeForCausalLM": _decoder(glm_moe.parse, glm_moe.layout),
-        "GlmForCausalLM": _decoder(glm.parse_glm, glm.layout),
-        "GptOssForCausalLM": _decoder(gpt_oss.parse, gpt_oss.layout),
-        "KimiK25ForConditionalGeneration": _decoder(deepseek.parse_kimi_with_images, deepseek.layout_with_images),
-        "Llama4ForCausalLM": _decoder(llama4.parse_text, llama4.layout),
-        "Llama4ForConditionalGeneration": _decoder(llama4.parse_with_images, llama4.layout),
-        "LlamaForCausalLM": _decoder(llama.parse, llama.layout),
-        "MistralForCausalLM": _decoder(mistral.parse, mistral.layout),
-        "MixtralForCausalLM": _decoder(mixtral.parse, mixtral.layout),
-        "Olmo2ForCausalLM": _decoder(olmo.parse_olmo2, olmo.layout),
-        "Olmo3ForCausalLM": _decoder(olmo.parse_olmo3, olmo.layout),
-        "Phi3ForCausalLM": _decoder(phi.parse, phi.layout),
-        "Qwen2VLForConditionalGeneration": _decoder(qwen_vl.parse_qwen2_vl, qwen_vl.layout),
-        "Qwen2_5_VLForConditionalGeneration": _decoder(qwen_vl.parse_qwen25_vl, qwen_vl.layout),
-        "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.layout),
-        "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.layout),
-        "Qwen3MoeForCausalLM": _decoder(qwen_moe.parse, qwen_moe.layout),
-        "Qwen3NextForCausalLM": _decoder(qwen_next.parse, qwen_next.layout),
-        "SmolLM3ForCausalLM": _decoder(smollm.parse, smollm.layout),
-        "StableLmForCausalLM": _decoder(stablelm.parse, stablelm.layout),
+        "CohereForCausalLM": _decoder(phi.parse_cohere, phi.cohere_layout),
+        "DeepseekV2ForCausalLM": _decoder(deepseek.parse_deepseek_v2, deepseek.deepseek_layout),
+        "DeepseekV3ForCausalLM": _decoder(deepseek.parse_deepseek_v3, deepseek.deepseek_layout),
+        "GPT2LMHeadModel": _decoder(gpt2.parse_gpt2, gpt2.gpt2_layout),
+        "Gemma2ForCausalLM": _decoder(gemma.parse_gemma2, gemma.gemma2_layout),
+        "Gemma3ForCausalLM": _decoder(gemma.parse_gemma3, gemma.gemma2_layout),
+        "Gemma3ForConditionalGeneration": _decoder(gemma.parse_gemma3_with_images, gemma.gemma3_with_images_layout),
+        "GemmaForCausalLM": _decoder(gemma.parse_gemma, gemma.gemma_layout),
+        "Glm4ForCausalLM": _decoder(glm.parse_glm4, glm.glm_layout),
+        "Glm4MoeForCausalLM": _decoder(glm.parse_glm4_moe, glm.glm4_moe_layout),
+        "GlmForCausalLM": _decoder(glm.parse_glm, glm.glm_layout),
+        "GptOssForCausalLM": _decoder(gpt2.parse_gpt_oss, gpt2.gpt_oss_layout),
+        "KimiK25ForConditionalGeneration": _decoder(deepseek.parse_kimi_with_images, deepseek.kimi_with_images_layout),
+        "Llama4ForCausalLM": _decoder(llama.parse_llama4_text, llama.llama4_layout),
+        "Llama4ForConditionalGeneration": _decoder(llama.parse_llama4_with_images, llama.llama4_layout),
+        "LlamaForCausalLM": _decoder(llama.parse_llama, llama.llama_layout),
+        "MistralForCausalLM": _decoder(mistral.parse_mistral, mistral.mistral_layout),
+        "MixtralForCausalLM": _decoder(mistral.parse_mixtral, mistral.mixtral_layout),
+        "Olmo2ForCausalLM": _decoder(phi.parse_olmo2, phi.olmo_layout),
+        "Olmo3ForCausalLM": _decoder(phi.parse_olmo3, phi.olmo_layout),
+        "Phi3ForCausalLM": _decoder(phi.parse_phi3, phi.phi3_layout),
+        "Qwen2VLForConditionalGeneration": _decoder(qwen.parse_qwen2_vl, qwen.qwen_vl_layout),
+        "Qwen2_5_VLForConditionalGeneration": _decoder(qwen.parse_qwen25_vl, qwen.qwen_vl_layout),
+        "Qwen2ForCausalLM": _decoder(qwen.parse_qwen2, qwen.qwen_layout),
+        "Qwen3ForCausalLM": _decoder(qwen.parse_qwen3, qwen.qwen_layout),
+        "Qwen3MoeForCausalLM": _decoder(qwen.parse_qwen3_moe, qwen.qwen3_moe_layout),
+        "Qwen3NextForCausalLM": _decoder(qwen.parse_qwen3_next, qwen.qwen3_next_layout),
+        "SmolLM3ForCausalLM": _decoder(phi.parse_smollm3, phi.smollm3_layout),
+        "StableLmForCausalLM": _decoder(phi.parse_stablelm, phi.stablelm_layout),
     }
 )
 """Families that ``engine.models.decoder`` computes."""
 
 HEARERS: Mapping[str, CheckpointFormat] = MappingProxyType(
-    {"WhisperForConditionalGeneration": CheckpointFormat(whisper.parse, whisper.layout)}
+    {"WhisperForConditionalGeneration": CheckpointFormat(whisper.parse_whisper, whisper.whisper_layout)}
 )
 """Families that ``engine.models.whisper`` computes: they write what they hear."""
 
 BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType({**DECODERS, **HEARERS})
 
-_BERT = CheckpointFormat(bert.parse_bert, bert.layout_bert)
-_ROBERTA = CheckpointFormat(bert.parse_roberta, bert.layout_roberta)
-_XLM_ROBERTA = CheckpointFormat(bert.parse_xlm_roberta, bert.layout_roberta)
+_BERT = CheckpointFormat(bert.parse_bert, bert.bert_layout)
+_ROBERTA = CheckpointFormat(bert.parse_roberta, bert.roberta_layout)
+_XLM_ROBERTA = CheckpointFormat(bert.parse_xlm_roberta, bert.roberta_layout)
 
 ENCODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {

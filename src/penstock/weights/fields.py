@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import msgspec
 
 from penstock.errors import ModelError
 
@@ -74,3 +79,98 @@ class Fields:
         if not all(type(item) is int and 0 <= item < MAX_SIZE for item in ids):
             raise self.refuse(f"{name} must be a token id or a list of them, got {value!r}")
         return tuple(dict.fromkeys(ids))
+
+
+# MERGED: Small JSON files of a checkpoint (configuration, index, header), read strictly.
+# MERGED:
+# MERGED: RFC 8259 in UTF-8; duplicate keys, NaN and Infinity are refused, since two readers would understand
+# MERGED: them differently.
+
+MAX_CONFIG_BYTES = 64 << 20
+"""Cap on config.json and on an index of shards; the largest known index has about 10 MB."""
+
+
+def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in ``raw``.  Raises ModelError, beginning with ``where``, for anything else."""
+    value = _parse(raw, where)
+    if not isinstance(value, dict):
+        raise ModelError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def parse_json_objects(raw: bytes, where: str) -> list[dict[str, Any]]:
+    """The JSON array of objects in ``raw``; as ``parse_json_object``."""
+    value = _parse(raw, where)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ModelError(f"{where}: expected a JSON array of objects")
+    return value
+
+
+def _parse(raw: bytes, where: str) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where}: not valid JSON ({error})") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.  Raises ModelError if it cannot be read, is too large or is not an object."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ModelError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes, which no such file is")
+    return parse_json_object(raw, str(path))
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} stands twice")
+        result[key] = value
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# MERGED: What ``generation_config.json`` suggests to sample by.  Knows nothing about requests.
+
+LEAST_TEMPERATURE = 1e-4
+"""Above 0, which is greedy: single precision can divide by it."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the model's makers suggest; None: nothing.  Within what a request may ask for."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=2)] | None = None
+
+    def words(self) -> str:
+        """``temperature 0.7, top_p 0.9``; empty when nothing is suggested."""
+        return ", ".join(
+            f"{name} {value:g}" for name, value in msgspec.structs.asdict(self).items() if value is not None
+        )
+
+
+def sampling_defaults(values: Mapping[str, Any]) -> SamplingDefaults:
+    """Of the file's content.  A value that no request may have is left out; a file that says ``do_sample: false``
+    suggests nothing to sample by."""
+    if values.get("do_sample") is False:
+        return SamplingDefaults()
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(SamplingDefaults):
+        try:
+            found[field.name] = msgspec.convert(values.get(field.name), field.type)
+        except msgspec.ValidationError:
+            continue
+    if 0 < (found.get("temperature") or 0) < LEAST_TEMPERATURE:
+        del found["temperature"]
+    return SamplingDefaults(**found)

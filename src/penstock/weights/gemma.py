@@ -31,7 +31,7 @@ AROUND = Names(
     mlp_norm="pre_feedforward_layernorm",
     mlp_norm_after="post_feedforward_layernorm",
 )
-IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+GEMMA3_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 GEMMA2_DEFAULTS = {
     "head_dim": 256,
@@ -99,21 +99,21 @@ def parse_gemma3_with_images(config: Fields) -> ModelSpec:
     return _parse_gemma3(text, "Gemma3ForConditionalGeneration")
 
 
-def layout_gemma(spec: ModelSpec) -> WeightLayout:
+def gemma_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.layout(spec, Names())
+    return decoder.decoder_layout(spec, Names())
 
 
-def layout_around(spec: ModelSpec) -> WeightLayout:
+def gemma2_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``: norms before and after each block, as Gemma 2 and 3 have them."""
-    return decoder.layout(spec, AROUND)
+    return decoder.decoder_layout(spec, AROUND)
 
 
-def layout_with_images(spec: ModelSpec) -> WeightLayout:
+def gemma3_with_images_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``: the text model inside one that also reads images."""
-    published = replace(AROUND, model="language_model.model.", head="language_model.lm_head", ignored=IMAGES)
-    newer = replace(AROUND, model="model.language_model.", ignored=IMAGES)
-    return decoder.layout(spec, published, newer)
+    published = replace(AROUND, model="language_model.model.", head="language_model.lm_head", ignored=GEMMA3_IMAGES)
+    newer = replace(AROUND, model="model.language_model.", ignored=GEMMA3_IMAGES)
+    return decoder.decoder_layout(spec, published, newer)
 
 
 def _parse_gemma3(config: Fields, architecture: str) -> ModelSpec:

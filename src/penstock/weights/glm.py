@@ -3,26 +3,32 @@ is rotated, in neighbouring pairs; the later ones also norm what a block adds.""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from penstock.kernels.kinds import Gate
+from penstock.kernels.routing import Score
 from penstock.weights import decoder
-from penstock.weights.decoder import Decoder, Layer, Mlp, Names, Norm
+from penstock.weights.decoder import Decoder, Layer, Mlp, Names, Norm, QkNorm
 from penstock.weights.decoder_fields import (
     decoder_spec,
     parse_activation,
+    parse_routing,
     parse_sizes,
     refuse_own_code,
     refuse_variants,
 )
 from penstock.weights.fields import Fields
 from penstock.weights.layout import WeightLayout
+from penstock.weights.moe import Moe
 from penstock.weights.rope import parse_rope
 from penstock.weights.spec import ModelSpec
 
-NAMES = Names(
+GLM_NAMES = Names(
     gate_up=("mlp.gate_up_proj",),
     attention_norm_after="post_self_attn_layernorm",
     mlp_norm_after="post_mlp_layernorm",
 )
-DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
+GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
 
 
 def parse_glm(config: Fields) -> ModelSpec:
@@ -37,14 +43,14 @@ def parse_glm4(config: Fields) -> ModelSpec:
     return _spec(config, "Glm4ForCausalLM", around=True)
 
 
-def layout(spec: ModelSpec) -> WeightLayout:
+def glm_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.layout(spec, NAMES)
+    return decoder.decoder_layout(spec, GLM_NAMES)
 
 
 def _spec(config: Fields, architecture: str, *, around: bool) -> ModelSpec:
     refuse_own_code(config)
-    config = config.over(DEFAULTS)
+    config = config.over(GLM_DEFAULTS)
     sizes = parse_sizes(config)
     halved = config.over({"partial_rotary_factor": 0.5})
     layer = Layer(
@@ -61,3 +67,51 @@ def _spec(config: Fields, architecture: str, *, around: bool) -> ModelSpec:
         norm_after=around,
     )
     return decoder_spec(config, architecture, sizes, details)
+
+
+# MERGED: GLM-4.5 and 4.6 (arXiv:2508.06471): the first layers dense, then routed experts beside a shared one;
+# MERGED: half of every
+# MERGED: head is rotated.
+
+
+def parse_glm4_moe(config: Fields) -> ModelSpec:
+    """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
+    refuse_variants(config, "glm4_moe")
+    refuse_own_code(config)
+    sizes = parse_sizes(config)
+    attention = sizes.attention(
+        parse_rope(config.over({"partial_rotary_factor": 0.5}), sizes.head_dim),
+        qk_norm=QkNorm.HEAD if config.get("use_qk_norm", bool, False) else QkNorm.NONE,
+        qkv_bias=config.get("attention_bias", bool, False),
+    )
+    activation = parse_activation(config, "hidden_act", "silu")
+    dense = Mlp(intermediate=config.size("intermediate_size"), activation=activation)
+    sparse, first = _moe(config, Gate(activation=activation)), config.get("first_k_dense_replace", int, 1)
+    layers = tuple(Layer(attention=attention, mlp=dense if index < first else sparse) for index in range(sizes.layers))
+    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    return decoder_spec(config, "Glm4MoeForCausalLM", sizes, details)
+
+
+def glm4_moe_layout(spec: ModelSpec) -> WeightLayout:
+    """See ``decoder.layout``.  The layer behind the last one predicts further tokens and is not read."""
+    return decoder.decoder_layout(spec, replace(Names(), ignored=rf"model\.layers\.{spec.layers}\..*"))
+
+
+def _moe(config: Fields, gate: Gate) -> Moe:
+    groups, inner = config.size("n_group", 1), config.size("moe_intermediate_size")
+    return Moe(
+        routing=parse_routing(
+            config,
+            experts="n_routed_experts",
+            score=Score.SIGMOID,
+            normalised=config.get("norm_topk_prob", bool, True),
+            groups=groups,
+            groups_kept=config.size("topk_group", 1),
+            pairs=groups > 1,
+            factor=config.real("routed_scaling_factor", 1.0),
+        ),
+        intermediate=inner,
+        gate=gate,
+        choice_bias=True,
+        shared=config.size("n_shared_experts", 1) * inner,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ModelError
-from penstock.weights.strict_json import parse_object
+from penstock.weights.fields import parse_json_object
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
@@ -75,7 +75,7 @@ def header_length(prefix: bytes, file_bytes: int, where: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInfo]:
+def parse_safetensors_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInfo]:
     """Tensors by name, in the order of their bytes.
 
     Raises ModelError, naming the tensor, unless every tensor's type, shape and offsets agree and all tensors
@@ -83,7 +83,7 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInf
     """
     if not raw.startswith(b"{"):
         raise ModelError(f"{where}: not a safetensors file (its header does not begin with '{{'); {AGAIN}")
-    table = parse_object(raw, where)
+    table = parse_json_object(raw, where)
     _check_metadata(table.pop("__metadata__", {}), where)
     base = LENGTH_BYTES + len(raw)
     infos = [_parse_tensor(name, entry, base, where) for name, entry in table.items()]
@@ -102,7 +102,7 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorInf
 
 def parse_metadata(raw: bytes, where: str) -> dict[str, str]:
     """The text that a header carries beside its tensors.  Raises ModelError if it is not text by text."""
-    metadata = parse_object(raw, where).get("__metadata__", {})
+    metadata = parse_json_object(raw, where).get("__metadata__", {})
     _check_metadata(metadata, where)
     return dict(metadata)
 

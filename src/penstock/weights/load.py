@@ -14,30 +14,248 @@ where the kernels decode them.  No thread is left when loading ends: the process
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
 
-from penstock.errors import ModelError
+from penstock.errors import KernelError, ModelError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
+from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
-from penstock.weights.checksum import checksum, checksum_text
-from penstock.weights.compressed import Original
-from penstock.weights.digests import Hashing
+from penstock.weights.compressed import Original, checksum, checksum_text
 from penstock.weights.family import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
+from penstock.weights.formats.quantization import Quantization
 from penstock.weights.header import AGAIN
-from penstock.weights.layout import Matrix, Vector, WeightLayout
+from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
-from penstock.weights.packing import Packing
 from penstock.weights.reader import NUMPY_DTYPES, Checkpoint
 from penstock.weights.spec import ModelSpec
+
+# MERGED: Weights that are made of arrays: quantised ones, parts of stacks, and all of them for a backend that
+# MERGED: reads no files.
+# MERGED:
+# MERGED: Small weights are packed side by side, a thread each; large ones one after another, by all threads
+# MERGED: where they can be
+# MERGED: cut.  No thread is left: the process is about to fork.
+
+LARGE = 1 << 25
+"""Numbers of a weight from which on it is worth all threads."""
+
+NAMED = 3
+"""Weights that a line of the log names."""
+
+log = logging.getLogger(__name__)
+
+
+class Packing:
+    """Of one checkpoint, for one backend."""
+
+    def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
+        self._checkpoint = checkpoint
+        self._ops = ops
+        self._dequantised: list[str] = []
+
+    def all(self, weights: Sequence[Matrix | Vector], threads: int, progress: Watch) -> dict[str, Any]:
+        """Weights by name.  Raises ModelError, and what ``progress`` raises; then the others are left undone."""
+        packed: dict[str, Any] = {}
+        small = [weight for weight in weights if _numbers(weight) < LARGE]
+        if threads < 2:
+            small = []
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            jobs = {pool.submit(self.one, weight): weight.name for weight in small}
+            try:
+                for job in as_completed(jobs):
+                    packed[jobs[job]] = job.result()
+                    progress(len(packed), len(weights))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        for weight in weights:
+            if weight.name not in packed:
+                packed[weight.name] = self.one(weight, threads)
+                progress(len(packed), len(weights))
+        return packed
+
+    def one(self, weight: Matrix | Vector, threads: int = 1) -> Any:
+        """A weight.  Raises ModelError."""
+        if isinstance(weight, Vector):
+            return self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
+        packed = self._quantised(weight, threads) or self._compressed(weight)
+        if packed is not None:
+            return packed
+        parts = [self._array(part) for part in weight.parts]
+        if any(self._checkpoint.coded(part.tensor) is not None for part in weight.parts):
+            self._dequantised.append(weight.name)
+        if len(parts) == 1:
+            return self._ops.pack_linear(_packable(parts[0]), segments=weight.segments)
+        dtypes = {part.dtype for part in parts}
+        whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
+        return self._ops.pack_linear(whole_NK, segments=weight.segments)
+
+    def tell(self, quantization: Quantization | None) -> None:
+        """To the log: which weights were dequantised, and what is not done to activations."""
+        if self._dequantised:
+            names = sorted(self._dequantised)
+            named = names[:NAMED] + ["..."] * (len(names) > NAMED)
+            log.info(
+                "%d quantised matrices are held in the compute type, for no kernel reads them as they are stored: %s",
+                len(names),
+                ", ".join(named),
+            )
+        if quantization is not None and quantization.activations:
+            log.info(
+                "activations stay in the compute type: quantising them, as config.json has it (%s), is not done here",
+                quantization.activations,
+            )
+
+    def _quantised(self, weight: Matrix, threads: int) -> PackedLinear | None:
+        """The weight as it is stored, if all of it is quantised and the backend computes from that."""
+        matrices = [self._coded(part) for part in weight.parts]
+        quantised = [matrix for matrix in matrices if matrix is not None]
+        if len(quantised) < len(matrices):
+            return None
+        packed = self._ops.pack_quantised(quantised, segments=weight.segments, threads=threads)
+        for part in weight.parts:
+            for name in self._checkpoint.sources(part.tensor):
+                self._checkpoint.done_with(name)
+        return packed
+
+    def _coded(self, part: Part) -> QuantizedMatrix | None:
+        coded = self._checkpoint.coded(part.tensor)
+        return None if coded is None else part.quantised(coded)
+
+    def _compressed(self, weight: Matrix) -> PackedLinear | None:
+        """The weight as it is stored, if all of it is compressed and the backend computes from that."""
+        if not all(part.is_whole and self._checkpoint.is_plain(part.tensor) for part in weight.parts):
+            return None
+        matrices = [self._checkpoint.matrix(part.tensor) for part in weight.parts]
+        compressed = [matrix for matrix in matrices if matrix is not None]
+        if len(compressed) < len(matrices):
+            return None
+        try:
+            return self._ops.pack_compressed(compressed, segments=weight.segments)
+        except KernelError as error:
+            names = ", ".join(repr(part.tensor) for part in weight.parts)
+            where = self._checkpoint.path_of(weight.parts[0].tensor)
+            raise ModelError(f"{where}: tensor {names}: damaged, {error}") from error
+
+    def _array(self, part: Part) -> NDArray[Any]:
+        coded = self._checkpoint.coded(part.tensor)
+        return part.of(self._checkpoint.array(part.tensor)) if coded is None else part.dequantised(coded)
+
+
+def _numbers(weight: Matrix | Vector) -> int:
+    return sum(part.numbers for part in weight.parts)
+
+
+def _packable(matrix: NDArray[Any]) -> NDArray[Any]:
+    """The format allows a tensor to begin at any byte; kernels do not.  Inputs may come first as well as outputs."""
+    if matrix.flags.f_contiguous:
+        return np.require(matrix.T, requirements=["C", "ALIGNED"]).T
+    return _aligned(matrix)
+
+
+def _aligned(view: NDArray[Any]) -> NDArray[Any]:
+    return np.require(view, requirements=["C", "ALIGNED"])
+
+
+# MERGED: BLAKE3 of many tensors by several threads, which are gone when it is over: whoever loads weights is
+# MERGED: about to fork.
+# MERGED:
+# MERGED: Reads tensor by tensor in the order given, so that beside a load that reads in the same order each
+# MERGED: byte comes from the
+# MERGED: drive once.
+
+READ_BYTES = 1 << 20
+JOIN_S = 0.05
+"""How often the caller hears of a long hashing."""
+
+
+class Hashing:
+    """``start``, then ``join``; use as a context manager, so that no thread is left whatever happens."""
+
+    def __init__(self, checkpoint: Checkpoint, names: list[str]) -> None:
+        self._checkpoint = checkpoint
+        self._waiting = names[::-1]
+        self._digests: dict[str, bytes] = {}
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+        self.done = 0  # bytes in files
+
+    def start(self, threads: int) -> None:
+        """Begin; ``threads`` at most."""
+        for _ in range(min(threads, len(self._waiting))):
+            thread = threading.Thread(target=self._work)
+            thread.start()
+            self._threads.append(thread)
+
+    def join(self, watch: Callable[[], None]) -> dict[str, bytes]:
+        """All digests by name; ``watch`` is called meanwhile.  Raises ModelError, and what ``watch`` raises."""
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(JOIN_S)
+                watch()
+        self._threads.clear()
+        if self._error is not None:
+            raise self._error
+        return self._digests
+
+    def __enter__(self) -> Hashing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        buffer = bytearray(READ_BYTES)
+        try:
+            while self._waiting and not self._stopped:
+                name = self._waiting.pop()
+                self._digests[name] = self._digest(name, buffer)
+        except IndexError:
+            return  # another thread took the last one
+        except BaseException as error:  # noqa: BLE001 - raised again by ``join``
+            self._error = error
+            self._stopped = True
+
+    def _digest(self, name: str, buffer: bytearray) -> bytes:
+        place = self._checkpoint.place(name)
+        if self._checkpoint.matrix(name) is not None:
+            digest = self._checkpoint.digest(name)
+            self._count(place.nbytes)
+            return digest
+        hasher = blake3()
+        view = memoryview(buffer)
+        done = 0
+        while done < place.nbytes and not self._stopped:
+            got = os.preadv(place.file, [view[: place.nbytes - done]], place.offset + done)
+            if got == 0:
+                raise ModelError(f"{self._checkpoint.path_of(name)}: tensor {name!r}: it ends before its time")
+            hasher.update(view[:got])
+            done += got
+            self._count(got)
+        return hasher.digest()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from blake3 import blake3
 
 from penstock.errors import ModelError
 from penstock.weights.compressed import Original
-from penstock.weights.mapped import Stamp
+from penstock.weights.mapped import Stamp, replacing
 from penstock.weights.reader import Checkpoint
-from penstock.weights.whole_file import replacing
 
 VERSION = 1
 FOLDER = "manifests"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -76,3 +79,22 @@ class MappedFile:
             self._map.close()
         except BufferError:
             del self._map
+
+
+# MERGED: Files that are there whole or not at all: written beside their place, flushed to the drive, then
+# MERGED: renamed.
+# MERGED:
+# MERGED: Knows nothing of what is in them.
+
+
+@contextmanager
+def replacing(target: Path, partial: Path, *, go_on: bool = False) -> Iterator[BinaryIO]:
+    """``partial``, to be written, or rewritten where it is to ``go_on``.
+
+    It becomes ``target``, in the same folder, when the body ends well; else it stays for whoever called.
+    """
+    with partial.open("r+b") if go_on else partial.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)

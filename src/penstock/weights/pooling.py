@@ -14,10 +14,9 @@ import msgspec
 from penstock.errors import ModelError
 from penstock.weights.decoder import Decoder
 from penstock.weights.encoder import KEEPS_NOTHING
-from penstock.weights.fields import Fields
-from penstock.weights.small_files import SmallFiles, read_object
+from penstock.weights.fields import Fields, parse_json_objects
+from penstock.weights.small_files import SmallFiles, load_json
 from penstock.weights.spec import ModelSpec, Pooler, Pooling, Scores
-from penstock.weights.strict_json import parse_objects
 
 MODULES = "modules.json"
 SENTENCES = "sentence_bert_config.json"
@@ -72,7 +71,7 @@ def _lacks_head(architecture: str) -> bool:
 
 def _at_most(spec: ModelSpec, files: SmallFiles) -> ModelSpec:
     """Texts are no longer than their makers cut them."""
-    values = read_object(files, SENTENCES)
+    values = load_json(files, SENTENCES)
     own = Fields(values or {}, files.path_of(SENTENCES))
     if not own.has("max_seq_length"):
         return spec
@@ -121,7 +120,7 @@ def _modules(files: SmallFiles) -> list[Fields] | None:
     raw, where = files.read(MODULES), files.path_of(MODULES)
     if raw is None:
         return None
-    modules = [Fields(entry, where) for entry in parse_objects(raw, where)]
+    modules = [Fields(entry, where) for entry in parse_json_objects(raw, where)]
     if not modules:
         raise ModelError(f"{where}: names no modules")
     return modules
@@ -142,7 +141,7 @@ def _pooling(module: Fields, files: SmallFiles) -> Pooling:
     if not _FOLDER.fullmatch(folder):
         raise module.refuse(f"path {folder!r} is no folder beside it")
     name = str(PurePosixPath(folder, "config.json"))
-    values = read_object(files, name)
+    values = load_json(files, name)
     if values is None:
         raise ModelError(f"{files.path_of(name)}: is missing, though {MODULES} names it")
     config = Fields(values, files.path_of(name))

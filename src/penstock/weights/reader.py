@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.compressed_gpu import AnyCompressed
 from penstock.weights.compressed import Original
+from penstock.weights.fields import read_json_object
 from penstock.weights.formats.coded import Coded
 from penstock.weights.formats.quantization import UNUSED, Quantization
 from penstock.weights.gguf_file import GgufFile, is_gguf
@@ -26,7 +27,6 @@ from penstock.weights.gguf_quants import GGUF_QUANTS
 from penstock.weights.header import TensorInfo
 from penstock.weights.mapped import Place, Stamp
 from penstock.weights.safetensors_file import SafetensorsFile
-from penstock.weights.strict_json import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -247,7 +247,7 @@ class Checkpoint:
             self._home[tensor] = file
 
     def _open_shards(self, index: Path) -> None:
-        places = read_object(index).get("weight_map")
+        places = read_json_object(index).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise ModelError(f"{index}: has no weight_map")
         for tensor, name in places.items():

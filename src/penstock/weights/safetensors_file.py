@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed_gpu import AnyCompressed
-from penstock.weights import codec
+from penstock.weights import compressed
 from penstock.weights.compressed import GPU, Original, original_info, parse_originals
 from penstock.weights.header import (
     AGAIN,
@@ -23,8 +23,8 @@ from penstock.weights.header import (
     LENGTH_BYTES,
     TensorInfo,
     header_length,
-    parse_header,
     parse_metadata,
+    parse_safetensors_header,
 )
 from penstock.weights.mapped import MappedFile, Place, Stamp
 
@@ -60,7 +60,7 @@ class SafetensorsFile:
 
     def _parse(self, header: bytes, size: int) -> None:
         where = str(self.path)
-        stored = parse_header(header, size, where)
+        stored = parse_safetensors_header(header, size, where)
         self.metadata = parse_metadata(header, where)
         self._originals = parse_originals(self.metadata, stored, where)
         originals = self._originals or {}
@@ -89,8 +89,8 @@ class SafetensorsFile:
             return None
         n, k = info.shape
         if original.layout == GPU:
-            return codec.gpu_sections_of(self.stored(info), (n, k), original.code[0], self._where(info))
-        return codec.sections_of(self.stored(info), (n, k), original.code, self._where(info))
+            return compressed.gpu_sections_of(self.stored(info), (n, k), original.code[0], self._where(info))
+        return compressed.sections_of(self.stored(info), (n, k), original.code, self._where(info))
 
     def original_bytes(self, info: TensorInfo) -> int:
         """How many bytes ``raw`` gives."""
@@ -103,7 +103,7 @@ class SafetensorsFile:
             raw = self.stored(info)
             self._check(info, lambda: blake3(raw).hexdigest())
             return raw
-        parts = codec.decoded(matrix, self._where(info))
+        parts = compressed.decode_parts(matrix, self._where(info))
         whole = np.concatenate([part.reshape(-1).copy() for part in parts])
         raw = whole.data.cast("B").toreadonly()
         self._check(info, lambda: blake3(raw).hexdigest())
@@ -119,7 +119,7 @@ class SafetensorsFile:
             with self.stored(info) as raw:
                 hasher.update(raw)
         else:
-            for part in codec.decoded(matrix, self._where(info)):
+            for part in compressed.decode_parts(matrix, self._where(info)):
                 hasher.update(part.data.cast("B"))
         self._check(info, hasher.hexdigest)
         return hasher.digest()

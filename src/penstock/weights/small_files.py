@@ -13,12 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.weights.gguf import GgufHeader, parse_header
-from penstock.weights.gguf_config import config_of
-from penstock.weights.gguf_file import ROPE_FACTORS, is_gguf
-from penstock.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
+from penstock.weights.fields import MAX_CONFIG_BYTES, parse_json_object
+from penstock.weights.gguf_file import ROPE_FACTORS, GgufHeader, is_gguf, parse_gguf_header
+from penstock.weights.gguf_tokenizer import config_json, tokenizer_config, tokenizer_json
 from penstock.weights.mapped import MappedFile
-from penstock.weights.strict_json import MAX_CONFIG_BYTES, parse_object
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -45,10 +43,10 @@ def small_files(model: Path) -> SmallFiles:
     return _OfGguf(model) if is_gguf(model) else _OfFolder(model)
 
 
-def read_object(files: SmallFiles, name: str) -> dict[str, Any] | None:
+def load_json(files: SmallFiles, name: str) -> dict[str, Any] | None:
     """A JSON object, read strictly; None if there is no such file.  Raises ModelError."""
     raw = files.read(name)
-    return None if raw is None else parse_object(raw, files.path_of(name))
+    return None if raw is None else parse_json_object(raw, files.path_of(name))
 
 
 class _OfFolder:
@@ -80,7 +78,7 @@ class _OfGguf:
         file = MappedFile(path)
         try:
             raw = file.view(0, file.size)
-            self._header = parse_header(raw, str(path))
+            self._header = parse_gguf_header(raw, str(path))
             factors = self._header.tensors.get(ROPE_FACTORS)
             self._factors = None
             if factors is not None and factors.dtype == "F32":
@@ -98,7 +96,7 @@ class _OfGguf:
 
     def read(self, name: str) -> bytes | None:
         if name == CONFIG:
-            return json.dumps(config_of(self._header, self._factors, str(self._path))).encode()
+            return json.dumps(config_json(self._header, self._factors, str(self._path))).encode()
         if name == TOKENIZER:
             return self._tokenizer
         if name == TOKENIZER_CONFIG:

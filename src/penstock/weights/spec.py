@@ -14,8 +14,8 @@ import msgspec
 from penstock.kernels.operands import KvShape
 from penstock.kernels.sparse import Sparse
 from penstock.types import Task
+from penstock.weights.fields import SamplingDefaults
 from penstock.weights.formats.quantization import Quantization
-from penstock.weights.generation_config import SamplingDefaults
 
 D = TypeVar("D", bound="Details")
 

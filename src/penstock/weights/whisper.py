@@ -63,7 +63,7 @@ class Whisper(Details, frozen=True, kw_only=True):
         return 2 * self.source
 
 
-def parse(config: Fields) -> ModelSpec:
+def parse_whisper(config: Fields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "whisper")
     refuse_own_code(config)
@@ -110,7 +110,7 @@ def _stack(config: Fields, side: str, width: int) -> Stack:
     return Stack(layers=layers, heads=heads, intermediate=config.size(f"{side}_ffn_dim"))
 
 
-def layout(spec: ModelSpec) -> WeightLayout:
+def whisper_layout(spec: ModelSpec) -> WeightLayout:
     """Weights ``embed``; ``positions``, one table for all positions of a sequence, the encoder's first; ``norm``; of
     the encoder ``encoder.first`` and ``encoder.second`` (its convolutions) and ``encoder.norm``.
 

@@ -15,9 +15,9 @@ from penstock.parallel.devices import Devices
 from penstock.parallel.plan import ModelSize, lay_out
 from penstock.reach import most_pages, tokens_held
 from penstock.weights.census import STEP_TOKENS, Form, coding, model_size, stored_coding
+from penstock.weights.checkpoint import Outline, read_outline
 from penstock.weights.fields import Fields
 from penstock.weights.layout import Matrix
-from penstock.weights.outline import Outline, read_outline
 from penstock.weights.reader import Checkpoint
 from tiny_models import llama_config, write_model
 

@@ -21,7 +21,7 @@ from penstock.errors import ModelError
 from penstock.kernels import compression
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.operands import PackedLinear
-from penstock.weights import codec
+from penstock.weights import compressed
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.compressing import compress_folder
 from penstock.weights.load import load_model
@@ -45,7 +45,7 @@ def any_bits(n: int, k: int) -> NDArray[np.uint16]:
 
 def native(weight: NDArray[np.uint16]) -> Any:
     """The kernels' coder, also where compression does not pay."""
-    wanted = codec.encode(weight)
+    wanted = compressed.encode_reference(weight)
     counts, blocks = np.empty_like(wanted.counts), np.empty_like(wanted.blocks)
     escapes = np.empty_like(wanted.escapes)
     compression._native.encode(weight, wanted.base, wanted.step, blocks, escapes, counts)
@@ -56,10 +56,10 @@ def native(weight: NDArray[np.uint16]) -> Any:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_coders_agree_and_decoders_give_back_the_weights(shape: tuple[int, int], make: Any) -> None:
     weight = make(*shape)
-    oracle, ours = codec.encode(weight), native(weight)
+    oracle, ours = compressed.encode_reference(weight), native(weight)
     for section in ("counts", "blocks", "escapes"):
         np.testing.assert_array_equal(getattr(ours, section), getattr(oracle, section), err_msg=section)
-    np.testing.assert_array_equal(codec.decode(ours), weight)
+    np.testing.assert_array_equal(compressed.decode_reference(ours), weight)
     for family in families():
         rows = [part.copy() for part in compression.decoded(oracle, family)]
         np.testing.assert_array_equal(np.concatenate(rows), weight, err_msg=family)
@@ -71,7 +71,7 @@ def test_every_window_of_exponents_has_a_code(low: int) -> None:
     weight = np.resize((exponents << 7) | np.arange(7, dtype=np.uint16) * 0x8009, (32, 64)).astype(np.uint16)
     matrix = native(weight)
     assert not matrix.escapes.size
-    assert codec.is_code(matrix.base, matrix.step)
+    assert compressed.is_exponent_code(matrix.base, matrix.step)
     for family in families():
         np.testing.assert_array_equal(np.concatenate([p.copy() for p in compression.decoded(matrix, family)]), weight)
 
@@ -88,15 +88,15 @@ def test_any_matrix_comes_back(data: st.DataObject, n: int, k: int) -> None:
 def test_gaussian_weights_take_at_most_71_percent() -> None:
     for sigma in (0.01, 0.02, 0.0123, 1.0):
         weight = (np.random.default_rng(2).standard_normal((512, 1024)) * sigma).astype(ml_dtypes.bfloat16)
-        matrix = codec.compress(weight.view(np.uint16))
+        matrix = compressed.compress_matrix(weight.view(np.uint16))
         assert matrix is not None
         assert matrix.nbytes <= 0.71 * weight.nbytes
 
 
 def test_what_would_grow_stays_plain() -> None:
-    assert codec.compress(any_bits(64, 64)) is None
-    assert codec.compress(np.zeros((0, 4), np.uint16)) is None
-    assert codec.compress(gaussian(1, 4)) is None  # one panel of sixteen rows for one
+    assert compressed.compress_matrix(any_bits(64, 64)) is None
+    assert compressed.compress_matrix(np.zeros((0, 4), np.uint16)) is None
+    assert compressed.compress_matrix(gaussian(1, 4)) is None  # one panel of sixteen rows for one
 
 
 def test_contradictory_sections_are_refused() -> None:
@@ -104,15 +104,15 @@ def test_contradictory_sections_are_refused() -> None:
     raw = b"".join(section.tobytes() for section in (matrix.counts, matrix.blocks, matrix.escapes))
     code = (matrix.base, matrix.step)
     with pytest.raises(ModelError, match="too few"):
-        codec.sections_of(memoryview(raw[:100]), (32, 64), code, "w")
+        compressed.sections_of(memoryview(raw[:100]), (32, 64), code, "w")
     with pytest.raises(ModelError, match="its table says"):
-        codec.sections_of(memoryview(raw[:-1]), (32, 64), code, "w")
+        compressed.sections_of(memoryview(raw[:-1]), (32, 64), code, "w")
     with pytest.raises(ModelError, match="no exponent code"):
-        codec.sections_of(memoryview(raw), (32, 64), (code[0], 2), "w")
+        compressed.sections_of(memoryview(raw), (32, 64), (code[0], 2), "w")
     damaged = bytearray(raw)
     damaged[8 : 8 + 24] = b"\0" * 24  # 64 escapes more
     with pytest.raises(ModelError, match="planes count other escapes"):
-        list(codec.decoded(codec.sections_of(memoryview(damaged), (32, 64), code, "w"), "w"))
+        list(compressed.decode_parts(compressed.sections_of(memoryview(damaged), (32, 64), code, "w"), "w"))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

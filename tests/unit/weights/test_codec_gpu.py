@@ -21,10 +21,9 @@ from penstock.errors import KernelError, ModelError
 from penstock.kernels import compression
 from penstock.kernels.compressed_gpu import MAX_VALUES, GpuMatrix, compress_for_gpu
 from penstock.kernels.native import NativeOps, families
-from penstock.weights import codec
+from penstock.weights import compressed
 from penstock.weights.checkpoint import inspect_model
-from penstock.weights.checksum import checksum, pieces
-from penstock.weights.compressed import GPU, Original
+from penstock.weights.compressed import GPU, Original, checksum, pieces
 from penstock.weights.load import load_model
 from penstock.weights.reader import Checkpoint
 from tiny_models import llama_config, write_model
@@ -62,7 +61,7 @@ def test_any_weights_come_back(n: int, k: int, seed: int, data: st.DataObject) -
     if small is not None:
         again = compression.for_gpu(small)
         assert again is not None
-        for one, other in zip(codec.sections(matrix), codec.sections(again), strict=True):
+        for one, other in zip(compressed.sections(matrix), compressed.sections(again), strict=True):
             assert bytes(one) == bytes(other)
 
 
@@ -77,12 +76,12 @@ def test_what_does_not_shrink_stays_plain() -> None:
 
 def test_sections_are_checked() -> None:
     matrix = coded(gaussian(64, 128))
-    raw = b"".join(map(bytes, codec.sections(matrix)))
-    again = codec.gpu_sections_of(memoryview(raw), (64, 128), matrix.base, "here")
+    raw = b"".join(map(bytes, compressed.sections(matrix)))
+    again = compressed.gpu_sections_of(memoryview(raw), (64, 128), matrix.base, "here")
     np.testing.assert_array_equal(again.whole(), matrix.whole())
     for cut in (10, len(raw) - 1, len(raw) - 2):
         with pytest.raises(ModelError, match=r"here: (damaged|\d+ bytes cannot)"):
-            codec.gpu_sections_of(memoryview(raw)[:cut], (64, 128), matrix.base, "here")
+            compressed.gpu_sections_of(memoryview(raw)[:cut], (64, 128), matrix.base, "here")
     fewer = matrix.counts_PS.copy()
     fewer[np.flatnonzero(fewer)[0]] -= 1
     with pytest.raises(KernelError, match="sizes of the dictionaries"):
@@ -94,7 +93,7 @@ def test_sections_are_checked() -> None:
 def test_pieces_cover_every_byte_once() -> None:
     matrix = coded(gaussian(300, 2100))
     original = Original(dtype="BF16", shape=(300, 2100), blake3="0" * 64, code=(matrix.base, 1), layout=GPU)
-    sections = codec.sections(matrix)
+    sections = compressed.sections(matrix)
     cuts = list(pieces(original, sum(section.nbytes for section in sections)))
     assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])]
     assert cuts[-1][1] == matrix.nbytes
@@ -115,7 +114,7 @@ def test_without_the_extension_a_model_for_processors_is_refused_in_words(monkey
     monkeypatch.delattr(kernels, "compression")
     monkeypatch.setitem(sys.modules, "penstock.kernels.compression", None)
     with pytest.raises(ModelError, match=r"here: compressed for processors, .*--for gpu"):
-        list(codec.decoded(small, "here"))
+        list(compressed.decode_parts(small, "here"))
 
 
 def test_a_folder_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

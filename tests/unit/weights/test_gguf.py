@@ -16,13 +16,13 @@ from gguf import GGUFReader, GGUFWriter
 
 from penstock.errors import ModelError
 from penstock.kernels.native import NativeOps, families
-from penstock.weights import gguf
+from penstock.weights import gguf_file
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.fields import Fields
-from penstock.weights.gguf import parse_header
+from penstock.weights.gguf_file import parse_gguf_header
 from penstock.weights.load import load_model
 from penstock.weights.rope import parse_rope
-from penstock.weights.small_files import CONFIG, read_object, small_files
+from penstock.weights.small_files import CONFIG, load_json, small_files
 from tiny_gguf import add_bytes_tokenizer, write_gguf
 from tiny_models import llama_config, random_tensors, write_model
 
@@ -57,7 +57,7 @@ F32 = ("a", (8,), 0, 0)
 
 def test_a_sound_header() -> None:
     keys = [("n", U32, struct.pack("<I", 7)), ("words", ARRAY, struct.pack("<IQ", TEXT, 2) + text("é") + text(""))]
-    found = parse_header(memoryview(header(keys, [F32, ("b", (64, 3), 8, 32)], data=32 + 204)), "f.gguf")
+    found = parse_gguf_header(memoryview(header(keys, [F32, ("b", (64, 3), 8, 32)], data=32 + 204)), "f.gguf")
     assert found.metadata == {"n": 7, "words": ["é", ""]}
     assert [(info.dtype, info.shape, info.nbytes) for info in found.tensors.values()] == [
         ("F32", (8,), 32),
@@ -98,7 +98,7 @@ def test_a_sound_header() -> None:
 )
 def test_what_is_wrong_is_named(raw: bytes, reason: str) -> None:
     with pytest.raises(ModelError, match=r"^f\.gguf: .*" + reason):
-        parse_header(memoryview(raw), "f.gguf")
+        parse_gguf_header(memoryview(raw), "f.gguf")
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
@@ -130,7 +130,7 @@ def test_its_header_as_the_formats_own_package_reads_it(tmp_path: Path) -> None:
     config = llama_config()
     write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Type.BF16)
     raw = (tmp_path / "m.gguf").read_bytes()
-    found, other = parse_header(memoryview(raw), "m"), GGUFReader(tmp_path / "m.gguf")
+    found, other = parse_gguf_header(memoryview(raw), "m"), GGUFReader(tmp_path / "m.gguf")
     assert [(t.name, t.data_offset, t.n_bytes, tuple(t.shape.tolist())[::-1]) for t in other.tensors] == [
         (info.name, info.start, info.nbytes, info.shape) for info in found.tensors.values()
     ]
@@ -151,7 +151,7 @@ def gguf_config(tmp_path: Path, change: Any = lambda writer: None, **config: Any
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return read_object(small_files(path), CONFIG)
+    return load_json(small_files(path), CONFIG)
 
 
 def test_the_configuration_in_words_of_hugging_face(tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ def test_any_damage_to_the_header_is_refused_or_harmless(tmp_path: Path) -> None
     path = tmp_path / "m.gguf"
     write_gguf(path, config, random_tensors(config), Type.BF16)
     raw = path.read_bytes()
-    end = min(info.start for info in parse_header(memoryview(raw), "m").tensors.values())
+    end = min(info.start for info in parse_gguf_header(memoryview(raw), "m").tensors.values())
     for length in range(0, end, 31):
         with pytest.raises(ModelError, match=r"truncated|not a GGUF file|it says that it has"):
-            parse_header(memoryview(raw[:length]), "m")
+            parse_gguf_header(memoryview(raw[:length]), "m")
     rng = np.random.default_rng(0)
     for place, value in zip(rng.integers(0, end, 300), rng.integers(0, 256, 300), strict=True):
         damaged = bytearray(raw)
@@ -232,11 +232,11 @@ def test_what_becomes_objects_is_bounded_in_sum_before_it_is_read(monkeypatch: p
     def array(count: int) -> bytes:
         return struct.pack("<IQ", 0, count) + bytes(count)  # of bytes
 
-    monkeypatch.setattr(gguf, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(gguf_file, "MAX_ELEMENTS", 100)
     keys = [(f"k{n}", ARRAY, array(40)) for n in range(2)]
-    assert len(parse_header(memoryview(header(keys)), "f.gguf").metadata) == 2
+    assert len(parse_gguf_header(memoryview(header(keys)), "f.gguf").metadata) == 2
     with pytest.raises(ModelError, match="arrays have more than 100 elements together"):
-        parse_header(memoryview(header([*keys, ("k2", ARRAY, array(40))])), "f.gguf")
-    monkeypatch.setattr(gguf, "MAX_TEXTS_BYTES", 64)
+        parse_gguf_header(memoryview(header([*keys, ("k2", ARRAY, array(40))])), "f.gguf")
+    monkeypatch.setattr(gguf_file, "MAX_TEXTS_BYTES", 64)
     with pytest.raises(ModelError, match="its texts have more than"):
-        parse_header(memoryview(header([(f"key{n}", TEXT, text("x" * 30)) for n in range(2)])), "f.gguf")
+        parse_gguf_header(memoryview(header([(f"key{n}", TEXT, text("x" * 30)) for n in range(2)])), "f.gguf")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError
 from penstock.kernels.native import NativeOps, families
-from penstock.weights import digests
+from penstock.weights import load as weights_load
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.compressed import GPU
 from penstock.weights.compressing import compress_folder
@@ -39,7 +39,7 @@ class Stage:
         self.cache = base / "cache"
         self.hashed: list[str] = []
         self.ahead_ns = LATER_NS
-        original = digests.Hashing._digest
+        original = weights_load.Hashing._digest
         stage = self
 
         def digest(self: Any, name: str, buffer: bytearray) -> bytes:
@@ -47,7 +47,7 @@ class Stage:
             return original(self, name, buffer)
 
         if monkeypatch is not None:
-            monkeypatch.setattr(digests.Hashing, "_digest", digest)
+            monkeypatch.setattr(weights_load.Hashing, "_digest", digest)
 
     def load(self, *, accept: bool = False) -> tuple[str, int]:
         """(fingerprint, tensors that were hashed)."""
@@ -214,7 +214,10 @@ def test_what_comes_as_arrays_is_checked_by_its_checksum(stage: Stage, tmp_path:
 
 
 def test_a_long_hashing_can_be_seen_to_get_on(tmp_path: Path) -> None:
-    with Checkpoint(write_model(tmp_path, CONFIG)) as checkpoint, digests.Hashing(checkpoint, checkpoint.names) as own:
+    with (
+        Checkpoint(write_model(tmp_path, CONFIG)) as checkpoint,
+        weights_load.Hashing(checkpoint, checkpoint.names) as own,
+    ):
         own.start(2)
         assert own.join(lambda: None).keys() == set(checkpoint.names)
         assert own.done == sum(checkpoint.place(name).nbytes for name in checkpoint.names)

@@ -16,8 +16,7 @@ import pytest
 from penstock.errors import ModelError
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.fields import Fields
-from penstock.weights.formats.coded import Coded
-from penstock.weights.formats.modules import MAX_PATTERN
+from penstock.weights.formats.coded import MAX_PATTERN, Coded
 from penstock.weights.formats.quantization import Quantization, parse_quantization
 from penstock.weights.header import TensorInfo
 from tiny_models import NAMES, Tensors, llama_config, random_tensors, write_model, write_weights

@@ -16,7 +16,7 @@ from penstock.weights.checkpoint import compute_dtype_for, inspect_model
 from penstock.weights.decoder import Attention, Decoder, Layer, Mlp, Norm
 from penstock.weights.decoder_fields import at_length
 from penstock.weights.fields import Fields
-from penstock.weights.llama import parse
+from penstock.weights.llama import parse_llama
 from penstock.weights.rope import Linear, Llama3, Rope
 from penstock.weights.spec import Details, ModelSpec, SamplingDefaults
 from tiny_models import llama_config, random_tensors, write_model, write_weights
@@ -33,7 +33,7 @@ LLAMA3 = {
 
 
 def spec_of(**changes: Any) -> ModelSpec:
-    return parse(Fields(llama_config(**changes), "config.json"))
+    return parse_llama(Fields(llama_config(**changes), "config.json"))
 
 
 def attention_of(spec: ModelSpec) -> Attention:
@@ -108,7 +108,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = llama_config(head_dim=80, rope_scaling=SCALINGS[kind], rope_theta=500000.0, max_position_embeddings=131072)
-    spec = parse(Fields(config, "config.json"))
+    spec = parse_llama(Fields(config, "config.json"))
     for length in (4096, 131072):
         oracle = LlamaRotaryEmbedding(LlamaConfig.from_dict(config))
         oracle(torch.zeros(1), torch.tensor([[length - 1]]))  # chooses the frequencies

@@ -16,11 +16,11 @@ from penstock.weights import load
 from penstock.weights.family import BUILT_IN, CheckpointFormat
 from penstock.weights.fields import Fields
 from penstock.weights.layout import Groups, Matrix, Part, Rows, Vector, WeightLayout
-from penstock.weights.llama import parse
+from penstock.weights.llama import parse_llama
 from penstock.weights.load import LoadedModel, load_model
 from tiny_models import Tensors, llama_config, write_weights
 
-SPEC = parse(Fields(llama_config(), "config.json"))
+SPEC = parse_llama(Fields(llama_config(), "config.json"))
 RNG = np.random.default_rng(0)
 TENSORS: Tensors = {
     name: RNG.standard_normal(shape).astype(np.float32)
@@ -72,7 +72,7 @@ def loaded(folder: Path, weights: tuple[Matrix | Vector, ...], monkeypatch: pyte
     def layout(spec: Any) -> WeightLayout:
         return WeightLayout(weights, re.compile(".*"))
 
-    monkeypatch.setattr(load, "checkpoint_format", lambda *_: CheckpointFormat(parse, layout))
+    monkeypatch.setattr(load, "checkpoint_format", lambda *_: CheckpointFormat(parse_llama, layout))
     write_weights(folder, TENSORS)
     model: LoadedModel = load_model(folder, SPEC, make_ops(family=kernels, compute_dtype="fp32"))
     return model.weights

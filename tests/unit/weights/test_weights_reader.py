@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ModelError
-from penstock.weights.header import header_length, parse_header
+from penstock.weights.header import header_length, parse_safetensors_header
 from penstock.weights.reader import INDEX, SINGLE, Checkpoint
 from tiny_models import llama_config, random_tensors, safetensors_bytes, write_weights
 
@@ -119,7 +119,7 @@ def test_a_changed_header_is_refused_or_still_in_bounds(place: int, flip: int) -
     raw[place] ^= flip
     try:
         length = header_length(bytes(raw[:64]), len(raw), "file")
-        tensors = parse_header(bytes(raw[8 : 8 + length]), len(raw), "file")
+        tensors = parse_safetensors_header(bytes(raw[8 : 8 + length]), len(raw), "file")
     except ModelError:
         return
     spans = sorted((info.start, info.stop) for info in tensors.values())
@@ -133,7 +133,7 @@ def test_a_changed_header_is_refused_or_still_in_bounds(place: int, flip: int) -
 def test_a_truncated_file_is_refused(length: int) -> None:
     raw = SOUND[:length]
     with pytest.raises(ModelError):
-        parse_header(raw[8 : 8 + header_length(raw[:64], len(raw), "file")], len(raw), "file")
+        parse_safetensors_header(raw[8 : 8 + header_length(raw[:64], len(raw), "file")], len(raw), "file")
 
 
 def rewrite(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.weights.whole_file import replacing
+from penstock.weights.mapped import replacing
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.weights.fields import Fields
-from penstock.weights.small_files import SmallFiles, read_object
+from penstock.weights.small_files import SmallFiles, load_json
 from penstock.weights.whisper import Whisper
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -78,10 +78,10 @@ def read_sound_recipe(files: SmallFiles, whisper: Whisper) -> SoundRecipe:
 
 
 def _extractor(files: SmallFiles) -> Fields:
-    own = read_object(files, PREPROCESSOR)
+    own = load_json(files, PREPROCESSOR)
     if own is not None:
         return Fields(own, files.path_of(PREPROCESSOR))
-    inner = (read_object(files, PROCESSOR) or {}).get("feature_extractor")
+    inner = (load_json(files, PROCESSOR) or {}).get("feature_extractor")
     if not isinstance(inner, dict):
         raise ModelError(
             f"{files.path_of(PREPROCESSOR)} is missing: it says how the model's sounds are prepared. It is part of the "

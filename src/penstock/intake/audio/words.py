@@ -10,7 +10,7 @@ import msgspec
 from penstock.errors import ModelError
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.weights.fields import Fields
-from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, SmallFiles, read_object
+from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, SmallFiles, load_json
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
@@ -51,8 +51,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_words(files: SmallFiles, tokenizer: TextTokenizer) -> Words:
     """Raises ModelError where the tokenizer lacks one of them, or a list names what is no token."""
-    config = Fields(read_object(files, CONFIG) or {}, files.path_of(CONFIG))
-    generation = Fields(read_object(files, GENERATION_CONFIG) or {}, files.path_of(GENERATION_CONFIG))
+    config = Fields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
+    generation = Fields(load_json(files, GENERATION_CONFIG) or {}, files.path_of(GENERATION_CONFIG))
     vocabulary = config.size("vocab_size")
     several = generation.get("is_multilingual", bool, vocabulary >= MULTILINGUAL_FROM)
 

@@ -14,7 +14,7 @@ import msgspec
 from penstock.errors import ModelError
 from penstock.weights.family import BUILT_IN
 from penstock.weights.fields import Fields
-from penstock.weights.small_files import CONFIG, SmallFiles, read_object
+from penstock.weights.small_files import CONFIG, SmallFiles, load_json
 from penstock.weights.vision import SeeingDecoder
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -64,7 +64,7 @@ def read_recipe(files: SmallFiles) -> ImageRecipe | None:
 
     Raises ModelError if the model reads images, and its files ask for what is not done here.
     """
-    values = read_object(files, CONFIG) or {}
+    values = load_json(files, CONFIG) or {}
     names = values.get("architectures")
     family = BUILT_IN.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
     if family is None or "vision_config" not in values:
@@ -77,10 +77,10 @@ def read_recipe(files: SmallFiles) -> ImageRecipe | None:
 
 
 def _processor(files: SmallFiles) -> Fields:
-    own = read_object(files, PREPROCESSOR)
+    own = load_json(files, PREPROCESSOR)
     if own is not None:
         return Fields(own, files.path_of(PREPROCESSOR))
-    both = read_object(files, PROCESSOR) or {}
+    both = load_json(files, PROCESSOR) or {}
     inner = both.get("image_processor")
     if not isinstance(inner, dict):
         raise ModelError(

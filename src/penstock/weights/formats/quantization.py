@@ -13,14 +13,11 @@ from types import MappingProxyType
 import msgspec
 
 from penstock.weights.fields import Fields
-from penstock.weights.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-from penstock.weights.formats.awq import Awq
-from penstock.weights.formats.coded import Coded, Module, Scheme, Stored
-from penstock.weights.formats.eight_bits import EightBits
-from penstock.weights.formats.gptq import Gptq
-from penstock.weights.formats.modules import EVERY_LINEAR, pattern_of
-from penstock.weights.formats.mxfp4 import Mxfp4
-from penstock.weights.formats.packed import Packed
+from penstock.weights.formats import compressed_tensors, fp8, gptq
+from penstock.weights.formats.coded import EVERY_LINEAR, Coded, Module, Scheme, Stored, pattern_of
+from penstock.weights.formats.compressed_tensors import Packed
+from penstock.weights.formats.fp8 import EightBits, Mxfp4
+from penstock.weights.formats.gptq import Awq, Gptq
 
 CONFIG_FIELD = "quantization_config"
 OLD_FIELD = "compression_config"
@@ -114,11 +111,11 @@ def _pattern(names: tuple[str, ...]) -> re.Pattern[str] | None:
 
 SINGLE: Mapping[str, Callable[[Fields], tuple[Scheme, str]]] = MappingProxyType(
     {
-        "fp8": fp8.parse,
-        "fbgemm_fp8": fp8.parse_fbgemm,
-        "gptq": gptq.parse,
-        "awq": awq.parse,
-        "mxfp4": mxfp4.parse,
+        "fp8": fp8.parse_fp8,
+        "fbgemm_fp8": fp8.parse_fbgemm_fp8,
+        "gptq": gptq.parse_gptq,
+        "awq": gptq.parse_awq,
+        "mxfp4": fp8.parse_mxfp4,
     }
 )
 """Methods that have one scheme for all modules, by ``quant_method``."""
@@ -144,7 +141,7 @@ def parse_quantization(config: Fields) -> Quantization | None:
         raise stored.refuse(f"quant_method {method!r} is not known; {', '.join(METHODS)} can be served")
     groups: list[tuple[tuple[str, ...], Scheme]]
     if method == MANY:
-        groups, activations = compressed_tensors.parse(stored)
+        groups, activations = compressed_tensors.parse_compressed_tensors(stored)
     else:
         scheme, activations = SINGLE[method](stored)
         groups = [(_converted(stored), scheme)]

@@ -21,7 +21,7 @@ from penstock.intake.audio.wav import FLOAT, PCM, read_wav, samples_of
 from penstock.intake.audio.windows import windows
 from penstock.weights.fields import Fields
 from penstock.weights.small_files import small_files
-from penstock.weights.whisper import Whisper, parse
+from penstock.weights.whisper import Whisper, parse_whisper
 from whisper_models import riff, tones, wav, whisper_config, write_whisper
 
 REAL = SoundRecipe(rate=16_000, seconds=30, fft=400, hop=160, bands=80, tokens=1504)
@@ -150,7 +150,7 @@ def test_windows_end_at_quiet_places() -> None:
 
 
 def test_the_recipe_is_the_models(tmp_path: Path) -> None:
-    whisper = parse(Fields(whisper_config(), "config.json")).own(Whisper)
+    whisper = parse_whisper(Fields(whisper_config(), "config.json")).own(Whisper)
     folder = write_whisper(tmp_path)
     recipe = read_sound_recipe(small_files(folder), whisper)
     assert (recipe.samples, recipe.frames, recipe.bands, recipe.tokens) == (16_000, 100, 12, 64)
