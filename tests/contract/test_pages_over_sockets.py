@@ -321,6 +321,36 @@ def test_who_has_a_legs_token_gets_its_pages_and_no_others(things: ExitStack) ->
     assert caller.fetch(one.leg, 3) == rig.sender_page(3)
 
 
+@pytest.mark.parametrize("ending", ["received", "cancelled", "cancelled by the sender"])
+def test_a_legs_end_takes_its_pages_back(things: ExitStack, ending: str) -> None:
+    rig = rig_of(things)
+    doors: list[PagesAt] = []
+
+    def note(came: list) -> list:
+        doors.extend(each.message for _, each in came if isinstance(each.message, PagesAt))
+        return came
+
+    rig.order = note
+    start(rig)
+    offer_all(rig)
+    rig.until(lambda: bool(doors))
+    at, other = doors[0], granted(rig, "other", 3)
+    caller = things.enter_context(closing(Caller(desk_of(rig))))
+    assert caller.attach(other.leg, other.token)[0] == frames.ATTACHED
+    assert caller.attach(at.leg, at.token)[0] == frames.ATTACHED
+    assert caller.fetch(at.leg, THEIRS[0]) == rig.sender_page(THEIRS[0])
+    if ending == "received":
+        rig.done(3)
+    elif ending == "cancelled":
+        rig.took(rig.receiver.cancel(R, 1))
+    else:
+        rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    rig.until(lambda: bool(rig.released))
+    assert caller.fetch(at.leg, THEIRS[0]) is None
+    assert caller.attach(at.leg, at.token)[0] == frames.REFUSED
+    assert caller.fetch(other.leg, 3) == rig.sender_page(3)
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_stranger_is_hung_up_on(things: ExitStack, kind: str) -> None:
     rig = rig_of(things, kind)

@@ -33,10 +33,10 @@ from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer import sender
-from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released
+from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released, SenderTurn
 from penstock.kv.transfer.port import PageSeal
 from penstock.types import FinishReason, PageId, RequestId
-from penstock.wire.messages import PageReady, PrefillDone
+from penstock.wire.messages import PageReady, PrefillDone, PullPages
 from penstock.wire.page_doors import Announced, PagesReady
 from penstock.wire.transport import Received
 
@@ -230,6 +230,42 @@ def test_many_requests_share_a_window(rig: Rig) -> None:
     made.until(lambda: len(made.released) == 4)
     assert all(made.receiver_page(page) == made.sender_page(page) for page in range(32))
     assert len(made.firsts) == 4
+    for thing in closing:
+        thing.close()
+
+
+def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
+    """However many requests it has: what it did not acknowledge is what the window holds."""
+    made, closing = make_rig(rig.carrier, config=HandOverConfig(window_bytes=2 * max(LAYOUT.page_bytes, 4096)))
+    names = [RequestId(f"r{number}") for number in range(4)]
+    announced: list[tuple[RequestId, int]] = []
+
+    def note(turn: SenderTurn) -> None:
+        for send in turn.sends:
+            message = send.message
+            pages = message.pages if isinstance(message, PagesReady) else [message]
+            announced.extend((message.request, page.block) for page in pages if isinstance(message, _READY))
+
+    def pull(number: int, skip: int) -> SenderTurn:
+        asked = PullPages(
+            request=names[number], epoch=1, skip_blocks=skip, identity=IDENTITY, layout=LAYOUT.name,
+            carrier=made.sender._carrier.name, incarnation=1, tokens=0,
+        )  # fmt: skip
+        return made.sender.pull(b"peer", asked, made.clock.now())
+
+    for number, name in enumerate(names):
+        made.open(request=name)
+        note(pull(number, 0))
+    for block in range(4):
+        for number, name in enumerate(names):
+            page = PageId(4 * number + block)
+            offer = Offer(request=name, epoch=1, block=block, page=page, tokens=16, generation=1)
+            note(made.sender.offer(offer, made.clock.now()))
+    assert announced == [(names[0], 0), (names[1], 0)]
+    note(pull(0, 1))
+    assert len(announced) == 3, "what is acknowledged makes room for as much"
+    note(pull(1, 1))
+    assert len(announced) == 4
     for thing in closing:
         thing.close()
 

@@ -24,7 +24,10 @@ from transfer_rig import (
 )
 
 from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, PullFailed, Released
-from penstock.wire.messages import PageReady, PullPages
+from penstock.kv.transfer.sender import MAX_WAITING_PULLS
+from penstock.types import RequestId
+from penstock.wire.messages import HandOverFailed, PageReady, PullPages
+from penstock.wire.page_doors import PagesAt
 
 # --- cancelling, at every point --------------------------------------------------------------------------------------
 
@@ -274,6 +277,55 @@ def test_a_new_connection_goes_on_where_the_old_one_broke(rig: Rig) -> None:
     assert rig.released == [Released(R, 1, "received")]
     assert arrived(rig)
     assert rig.firsts
+
+
+@pytest.mark.parametrize("rig", ["tcp"], indirect=True)
+def test_over_a_new_connection_it_is_said_again_where_the_pages_are(rig: Rig) -> None:
+    lost: list = []
+
+    def lose(came: list) -> list:
+        lost.extend(each for each in came if isinstance(each[1].message, PagesAt))
+        return [each for each in came if not isinstance(each[1].message, PagesAt)]
+
+    rig.order = lose
+    start(rig)
+    offer_all(rig)
+    rig.done(3)
+    rig.until(lambda: bool(lost))
+    rig.settle()
+    assert not rig.advanced, "nobody knows where to fetch them"
+    rig.order = list
+    rig.links[rig.source].close()
+    rig.links[rig.source] = rig.transport.connect(rig.source.endpoint)
+    rig.clock.advance(2.6)
+    rig.until(lambda: bool(rig.released))
+    assert rig.released == [Released(R, 1, "received")]
+    assert arrived(rig)
+
+
+def test_a_late_pull_takes_back_no_acknowledgement(rig: Rig) -> None:
+    start(rig)
+    offer_all(rig)
+    rig.until(lambda: rig.sender.acknowledged(R, 1) == 3)
+    rig.sent(rig.sender.pull(b"\x00late", pull_of(rig, skip_blocks=1), rig.clock.now()))
+    assert rig.sender.acknowledged(R, 1) == 3
+
+
+def test_pulls_for_requests_that_nobody_has_submitted_are_bounded(rig: Rig) -> None:
+    for number in range(MAX_WAITING_PULLS + 1):
+        pull = msgspec.structs.replace(pull_of(rig), request=RequestId(f"r{number}"))
+        turn = rig.sender.pull(b"peer", pull, rig.clock.now())
+        reasons = [send.message.reason for send in turn.sends if isinstance(send.message, HandOverFailed)]
+        assert reasons == (["too many pulls wait"] if number == MAX_WAITING_PULLS else [])
+    assert len(rig.sender.waiting_pulls) == MAX_WAITING_PULLS
+
+
+def pull_of(rig: Rig, skip_blocks: int = 0) -> PullPages:
+    """As the receiver's of ``start``."""
+    return PullPages(
+        request=R, epoch=1, skip_blocks=skip_blocks, identity=IDENTITY, layout=LAYOUT.name,
+        carrier=rig.sender._carrier.name, incarnation=1,
+    )  # fmt: skip
 
 
 def test_a_receiver_that_vanished_is_given_up_even_while_the_prompt_is_computed(rig: Rig) -> None:
