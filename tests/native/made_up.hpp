@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
-#include "dispatch.hpp"
-#include "packing.hpp"
+#include "families/dispatch.hpp"
+#include "gemm/packing.hpp"
 
 namespace {
 

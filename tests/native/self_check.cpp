@@ -10,14 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "attention_once.hpp"
-#include "codec.hpp"
-#include "dispatch.hpp"
-#include "expert_run.hpp"
+#include "attention/uncached_attention.hpp"
+#include "compressed/codec.hpp"
+#include "families/dispatch.hpp"
+#include "gemm/packing.hpp"
 #include "made_up.hpp"
-#include "packing.hpp"
-#include "pool.hpp"
-#include "sampler.hpp"
+#include "moe/expert_run.hpp"
+#include "sampling/sampler.hpp"
+#include "threads/thread_pool.hpp"
 
 using namespace penstock;
 

@@ -37,7 +37,7 @@ def filled(ops: Any, shape: KvShape) -> Any:
 
 
 def by_the_book(kv: Any, shape: KvShape, page: int, per_cell: int) -> np.ndarray:
-    """A page as cpp/attention_args.hpp and rope.hpp have it, number by number."""
+    """A page as cpp/attention/attention_args.hpp and rope.hpp have it, number by number."""
     out = []
     for layer in range(shape.page_layers):
         keys = kv.keys[page, layer].float().cpu().numpy()  # [head, token, column]

@@ -1,0 +1,145 @@
+// Routed experts, row by row: which experts a token goes to, and the sum of what they make of it.
+#pragma once
+
+#include "moe/routing.hpp"
+#include "rows/elementwise.hpp"
+#include "sampling/sampling.hpp"
+
+namespace {
+
+constexpr float kNothing = -__builtin_inff();
+
+// fn(sixteen values, first column) of x into `to`.
+template <class Fn>
+PS_INLINE void each_value(const float* x, long n, float* to, const Fn& fn) {
+  for (long i = 0; i < n; i += 16) {
+    const int count = static_cast<int>(min_of(16, n - i));
+    store_part(to + i, fn(load_part<F16>(x + i, count), i, count), count);
+  }
+}
+
+PS_INLINE void scores_of(const Routing& how, const float* logits, float* scores) {
+  const F16 one = splat(1.0f), zero = splat(0.0f);
+  if (how.score == Score::kSigmoid) {
+    each_value(logits, how.experts, scores, [&](const F16& v, long, int) { return one / (one + exp16(zero - v)); });
+    return;
+  }
+  const float top = argmax(logits, how.experts).value;
+  const F16 shift = splat(top), sum = splat(sum_exp(logits, how.experts, top));
+  each_value(logits, how.experts, scores, [&](const F16& v, long, int) { return exp16(v - shift) / sum; });
+}
+
+// Experts of all but the best groups cannot be chosen; of equal groups the lower is better.
+void drop_groups(const Routing& how, float* choice, float* best) {
+  const long size = how.experts / how.groups;
+  for (long g = 0; g < how.groups; ++g) {
+    const float* own = choice + g * size;
+    const Best first = argmax(own, size);
+    best[g] = first.value;
+    if (!how.pairs) continue;
+    float second = kNothing;
+    for (long i = 0; i < size; ++i)
+      if (i != first.id && own[i] > second) second = own[i];
+    best[g] += second;
+  }
+  for (int kept = 0; kept < how.groups_kept; ++kept) best[argmax(best, how.groups).id] = kNothing;
+  for (long g = 0; g < how.groups; ++g) {
+    if (best[g] == kNothing) continue;
+    for (long i = g * size; i < (g + 1) * size; ++i) choice[i] = kNothing;
+  }
+}
+
+// Weights of the chosen, best first.
+void weigh(const Routing& how, const float* logits, const float* scores, const uint32_t* ids, float* weights) {
+  const float* from = how.score == Score::kSoftmaxChosen ? logits : scores;
+  for (int i = 0; i < how.top_k; ++i) weights[i] = from[ids[i]];
+  if (how.score == Score::kSoftmaxChosen) {
+    const F16 shift = splat(argmax(weights, how.top_k).value);
+    each_value(weights, how.top_k, weights, [&](const F16& v, long, int) { return exp16(v - shift); });
+  }
+  if (how.normalized || how.score == Score::kSoftmaxChosen) {
+    float sum = 1e-20f;
+    for (int i = 0; i < how.top_k; ++i) sum += weights[i];
+    for (int i = 0; i < how.top_k; ++i) weights[i] /= sum;
+  }
+  for (int i = 0; i < how.top_k; ++i) weights[i] *= how.factor;
+}
+
+void route_rows(const RouteArgs& args) {
+  const Routing& how = args.how;
+  const long experts = how.experts, room = (experts + 15) / 16 * 16;
+  const double work = static_cast<double>(args.rows) * static_cast<double>(experts * (12 + how.top_k));
+  each_row(args.rows, experts * 8, work, [&](long row, int worker) {
+    const float* logits = args.logits + row * experts;
+    float* scores = static_cast<float*>(workspace(worker, static_cast<size_t>(3 * room) * 4));
+    float *choice = scores + room, *best = choice + room;
+    if (how.score != Score::kSoftmaxChosen) scores_of(how, logits, scores);
+    // Scores order experts as logits do, but for those that rounding made equal.
+    const float* by = how.bias != nullptr || how.pairs ? scores : logits;
+    each_value(by, experts, choice, [&](const F16& v, long i, int count) {
+      return how.bias != nullptr ? v + load_part<F16>(how.bias + i, count) : v;
+    });
+    if (how.groups > 1) drop_groups(how, choice, best);
+    uint32_t* ids = args.routes + row * how.words();
+    for (int i = 0; i < how.top_k; ++i) {
+      const int32_t id = argmax(choice, experts).id;
+      ids[i] = static_cast<uint32_t>(id);
+      choice[id] = kNothing;
+    }
+    weigh(how, logits, scores, ids, reinterpret_cast<float*>(ids + how.top_k));
+  });
+}
+
+PS_INLINE F16 load_values(const float* from, int count) { return load_part<F16>(from, count); }
+PS_INLINE F16 load_values(const uint16_t* from, int count) {
+  alignas(64) uint32_t wide[16] = {};
+  for (int i = 0; i < count; ++i) wide[i] = static_cast<uint32_t>(from[i]) << 16;
+  return load_as<F16>(wide);
+}
+
+template <class D>
+void gather_typed(const GatherArgs& args) {
+  using Value = typename D::Value;
+  const double work = static_cast<double>(args.count) * static_cast<double>(args.width);
+  each_row(args.count, args.width, work, [&](long row, int) {
+    const Value* from = static_cast<const Value*>(args.x) + args.rows[row] * args.width;
+    Value* to = static_cast<Value*>(args.out) + row * args.width;
+    if (args.weights == nullptr) {
+      __builtin_memcpy(to, from, static_cast<size_t>(args.width) * sizeof(Value));
+      return;
+    }
+    const F16 weight = splat(args.weights[row]);
+    for (long i = 0; i < args.width; i += 16) {
+      const int count = static_cast<int>(min_of(16, args.width - i));
+      store_values<D>(to + i, load_values(from + i, count) * weight, count);
+    }
+  });
+}
+
+void combine_rows(const CombineArgs& args) {
+  const double work = static_cast<double>(args.end - args.begin) * static_cast<double>(args.width);
+  each_row(args.rows, args.width * args.top_k, work, [&](long row, int) {
+    const int32_t* slots = args.slots + row * args.top_k;
+    long from = 0, to = args.top_k;
+    while (from < to && slots[from] < args.begin) ++from;
+    while (to > from && slots[to - 1] >= args.end) --to;
+    if (from == to) return;
+    for (long i = 0; i < args.width; i += 16) {
+      const int count = static_cast<int>(min_of(16, args.width - i));
+      float* sums = args.sums + row * args.width + i;
+      F16 sum = from == 0 ? splat(0.0f) : load_part<F16>(sums, count);
+      for (long j = from; j < to; ++j) {
+        const F16 y = load_part<F16>(args.y + (slots[j] - args.begin) * args.width + i, count);
+        sum = args.weights != nullptr ? fma16(y, splat(args.weights[slots[j]]), sum) : sum + y;
+      }
+      float* hidden = args.hidden + row * args.width + i;
+      if (to == args.top_k) {
+        store_part(hidden, load_part<F16>(hidden, count) + sum, count);
+      } else {
+        store_part(sums, sum, count);
+      }
+    }
+  });
+}
+
+}  // namespace

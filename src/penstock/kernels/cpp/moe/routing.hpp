@@ -1,0 +1,59 @@
+// What the kernels of routed experts are given (kernels/ops.py: route, experts_add).
+#pragma once
+
+#include "families/family.hpp"
+
+namespace penstock {
+
+constexpr int kMaxExperts = 4096;
+
+enum class Score : int { kSoftmax = 0, kSigmoid = 1, kSoftmaxChosen = 2 };
+
+// How experts are chosen, in the words of kernels/kinds.py's Routing.
+struct Routing {
+  int experts;
+  int top_k;
+  Score score;
+  bool normalized;  // weights of a token sum up to `factor`
+  int groups;
+  int groups_kept;
+  bool pairs;  // a group is as good as its best two together, else as its best
+  float factor;
+  const float* bias;  // [experts], added to scores for the choice only; may be null
+
+  PS_EVERYWHERE long words() const { return 2L * top_k; }  // of a row of routes
+};
+
+// A row of routes: ids of the chosen experts, best first, then their weights as fp32.
+struct RouteArgs {
+  const float* logits;  // [rows, experts]
+  long rows;
+  Routing how;
+  uint32_t* routes;  // [rows, 2 * top_k]
+};
+
+struct GatherArgs {
+  const void* x;  // [.., width]
+  const int32_t* rows;  // [count]
+  const float* weights;  // [count]: each row is multiplied by its weight and rounded again; null: copied
+  long count;
+  long width;
+  void* out;  // [count, width]
+};
+
+// Adds up what experts made of each token.  Slots are (expert, token) pairs in this order; `y` holds slots
+// [begin, end), and each token's slots are summed from the first to the last.
+struct CombineArgs {
+  const float* y;  // [end - begin, width]
+  long begin;
+  long end;
+  const int32_t* slots;  // [rows, top_k], ascending in a row
+  const float* weights;  // of each slot; null: all are 1
+  long rows;
+  long top_k;
+  long width;
+  float* sums;    // [rows, width]: of tokens whose slots are not all computed
+  float* hidden;  // [rows, width], receives finished sums
+};
+
+}  // namespace penstock

@@ -1,0 +1,57 @@
+// A compressed weight as Python hands it over, checked once.  Included by the binding only.
+#pragma once
+
+#include <vector>
+
+#include "compressed/codec.hpp"
+#include "gemm/packing.hpp"
+#include "python/arguments.hpp"
+
+namespace penstock {
+
+// A compressed weight over memory that Python owns.  `codes` are (base, step mod 256) a panel; `counted`, if given,
+// are the escapes that a `Loading` counted in the planes of each panel.
+struct CompressedWeights {
+  In<uint8_t, 1> blocks, escapes;
+  std::vector<uint64_t> escape_begin;
+  std::vector<PanelCode> codes;
+  CompressedView view{};
+  bool whole_blocks = true;  // every segment begins with a block, and inputs fill the last one
+
+  CompressedWeights(In<uint8_t, 1> blocks_in, In<uint8_t, 1> escapes_in, const In<uint8_t, 2>& panel_codes, long n,
+                    long k, const std::vector<long>& ends, const std::optional<In<uint32_t, 1>>& counted)
+      : blocks(std::move(blocks_in)), escapes(std::move(escapes_in)) {
+    view.layout = packed_layout(n, k, ends.data(), static_cast<int>(ends.size()), 2);
+    const long panels = view.layout.panels();
+    require(dim(blocks, 0) == panels * view.blocks_a_panel() * kBlockBytes, "blocks do not fit the weight");
+    require(dim(panel_codes, 0) == panels && dim(panel_codes, 1) == 2, "a code for every panel");
+    for (const long end : ends) whole_blocks = whole_blocks && end % kBlockColumns == 0;
+    for (long p = 0; p < panels; ++p) {
+      const ExponentCode code{panel_codes(p, 0), panel_codes(p, 1) == 1 ? 1 : -1};
+      require((panel_codes(p, 1) == 1 || panel_codes(p, 1) == 255) && is_sound(code), "no such exponent code");
+      codes.push_back(rotated(code));
+    }
+    view.blocks = blocks.data();
+    view.escapes = escapes.data();
+    view.codes = codes.data();
+    escape_begin.resize(static_cast<size_t>(panels) + 1);
+    if (counted) {
+      require(dim(*counted, 0) == panels, "a count for every panel");
+      for (size_t p = 0; p < codes.size(); ++p) escape_begin[p + 1] = escape_begin[p] + counted->data()[p];
+    } else {
+      nb::gil_scoped_release released;
+      sum_escapes(view, escape_begin.data());
+    }
+    view.escape_begin = escape_begin.data();
+    require(escapes.size() == escape_begin.back() + kEscapePadding, "the planes count other escapes than there are");
+  }
+
+  bool counts_are(const In<uint32_t, 1>& counts) const {
+    if (dim(counts, 0) != view.layout.panels()) return false;
+    for (size_t p = 0; p < codes.size(); ++p)
+      if (escape_begin[p + 1] - escape_begin[p] != counts.data()[p]) return false;
+    return true;
+  }
+};
+
+}  // namespace penstock

@@ -1,0 +1,311 @@
+// From codes to cells of bf16 values, and from records to fp32 scales and minimums.
+//
+// A unit's bits: of four cells, 32 words of 16 bits (sixteen outputs, early and late input each) hold a nibble a cell;
+// then 5 bits have 32 words with a bit a cell, 6 bits twice 32 words with two bits for each of eight cells.  8 bits are
+// bytes: 64 for two cells, in the order in which unpacking bytes to words puts each into its lane.
+#pragma once
+
+#include "families/simd.hpp"
+#include "quantized/quantized.hpp"
+
+#if defined(__AVX512F__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the compiler's own headers, in release 12
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+namespace {
+
+using namespace penstock;
+
+constexpr long kHighBits = 256;  // where a unit's bits beyond four begin
+
+PS_INLINE unsigned word_at(const uint8_t* from, long index) {
+  uint16_t word;
+  __builtin_memcpy(&word, from + index * 2, 2);
+  return word;
+}
+
+// The code of one weight: `lane` is its output, `late` its place in the cell.
+PS_INLINE unsigned code_at(const uint8_t* unit, int bits, long cell, int lane, int late) {
+  const long place = lane * 2 + late;
+  if (bits == 8) return unit[cell / 2 * 64 + lane / 4 * 16 + cell % 2 * 8 + lane % 4 * 2 + late];
+  const unsigned low = word_at(unit + cell / 4 * 64, place) >> (cell % 4 * 4) & 15;
+  if (bits == 5) return low | (word_at(unit + kHighBits, place) >> cell & 1) << 4;
+  if (bits == 6) return low | (word_at(unit + kHighBits + cell / 8 * 64, place) >> (cell % 8 * 2) & 3) << 4;
+  return low;
+}
+
+PS_INLINE float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7FFFu;
+  uint32_t bits = rest >= 0x7C00u ? 0x7F800000u | rest << 13 : (rest << 13) + 0x38000000u;
+  if (rest < 0x0400u) {
+    const float small = static_cast<float>(rest) * 0x1p-24f;
+    __builtin_memcpy(&bits, &small, 4);
+  }
+  bits |= sign;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+PS_INLINE F16 load_halves(const uint8_t* from) {
+  F16 to;
+#if defined(__AVX512F__)
+  to.part[0] = (FloatReg)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  PS_EACH_PART to.part[i] = (FloatReg)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+#else
+  float values[16];
+  for (int lane = 0; lane < 16; ++lane) values[lane] = half_to_float(static_cast<uint16_t>(word_at(from, lane)));
+  to = load(values);
+#endif
+  return to;
+}
+
+PS_INLINE I16 load_bytes(const uint8_t* from) {
+  I16 to;
+#if defined(__AVX512F__)
+  to.part[0] = (IntReg)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  PS_EACH_PART to.part[i] = (IntReg)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * 8)));
+#else
+  int32_t wide[16];
+  for (int lane = 0; lane < 16; ++lane) wide[lane] = from[lane];
+  to = load_as<I16>(wide);
+#endif
+  return to;
+}
+PS_INLINE F16 load_unsigned(const uint8_t* from) { return to_float(load_bytes(from)); }
+
+// Bytes of two's complement.
+PS_INLINE F16 load_signed(const uint8_t* from) {
+  I16 wide = load_bytes(from);
+  PS_EACH_PART wide.part[i] = wide.part[i] << 24 >> 24;
+  return to_float(wide);
+}
+
+// A flat scale; 2 ** (byte - 127), of which 0 is below the normal numbers and 255 is none.
+template <ScaleKind kKind>
+PS_INLINE F16 load_scale(const uint8_t* from) {
+  if constexpr (kKind == ScaleKind::kF16) return load_halves(from);
+  if constexpr (kKind == ScaleKind::kF32) return load_as<F16>(from);
+  if constexpr (kKind == ScaleKind::kBf16) {
+    HalfReg half[kParts];
+    U16 words;
+    __builtin_memcpy(half, from, 32);
+    PS_EACH_PART words.part[i] = __builtin_convertvector(half[i], WordReg);
+    return bits_as<F16>(words << 16);
+  }
+  if constexpr (kKind == ScaleKind::kU8OfF16) return load_unsigned(from);
+  if constexpr (kKind == ScaleKind::kI8OfF16) return load_signed(from);
+  const I16 exponent = load_bytes(from);
+  const F16 normal = bits_as<F16>(bits_as<U16>(exponent) << 23);
+  const F16 small = select(less(exponent, splat_int(1)), splat(0x1p-127f), normal);
+  return select(less(splat_int(254), exponent), splat(__builtin_nanf("")), small);
+}
+
+PS_INLINE F16 negative(const F16& a) { return bits_as<F16>(bits_as<U16>(a) ^ splat_word(0x80000000u)); }
+
+// Where the numbers of some pieces of one panel begin, and where they go.
+struct Numbers {
+  const uint8_t* record;
+  long record_bytes;
+  long groups;  // of a record
+  long group;                          // of the record
+  long inside;                         // pieces of the group that come before the first
+  long pieces_a_group, pieces;
+  float *scales, *mins;  // [pieces][16]; no minimums: null
+};
+
+template <ScaleKind kScale, MinKind kMin>
+void expand(const Numbers& at) {
+  constexpr bool kSuper = kScale == ScaleKind::kU8OfF16 || kScale == ScaleKind::kI8OfF16;
+  constexpr long kBegin = kSuper ? (kMin == MinKind::kU8OfF16 ? 64 : 32) : 0;  // of the groups' own numbers
+  const long step = scale_bytes(kScale) * 16, min_step = min_bytes(kMin) * 16;
+  const uint8_t* record = at.record;
+  float *scales = at.scales, *mins = at.mins;
+  long pieces = at.pieces, group = at.group, inside = at.inside;
+  while (pieces > 0) {
+    F16 unit = splat(1.0f), min_unit = splat(0.0f);
+    if constexpr (kSuper) unit = load_halves(record);
+    if constexpr (kMin == MinKind::kU8OfF16) min_unit = negative(load_halves(record + 32));
+    const uint8_t *own = record + kBegin + group * step, *own_mins = record + kBegin + at.groups * step + group * min_step;
+    const auto each = [&](long i, float* to, float* min_to) {
+      F16 scale = load_scale<kScale>(own + i * step), min = min_unit;
+      if constexpr (kSuper) scale = unit * scale;
+      if constexpr (kMin == MinKind::kU8OfF16) min = min_unit * load_unsigned(own_mins + i * min_step);
+      if constexpr (kMin == MinKind::kZeroPoint) min = negative(scale) * load_unsigned(own_mins + i * min_step);
+      if constexpr (kMin == MinKind::kF16) min = load_halves(own_mins + i * min_step);
+      store(to, scale);
+      if constexpr (kMin != MinKind::kNone) store(min_to, min);
+    };
+    if (at.pieces_a_group == 1) {
+      const long count = at.groups - group < pieces ? at.groups - group : pieces;
+      for (long i = 0; i < count; ++i) each(i, scales + i * 16, mins + i * 16);
+      scales += count * 16, mins += count * 16, pieces -= count;
+    } else {
+      for (long i = 0; i < at.groups - group && pieces > 0; ++i, inside = 0) {
+        const long left = at.pieces_a_group - inside, same = left < pieces ? left : pieces;
+        for (long piece = 0; piece < same; ++piece) each(i, scales + piece * 16, mins + piece * 16);
+        scales += same * 16, mins += same * 16, pieces -= same;
+      }
+    }
+    group = 0;
+    record += at.record_bytes;
+  }
+}
+
+template <ScaleKind kScale>
+PS_INLINE void expand_flat(MinKind min, const Numbers& at) {
+  switch (min) {
+    case MinKind::kZeroPoint: return expand<kScale, MinKind::kZeroPoint>(at);
+    case MinKind::kF16: return expand<kScale, MinKind::kF16>(at);
+    default: return expand<kScale, MinKind::kNone>(at);
+  }
+}
+
+template <ScaleKind kScale>
+PS_INLINE void expand_super(MinKind min, const Numbers& at) {
+  if (min == MinKind::kU8OfF16) return expand<kScale, MinKind::kU8OfF16>(at);
+  expand_flat<kScale>(min, at);
+}
+
+// Scales (and minimums, unless null) of pieces of `columns` (32, or 16) from a unit on; [pieces][16].
+inline void expand_numbers(const QuantPart& part, long panel, long unit, long pieces, long columns, float* scales,
+                           float* mins) {
+  const long each = part.has_super() ? kSuperColumns / part.group : 1, column = unit * kUnitColumns;
+  const long first = column / part.group;
+  const Numbers at{part.record(panel, first / each), part.record_bytes(), each, first % each,
+                   column % part.group / columns, part.group / columns, pieces, scales, mins};
+  switch (part.scale) {
+    case ScaleKind::kF16: return expand_flat<ScaleKind::kF16>(part.min, at);
+    case ScaleKind::kBf16: return expand_flat<ScaleKind::kBf16>(part.min, at);
+    case ScaleKind::kF32: return expand_flat<ScaleKind::kF32>(part.min, at);
+    case ScaleKind::kE8m0: return expand_flat<ScaleKind::kE8m0>(part.min, at);
+    case ScaleKind::kU8OfF16: return expand_super<ScaleKind::kU8OfF16>(part.min, at);
+    case ScaleKind::kI8OfF16: return expand_super<ScaleKind::kI8OfF16>(part.min, at);
+  }
+}
+
+// --- cells ----------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512BW__)
+PS_INLINE U16 as_cells(__m512i words) {
+  U16 to;
+  to.part[0] = (WordReg)words;
+  return to;
+}
+
+typedef uint16_t Words __attribute__((vector_size(64)));
+
+// Values of codes of up to six bits, held in registers.  `kChunk` cells are read at a time.
+template <int kBits>
+struct Decoder {
+  static constexpr int kChunk = 4;
+  struct Chunk {
+    __m512i low, high;
+  };
+  __m512i table, upper;
+
+  explicit PS_INLINE Decoder(const uint16_t* values) {
+    table = _mm512_loadu_si512(values);
+    if constexpr (kBits == 4) {  // five bits choose: the fifth may be anything
+      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+      table = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);
+    }
+    upper = kBits == 6 ? _mm512_loadu_si512(values + 32) : table;
+  }
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) {
+    Chunk chunk{_mm512_loadu_si512(unit + cell / 4 * 64), {}};
+    if constexpr (kBits == 5) chunk.high = _mm512_loadu_si512(unit + kHighBits);
+    if constexpr (kBits == 6) chunk.high = _mm512_loadu_si512(unit + kHighBits + cell / 8 * 64);
+    return chunk;
+  }
+  PS_INLINE U16 cell(const Chunk& chunk, int cell) const {
+    const __m512i low = (__m512i)((Words)chunk.low >> (cell % 4 * 4));
+    if constexpr (kBits == 4) return as_cells(_mm512_permutexvar_epi16(low, table));
+    const int place = kBits == 5 ? cell : cell % 8 * 2;  // of the high bits, which belong at bit 4
+    const __m512i high = (__m512i)(place <= 4 ? (Words)chunk.high << (4 - place) : (Words)chunk.high >> (place - 4));
+    const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xCA);  // 15 ? low : high
+    if constexpr (kBits == 5) return as_cells(_mm512_permutexvar_epi16(code, table));
+    return as_cells(_mm512_permutex2var_epi16(table, code, upper));
+  }
+};
+
+#if defined(__AVX512VBMI__)
+// Values of bytes: their lower and upper bytes looked up apart, for codes from 0 and from 128.
+template <>
+struct Decoder<8> {
+  static constexpr int kChunk = 2;
+  struct Chunk {
+    __m512i low, high;
+  };
+  __m512i tables[2][2][2];  // lower or upper byte, codes below 128 or not, halves of those
+
+  explicit PS_INLINE Decoder(const uint16_t* values) {
+    for (int byte = 0; byte < 2; ++byte)
+      for (int half = 0; half < 2; ++half)
+        for (int quarter = 0; quarter < 2; ++quarter) {
+          uint8_t own[64];
+          for (int i = 0; i < 64; ++i) own[i] = static_cast<uint8_t>(values[half * 128 + quarter * 64 + i] >> (8 * byte));
+          tables[byte][half][quarter] = _mm512_loadu_si512(own);
+        }
+  }
+  PS_INLINE __m512i look_up(int byte, __m512i codes, __mmask64 above) const {
+    const __m512i below = _mm512_permutex2var_epi8(tables[byte][0][0], codes, tables[byte][0][1]);
+    return _mm512_mask_blend_epi8(above, below, _mm512_permutex2var_epi8(tables[byte][1][0], codes, tables[byte][1][1]));
+  }
+  PS_INLINE Chunk load(const uint8_t* unit, long cell) const {
+    const __m512i codes = _mm512_loadu_si512(unit + cell / 2 * 64);
+    const __mmask64 above = _mm512_movepi8_mask(codes);
+    return {look_up(0, codes, above), look_up(1, codes, above)};
+  }
+  PS_INLINE U16 cell(const Chunk& chunk, int cell) const {
+    return as_cells(cell % 2 == 0 ? _mm512_unpacklo_epi8(chunk.low, chunk.high)
+                                  : _mm512_unpackhi_epi8(chunk.low, chunk.high));
+  }
+};
+constexpr bool kLooksUpBytes = true;
+#else
+constexpr bool kLooksUpBytes = false;
+#endif
+constexpr bool kLooksUp = true;
+#else
+constexpr bool kLooksUp = false;
+constexpr bool kLooksUpBytes = false;
+#endif
+
+// Can codes be decoded in registers, in front of the multiplication?
+template <int kBits>
+constexpr bool kInRegisters = kBits == 8 ? kLooksUpBytes : kLooksUp;
+
+// All cells of units [unit, unit + units) of a panel, to [units * 16][16].
+template <int kBits>
+void decode_units(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
+#if defined(__AVX512BW__)
+  if constexpr (kInRegisters<kBits>) {
+    using Own = Decoder<kBits>;
+    const Own decoder(part.values);
+    for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
+      const uint8_t* codes = part.unit(panel, u);
+      _Pragma("GCC unroll 16") for (int cell = 0; cell < kUnitCells; cell += Own::kChunk) {
+        const auto chunk = decoder.load(codes, cell);
+        _Pragma("GCC unroll 4") for (int j = 0; j < Own::kChunk; ++j)
+            store(cells + (cell + j) * 16, decoder.cell(chunk, cell + j));
+      }
+    }
+    return;
+  }
+#endif
+  for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
+    const uint8_t* codes = part.unit(panel, u);
+    for (long cell = 0; cell < kUnitCells; ++cell)
+      for (int lane = 0; lane < 16; ++lane) {
+        const uint32_t early = part.values[code_at(codes, kBits, cell, lane, 0)];
+        const uint32_t late = part.values[code_at(codes, kBits, cell, lane, 1)];
+        cells[cell * 16 + lane] = early | late << 16;
+      }
+  }
+}
+
+}  // namespace
