@@ -1,4 +1,4 @@
-"""Types of the compiled kernels (cpp/module.cpp).  Arrays are C-contiguous; bf16 arrays are uint16."""
+"""Types of the compiled kernels (cpp/python/module.cpp).  Arrays are C-contiguous; bf16 arrays are uint16."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hashed blocks in C++: chains of hashes (cpp/blake3.hpp), and who holds which block (cpp/block_index.hpp).
+"""Hashed blocks in C++: chains of hashes (cpp/host/blake3.hpp), and who holds which block (cpp/host/block_index.hpp).
 
 The hashes are those of ``hashing``; the index knows them by their first bytes, and owners by numbers.
 """

@@ -1,4 +1,5 @@
-"""Lending of cores between the workers of one host, as one worker sees it (the protocol is in ``cpp/lending.hpp``).
+"""Lending of cores between the workers of one host, as one worker sees it.  The protocol is in
+``cpp/threads/core_lending.hpp``.
 
 Knows lines of shared memory, not whose they are: ``launch.board`` lays them out.  Imports nothing that starts a thread.
 """

@@ -1,4 +1,4 @@
-"""Weights straight from files to the kernels' memory, by several threads and in one pass (C++: cpp/loading.hpp).
+"""Loads weights from files into the kernels' memory, with several threads in one pass (cpp/host/weight_loader.hpp).
 
 Each tensor is read, checked and packed piece by piece, so the peak is the weights themselves.  The threads end with
 ``run``: whoever loads weights is about to fork.  Knows where bytes lie, not what the files are.

@@ -39,7 +39,7 @@ class NativeForm:
 
 
 ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})
-"""The kernels' numbers (cpp/family.hpp)."""
+"""The kernels' numbers (cpp/families/family.hpp)."""
 
 
 def gate_words(gate: Gate) -> tuple[int, float, float, float, bool]:

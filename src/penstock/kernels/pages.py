@@ -1,4 +1,4 @@
-"""KV pages as bytes, checked and copied, or taken from a socket, in one pass (C++: cpp/module_pages.cpp).
+"""KV pages as bytes, checked and copied, or taken from a socket, in one pass (C++: cpp/python/module_pages.cpp).
 
 Knows nothing of who sends them, or why.
 """

@@ -196,7 +196,7 @@ def dequantised(rows: QuantRows, form: QuantFormat) -> NDArray[np.float32]:
 
 
 def records(rows: QuantRows, form: QuantFormat) -> NDArray[np.uint8]:
-    """The numbers of whole panels as the kernels read them (cpp/quantised.hpp), one record after another."""
+    """The numbers of whole panels as the kernels read them (cpp/quantized/quantized.hpp), one record after another."""
     scales = _by_panel(rows.scales_NG.astype(_DTYPES[form.scale], copy=False))
     kind = np.float16 if form.minimum is Minimum.F16 else np.uint8
     minimums = None if rows.minimums_NG is None else _by_panel(rows.minimums_NG.astype(kind, copy=False))

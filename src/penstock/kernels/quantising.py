@@ -1,4 +1,5 @@
-"""Quantised matrices to the kernels' memory, by several threads that end with the call (C++: cpp/quantised_packing.*).
+"""Packs quantized matrices into the kernels' memory, with threads that end with the call
+(cpp/quantized/quantized_packing.*).
 
 Codes are unpacked a few rows at a time, so the peak is the packed weights themselves.  Knows no files.
 """

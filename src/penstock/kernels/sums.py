@@ -1,4 +1,4 @@
-"""Checksums against damage, not against malice: XXH3 in C++ (cpp/xxh3.hpp), at the speed of memory.
+"""Checksums against damage, not against malice: XXH3 in C++ (cpp/host/xxh3.hpp), at the speed of memory.
 
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.  Knows nothing of what is summed.
 """

@@ -135,7 +135,7 @@ def _check(suffix: bytes) -> None:
 
 
 class BlockIndex:
-    """Which owners hold which blocks (cpp/block_index.hpp): sets of owners by the first bytes of a block's hash."""
+    """Index of the owners of blocks (cpp/host/block_index.hpp): sets of owners by the first bytes of a block's hash."""
 
     def __init__(self, max_blocks: int, max_owners: int) -> None:
         """Raises ValueError for limits below 1."""

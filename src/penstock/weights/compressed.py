@@ -302,8 +302,8 @@ def _is_hex(text: str, digits: int) -> bool:
 # MERGED: XXH3-128 of a line that says what the tensor is, then of the XXH3-128 of each piece of its bytes.
 # MERGED: The pieces are those
 # MERGED: in which weights are loaded (``kernels/cpp/host/weight_loader.hpp``), so that loading checks them at
-# MERGED: the speed of the copy; here
-# MERGED: is what it must come to.
+# MERGED: the speed of the
+# MERGED: copy; here is what it must come to.
 
 
 def checksum_text(name: str, tensor: Original) -> str:

@@ -13,8 +13,8 @@ row is the highest of the three, found digit by digit.  What is summed on the wa
 numbers of 2^-40, so no order matters there either.
 
 Random numbers are those of ``kernels.philox``, to the bit.  The noise is computed by the operations of the C++ kernels
-(cpp/noise.hpp, cpp/math.hpp) one by one, in fp32 that rounds as IEEE 754 says and fuses where they fuse, so it has
-their bits too: from equal logits the same token is drawn on a CPU and on a GPU.
+(sampling/gumbel_noise.hpp, families/math.hpp) one by one, in fp32 that rounds as IEEE 754 says and fuses where they
+fuse, so it has their bits too: from equal logits the same token is sampled on a CPU and on a GPU.
 
 This module imports triton.
 """
