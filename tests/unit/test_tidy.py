@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import penstock
 from penstock.cli.parsing import COMMANDS
 from penstock.config import limits, schema
 from penstock.config.limits import TraceLimits, TurnLimits
@@ -24,7 +25,8 @@ SRC = ROOT / "src/penstock"
 MODULES = sorted(SRC.rglob("*.py"))
 SOURCES = [*MODULES, *sorted(SRC.rglob("*.cpp")), *sorted(SRC.rglob("*.hpp"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "ARCHITECTURE", "CONTRIBUTING"))]
+ROOT_PAGES = [ROOT / f"{n}.md" for n in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *ROOT_PAGES]
 
 MAX_FUNCTION_LINES = 60
 
@@ -167,6 +169,24 @@ def test_links_lead_somewhere(page: Path):
             assert (page.parent / target).exists(), f"{name(page)} links to {target}"
 
 
+def test_each_page_stands_once_in_the_index_and_once_in_the_site():
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in ("index.md", "renamed.md"))
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", text(ROOT / "docs/index.md"))
+    site = re.findall(r": ([a-z-]+\.md)$", text(ROOT / "mkdocs.yml"), re.MULTILINE)
+    assert sorted(set(linked) - {"renamed.md"}) == sorted(name for name in linked if name != "renamed.md") == pages
+    assert sorted(name for name in site if name not in ("index.md", "renamed.md")) == pages
+
+
+def test_the_picture_of_gaps_shows_the_figures_of_the_benchmarks():
+    picture = text(ROOT / "docs/gaps.svg")
+    table = text(ROOT / "docs/benchmarks.md").partition("while prompts of 2,000 tokens arrive**")[2]
+    for system in ("penstock-split", "vllm", "llama.cpp"):
+        row = re.search(rf"^\| \**{re.escape(system)}\**[^|]*\|(.*)\|$", table, re.MULTILINE)
+        assert row is not None
+        gap = float(row[1].split("|")[1].split()[0]) / 1e3
+        assert f">{gap:.1f} s<" in picture or f">{1e3 * gap:,.0f} ms<" in picture, system
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -201,17 +221,34 @@ def requirements(file: str) -> list[str]:
     return [line.split(";")[0] for line in lines if line and line[0] not in "#-"]
 
 
+REQUIREMENTS = ("requirements-test.txt", "requirements-release.txt")
+
+
 @pytest.mark.parametrize(
-    "requirement", [*PROJECT["dependencies"], *requirements("requirements-test.txt"), *requirements("constraints.txt")]
+    "requirement",
+    [*PROJECT["dependencies"], *(line for file in (*REQUIREMENTS, "constraints.txt") for line in requirements(file))],
 )
 def test_every_requirement_is_pinned(requirement: str):
     assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", requirement)
 
 
-@pytest.mark.parametrize("requirement", [*PROJECT["dependencies"], *requirements("requirements-test.txt"), "torch=="])
+@pytest.mark.parametrize(
+    "requirement",
+    [*PROJECT["dependencies"], *(line for file in REQUIREMENTS for line in requirements(file)), "torch=="],
+)
 def test_every_dependency_is_explained(requirement: str):
     package = re.escape(requirement.split("==")[0])
     assert re.search(rf"^\| {package} \|", text(ROOT / "docs/dependencies.md"), re.MULTILINE)
+
+
+def test_the_version_stands_in_one_place():
+    assert "version" not in PROJECT
+    assert PROJECT["dynamic"] == ["version"]
+    version = re.escape(penstock.__version__)
+    files = [*MODULES, ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "Dockerfile", ROOT / "mkdocs.yml"]
+    assert [name(path) for path in files if re.search(rf"(?<![\d.]){version}(?![\d.])", text(path))] == [
+        "src/penstock/__init__.py"
+    ]
 
 
 def test_every_dependency_is_used():
@@ -228,7 +265,7 @@ def test_every_dependency_is_used():
     assert not {line.split("==")[0] for line in PROJECT["dependencies"]} - used
 
 
-@pytest.mark.parametrize("script", ["quickstart", "run-tests", ".ci/run", ".ci/lint", "examples/curl.sh"])
+@pytest.mark.parametrize("script", ["dev", "quickstart", "run-tests", ".ci/run", ".ci/lint", "examples/curl.sh"])
 def test_scripts_can_be_run(script: str):
     assert os.access(ROOT / script, os.X_OK)
     assert text(ROOT / script).startswith("#!/usr/bin/env bash\n")
