@@ -35,7 +35,7 @@ from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.service.asks import Asks, Gateway
 from penstock.engine.service.bulletins import Bulletins
 from penstock.launch import event_loop
-from penstock.launch.joined import JoinedWorkers
+from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState

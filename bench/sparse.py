@@ -31,7 +31,7 @@ from penstock.kernels.native import NativeOps, families
 from penstock.kernels.operands import KvShape, StepBatch
 from penstock.kernels.reference_sparse import chosen_blocks, likings
 from penstock.kernels.sparse import BLOCK_KEYS, Sparse
-from penstock.launch.sparsely import sparse_of
+from penstock.launch.sparse_attention import sparse_of
 from penstock.types import PAGE_TOKENS
 from penstock.weights.checkpoint import inspect_model
 from penstock.weights.load import load_model

@@ -16,9 +16,9 @@ from pathlib import Path
 import penstock
 from penstock.config.limits import Limits
 from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig
-from penstock.launch.board import Board
 from penstock.launch.channel import Channel
-from penstock.launch.jobs import Front
+from penstock.launch.heartbeat import Board
+from penstock.launch.processes import Front
 from penstock.launch.shared_rates import SharedBuckets
 from penstock.types import Role, WorkerId
 from penstock.wire.keys import Keys

@@ -124,7 +124,7 @@ def plan_error(place: Place) -> float | None:
     """How far what the plan says is free is from what torch says; before anything else is on the device."""
     if not place.cuda:
         return None
-    from penstock.launch.gpu import gpu_report
+    from penstock.launch.gpu_probe import gpu_report
 
     gpu = gpu_report().gpu
     if gpu is None:

@@ -23,8 +23,7 @@ from penstock.engine.service.held import REFUSERS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
-from penstock.launch.events import Suspected
-from penstock.launch.restart import Restarts
+from penstock.launch.restart_policy import Restarts, Suspected
 from penstock.router.service import Outside, RouterService
 from penstock.types import (
     Grammar,

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from penstock.config.limits import Limits
-from penstock.launch.connections import guarded_protocol
+from penstock.launch.http_connection import guarded_protocol
 
 PATIENCE_S = 60.0
 TRIES = 5

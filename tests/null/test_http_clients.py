@@ -14,7 +14,7 @@ import uvicorn
 
 from penstock.config.limits import Limits
 from penstock.errors import NoWorkers
-from penstock.launch.connections import guarded_protocol
+from penstock.launch.http_connection import guarded_protocol
 from penstock.types import FinishReason
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, app_of, stage

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from penstock.config.limits import Limits, TurnLimits
-from penstock.launch.connections import guarded_protocol
+from penstock.launch.http_connection import guarded_protocol
 
 from .http_stage import TEXT, app_of
 from .streams import NullStreams

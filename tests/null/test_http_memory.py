@@ -11,7 +11,7 @@ from collections.abc import Callable
 import uvicorn
 
 from penstock.config.limits import Limits
-from penstock.launch.connections import guarded_protocol
+from penstock.launch.http_connection import guarded_protocol
 from penstock.types import TokenBatch, ValidRequest
 
 from .http_stage import CHAT, app_of

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
-from penstock.launch.joined import JoinedWorkers
+from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState

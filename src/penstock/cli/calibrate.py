@@ -13,7 +13,7 @@ import msgspec
 from penstock.cli.paint import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
-from penstock.launch.locate import locate
+from penstock.launch.model_path import locate
 from penstock.sim.fitting import Fit, Reading, Writing, fit
 from penstock.sim.fleet import FleetFile, KvMemory, Limits, Links, as_toml, checked, parse_workers
 from penstock.sim.measuring import Bench, Extent

@@ -28,8 +28,8 @@ from penstock.config.memory_budget import show_bytes
 from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import available_families
 from penstock.launch import event_loop
-from penstock.launch.facts import machine_facts
-from penstock.launch.gpu import gpu_report, package_version
+from penstock.launch.gpu_probe import gpu_report, package_version
+from penstock.launch.machine import machine_facts
 from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
 
@@ -344,7 +344,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     name = MODEL_CHECK
     try:
         from penstock.launch.compose import decide
-        from penstock.launch.locate import locate
+        from penstock.launch.model_path import locate
         from penstock.weights.checkpoint import inspect_model
 
         located = locate(model, download=_refuse_download)

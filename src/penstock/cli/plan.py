@@ -19,11 +19,10 @@ from penstock.config.load import lora_folders, parse_setting
 from penstock.config.resolve import kv_dtype
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
-from penstock.launch.beside import of_adapters, of_head, of_model
-from penstock.launch.drafting import guesses_with
-from penstock.launch.facts import free_memory
-from penstock.launch.gpu import gpu_report
-from penstock.launch.locate import config_folder
+from penstock.launch.draft_model import guesses_with, of_adapters, of_head, of_model
+from penstock.launch.gpu_probe import gpu_report
+from penstock.launch.machine import free_memory
+from penstock.launch.model_path import config_folder
 from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices, why_not_servable
 from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, requests_at_once, workers_of
 from penstock.types import FP8_E4M3

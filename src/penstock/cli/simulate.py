@@ -11,7 +11,7 @@ import msgspec
 from penstock.cli.paint import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
-from penstock.launch.locate import config_folder
+from penstock.launch.model_path import config_folder
 from penstock.parallel.devices import parse_devices
 from penstock.router.policy.named import NAMES as POLICIES
 from penstock.sim.cluster import Run, Setup, as_json, simulate

@@ -33,16 +33,26 @@ from penstock.config.schema import ServeConfig
 from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop
-from penstock.launch.ahead import GATEWAY_MODULES
-from penstock.launch.board import Slot
 from penstock.launch.channel import Channel
-from penstock.launch.compose import Nested, begin, listening, say, serve, slots_of, url_of, warn_of_short_key, watch
-from penstock.launch.event_key import event_key
-from penstock.launch.http_process import Rim
-from penstock.launch.locate import locate
-from penstock.launch.restart import GATEWAY
+from penstock.launch.compose import (
+    GATEWAY_MODULES,
+    Nested,
+    begin,
+    event_key,
+    listening,
+    say,
+    serve,
+    slots_of,
+    url_of,
+    warn_of_short_key,
+    watch,
+)
+from penstock.launch.heartbeat import Slot
+from penstock.launch.http_server import Rim
+from penstock.launch.model_path import locate
+from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.shared_rates import SharedBuckets
-from penstock.launch.supervise import Job, Supervisor
+from penstock.launch.supervisor import Job, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure

@@ -23,12 +23,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from msgspec import structs
 
 from penstock.children import no_core_dumps
-from penstock.config.api_keys import check_keys
+from penstock.config.api_keys import check_keys, load_keys
 from penstock.config.device import is_ruled_out
 from penstock.config.facts import Beside, GpuReport, MachineFacts, ModelFacts
 from penstock.config.load import lora_folders, weights_cache_folder
@@ -46,21 +49,19 @@ from penstock.config.schema import (
 )
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels.select import available_families
-from penstock.launch import drafting, event_loop
-from penstock.launch.ahead import GATEWAY_MODULES, preload
-from penstock.launch.announce import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
-from penstock.launch.beside import beside_of
-from penstock.launch.board import Board, Slot
-from penstock.launch.event_key import event_key
-from penstock.launch.facts import machine_facts, process_began, usable_cores
-from penstock.launch.gpu import gpu_report
-from penstock.launch.jobs import Front, HostJobs, Mailboxes, ModelSource, Workers, incarnations_of_a_run, layout_of
-from penstock.launch.locate import Located, locate
-from penstock.launch.restart import GATEWAY
+from penstock.launch import draft_model, event_loop
+from penstock.launch.draft_model import beside_of
+from penstock.launch.gpu_probe import gpu_report
+from penstock.launch.heartbeat import Board, Slot
+from penstock.launch.machine import machine_facts, process_began, usable_cores
+from penstock.launch.model_path import Located, locate
+from penstock.launch.processes import Front, HostJobs, Mailboxes, ModelSource, Workers, incarnations_of_a_run, layout_of
+from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder
 from penstock.launch.shared_rates import SharedBuckets
-from penstock.launch.sparsely import read_sparsely
-from penstock.launch.supervise import Stopped, Supervisor
+from penstock.launch.sparse_attention import read_sparsely
+from penstock.launch.startup_log import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
+from penstock.launch.supervisor import Stopped, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure
@@ -73,6 +74,53 @@ from penstock.weights.spec import ModelSpec, Pooler, Pooling
 from penstock.weights.vision import SeeingDecoder
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import check_endpoint
+
+# MERGED: The key that event ids are signed with (``edge.event_ids``): a client cannot make up the id of
+# MERGED: another's stream.
+# MERGED:
+# MERGED: All gateways of a service derive the same key, also after a restart and on other hosts.
+
+
+def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: Keys | None = None) -> str:
+    """The key in hex, derived from the first that is set: the salt of the file ``api_keys``, the secret of the keys
+    that hosts share, ``api_key`` (all its holders are one tenant).  Raises ConfigError.
+    """
+    if api_keys is not None:
+        secret = load_keys(Path(api_keys).expanduser(), max_tenants).salt.encode()
+    elif shared is not None:
+        secret = shared.server_secret
+    else:
+        secret = (api_key or "").encode()
+    return blake2b(secret, digest_size=32, person=b"penstock events").hexdigest()
+
+
+# MERGED: Preloads, in the supervisor, the modules that its children import: a child that is restarted runs
+# MERGED: the code that the
+# MERGED: service started with, even if the package on disk has changed since, and it starts sooner.
+
+
+GATEWAY_MODULES = (
+    "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts
+    "penstock.launch.gateway_process",
+    "penstock.launch.gateway_process",
+    "penstock.launch.worker_process",
+)
+"""Imported by the processes of a service."""
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import these modules, and uvloop if it is installed.  Called when all children are ready.
+
+    A module that cannot be imported does not end a running service: a warning is logged.
+    """
+    try:
+        for module in modules:
+            import_module(module)
+        if find_spec("uvloop") is not None:
+            import_module("uvloop")
+    except Exception as error:  # noqa: BLE001 - modules of two versions fail in any way
+        log.warning("the package on disk has changed (%s): a gateway that dies may not come back", error)
+
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +160,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         path=located.path,
         spec=spec,
         manifests=manifests_of(config, located),
-        draft=None if config.join else drafting.find(config, located.path, spec),
+        draft=None if config.join else draft_model.find(config, located.path, spec),
         loras=lora.adapters,
     )
     plan = None if config.join else decide(config, name, spec, _beside(config, model))
@@ -176,7 +224,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
         path=located.path,
         spec=spec,
         manifests=manifests_of(config, located),
-        draft=drafting.find(config, located.path, spec),
+        draft=draft_model.find(config, located.path, spec),
     )
     facts = _model_facts(located.name, spec, beside_of(config, model.draft))
     plan = resolve_worker(config, worker, _machine(config), facts)

@@ -11,7 +11,7 @@ from time import monotonic_ns
 
 from penstock.engine.core.plan import Plan
 from penstock.engine.service.mailbox import WorkerMailbox
-from penstock.launch.board import Slot
+from penstock.launch.heartbeat import Slot
 
 
 class Pulse:

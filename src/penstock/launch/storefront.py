@@ -12,7 +12,7 @@ from penstock.edge.catalogue import Store, make_catalogue_app
 from penstock.edge.openapi import Schemas
 from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
-from penstock.launch.http_process import SWITCH_S, HttpProcess, Rim
+from penstock.launch.http_server import SWITCH_S, HttpProcess, Rim
 from penstock.launch.rings import ring_of
 
 log = logging.getLogger(__name__)

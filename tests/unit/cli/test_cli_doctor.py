@@ -11,7 +11,7 @@ from penstock.cli import doctor
 from penstock.cli.doctor import Check, Verdict
 from penstock.cli.main import main
 from penstock.config.facts import GpuReport
-from penstock.launch.gpu import gpu_report
+from penstock.launch.gpu_probe import gpu_report
 
 
 def machine(root: Path, *, thp: str, available_kib: int) -> Path:

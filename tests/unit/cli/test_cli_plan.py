@@ -15,7 +15,7 @@ from penstock.cli.main import main
 from penstock.config.facts import GpuFacts, GpuReport
 from penstock.config.schema import ServeConfig
 from penstock.launch import compose
-from penstock.launch.facts import free_memory
+from penstock.launch.machine import free_memory
 from penstock.weights.checkpoint import inspect_model, read_outline
 from penstock.weights.eagle import inspect_head
 from penstock.weights.reader import Checkpoint

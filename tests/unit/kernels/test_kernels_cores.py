@@ -19,7 +19,7 @@ from penstock.config.schema import Loan
 from penstock.kernels import _native
 from penstock.kernels.cores import LINE_BYTES, LentCores, Seats
 from penstock.kernels.operands import segment_ends
-from penstock.launch.board import CoreBoard
+from penstock.launch.heartbeat import CoreBoard
 from penstock.types import WorkerId
 
 P, D = WorkerId("prefill-0"), WorkerId("decode-0")

@@ -19,10 +19,10 @@ import time
 
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import GaveUp
-from penstock.launch.board import Board
 from penstock.launch.channel import Channel
-from penstock.launch.restart import GATEWAY
-from penstock.launch.supervise import Job, Stopped, Supervisor
+from penstock.launch.heartbeat import Board
+from penstock.launch.restart_policy import GATEWAY
+from penstock.launch.supervisor import Job, Stopped, Supervisor
 from penstock.types import Role, WorkerId, WorkerState
 from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
 

@@ -7,18 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.config.limits import SuperviseConfig
-from penstock.launch.board import Heartbeat
-from penstock.launch.events import (
-    Died,
-    Effect,
-    Event,
-    Exit,
-    Fork,
-    Kill,
-    Looked,
-    Tick,
-)
-from penstock.launch.restart import Restarts
+from penstock.launch.heartbeat import Heartbeat
+from penstock.launch.restart_policy import Died, Effect, Event, Exit, Fork, Kill, Looked, Restarts, Tick
 from penstock.types import WorkerState
 
 T = TypeVar("T")

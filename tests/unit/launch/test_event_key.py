@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config.api_keys import changing
-from penstock.launch.event_key import event_key
+from penstock.launch.compose import event_key
 from penstock.wire.keys import Keys
 
 

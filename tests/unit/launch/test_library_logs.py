@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 import asyncio
 import logging
-from penstock.launch.http_process import _adopt_logs
+from penstock.launch.http_server import _adopt_logs
 from penstock.telemetry.log import configure
 
 configure("gateway", as_json=True)

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.launch.read_turns import ReadTurns
-from penstock.launch.signals import Signal
+from penstock.launch.http_connection import ReadTurns, Signal
 
 
 async def test_all_who_wait_go_on_when_it_is_set_and_one_who_left_is_nobody():

@@ -108,8 +108,8 @@ def test_the_bundled_head_is_the_bundled_models() -> None:
     from penstock.config.schema import ServeConfig
     from penstock.engine.models.eagle import EagleHead
     from penstock.kernels.select import make_ops
-    from penstock.launch.drafting import FoundHead, find
-    from penstock.launch.guessing import load
+    from penstock.launch.draft_model import FoundHead, find
+    from penstock.launch.speculation import load
     from penstock.weights.checkpoint import inspect_model
     from penstock.weights.load import load_model
 

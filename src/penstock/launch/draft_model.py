@@ -1,0 +1,183 @@
+"""Which head or draft model a worker guesses with: found, and checked, before anything is loaded.
+
+``auto`` is decided here, for only the model's folder knows: its own head if it has one, else lookup.  Knows files, not
+how anything is computed (``guessing``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.config.facts import Beside
+from penstock.config.schema import MAX_DRAFTING, EngineSettings, NamedAdapter
+from penstock.errors import ConfigError, ModelError
+from penstock.kernels.operands import KvShape
+from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.eagle import ARCHITECTURE, FOLDER, HeadSpec, inspect_head, is_head
+from penstock.weights.family import DECODERS
+from penstock.weights.fields import parse_json_object
+from penstock.weights.small_files import CONFIG, TOKENIZER, small_files
+from penstock.weights.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A head's folder, read but for its weights."""
+
+    path: Path
+    spec: HeadSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A draft model's folder, read but for its weights."""
+
+    path: Path
+    spec: ModelSpec
+
+
+Found = FoundHead | FoundModel
+
+DRAFT_POSITIONS = 1024
+"""Positions that a draft model must have."""
+
+
+def guesses_with(kind: str, named: str | None, path: Path, model: ModelSpec) -> Literal["head", "draft"] | None:
+    """What ``--speculate kind`` and ``--draft-model named`` load for the model at ``path``: the named one, or else its
+    own head; None: nothing.
+
+    Raises ConfigError for flags that contradict each other.
+    """
+    if model.pooler is not None or model.kv.states is not None:
+        return None  # nothing is guessed (config.resolve)
+    if named is not None and kind not in ("head", "draft"):
+        raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
+    if model.source and kind in ("head", "draft"):
+        raise ConfigError(f"--speculate {kind}: nothing guesses for a model that hears; --speculate lookup may")
+    if kind == "draft":
+        if named is None:
+            raise ConfigError("--speculate draft needs --draft-model DIR, a small model with the same tokens")
+        return "draft"
+    own = (path / FOLDER / CONFIG).exists()
+    if kind == "head" and named is None and not own:
+        raise ConfigError(
+            f"--speculate head: {path} has no folder {FOLDER}; name a head that was trained for this model with "
+            "--draft-model DIR, or use --speculate lookup"
+        )
+    return "head" if kind == "head" or (kind == "auto" and own) else None
+
+
+def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
+    """What ``--speculate`` and ``--draft-model`` mean for the model at ``path``; None: nothing but tokens is needed.
+
+    Raises as ``guesses_with``, and ModelError for a head or model that cannot guess for it.
+    """
+    named = config.draft_model
+    kind = guesses_with(config.speculate, named, path, model)
+    if kind is None:
+        return None
+    folder = path / FOLDER if named is None else Path(named).expanduser()
+    return _found_model(folder, path, model) if kind == "draft" else _found_head(folder, model)
+
+
+def _found_head(folder: Path, model: ModelSpec) -> FoundHead:
+    if model.architecture not in DECODERS:
+        raise ModelError(f"{folder}: an installed package's model hands out no hidden states for a head to read")
+    return FoundHead(folder, inspect_head(folder, model))
+
+
+def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
+    if not folder.exists():
+        raise ModelError(f"--draft-model {folder}: no such folder")
+    if folder.is_dir() and is_head(folder):
+        raise ModelError(f"{folder}: is a head ({ARCHITECTURE}); use it with --speculate head")
+    spec = inspect_model(folder)
+    incomplete = spec.kv.shared or spec.kv.states is not None or spec.source
+    if incomplete or spec.max_positions < DRAFT_POSITIONS:
+        raise ModelError(f"{folder}: a draft model needs full keys and values and {DRAFT_POSITIONS} positions")
+    if _tokens(folder) != _tokens(path):
+        raise ModelError(
+            f"{folder}: its tokens are not those of {path}; a draft model must have the tokenizer of the model that it "
+            "guesses for"
+        )
+    return FoundModel(folder, for_length(spec, DRAFT_POSITIONS))
+
+
+def _tokens(path: Path) -> Any:
+    """What tells two vocabularies apart: the tokens and their ids, where ``tokenizer.json`` says them."""
+    files = small_files(path)
+    raw = files.read(TOKENIZER)
+    if raw is None:
+        named = [file for file in sorted(path.glob("*")) if file.suffix in (".model", ".tiktoken")]
+        return {file.name: file.read_bytes() for file in named}
+    model: Mapping[str, Any] = parse_json_object(raw, files.path_of(TOKENIZER)).get("model", {})
+    return json.dumps(model.get("vocab"))
+
+
+# MERGED: How large is what will be loaded beside a model: from configurations and headers, before anything is
+# MERGED: loaded.
+# MERGED:
+# MERGED: Knows the sizes of heads, draft models and adapters; not where they lie (``config.resolve``,
+# MERGED: ``parallel.plan``).
+
+NUMBER_BYTES = 2
+
+
+def beside_of(
+    config: EngineSettings, found: Found | None, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
+) -> tuple[Beside, ...]:
+    """What these settings load beside the model.  ``found``: what guesses for it (``drafting.find``); ``more_loras``:
+    other adapters may come while it runs."""
+    drafts: tuple[Beside, ...] = ()
+    if found is not None:
+        drafts = (of_head(found.spec) if isinstance(found, FoundHead) else of_model(found.spec),)
+    adapters = of_adapters([own.nbytes for own in loras], config.lora_memory if more_loras else None)
+    return (*drafts, *adapters)
+
+
+def of_head(spec: HeadSpec) -> Beside:
+    """A head, and the memory of what it reads."""
+    kv = KvShape.plain(layers=1, kv_heads=spec.attention.kv_heads, head_dim=spec.attention.head_dim)
+    return _draft("draft head", spec.parameters, kv)
+
+
+def of_model(spec: ModelSpec) -> Beside:
+    """A draft model, and the memory of what it reads."""
+    return _draft("draft model", spec.parameters, spec.kv)
+
+
+def of_adapters(nbytes: Sequence[int], room: int | None) -> tuple[Beside, ...]:
+    """Adapters whose files have so many bytes; ``room``: up to so many bytes of adapters may be in memory later."""
+    together = sum(nbytes)
+    if not together and not room:
+        return ()
+    why = f"{len(nbytes)} adapters as large as their files"
+    if room is None:
+        return (Beside(name="LoRA adapters", shared_bytes=together, why=why),)
+    more = max(0, room - together)
+    return (
+        Beside(
+            name="LoRA adapters",
+            shared_bytes=together,
+            worker_bytes=more,
+            why=f"{why}, and {more:,} bytes more in each worker, up to --lora-memory",
+        ),
+    )
+
+
+def _draft(name: str, parameters: int, kv: KvShape) -> Beside:
+    numbers = kv.layers * kv.kv_heads * (kv.key_dim + (0 if kv.shared else kv.value_dim))
+    a_token = numbers * NUMBER_BYTES
+    return Beside(
+        name=name,
+        shared_bytes=parameters * NUMBER_BYTES,
+        worker_bytes=MAX_DRAFTING * DRAFT_POSITIONS * a_token,
+        why=(
+            f"{parameters / 1e6:,.1f} M weights in bf16; in each worker {MAX_DRAFTING} contexts of {DRAFT_POSITIONS:,} "
+            f"tokens, {a_token:,} bytes each"
+        ),
+    )

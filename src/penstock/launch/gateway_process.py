@@ -1,0 +1,247 @@
+"""The gateway process: HTTP in front, the router behind, one event loop for both.
+
+Told by the supervisor which workers there are; beats on the board like a worker.  Draining means: the router takes
+nothing new, what runs is finished, then the process ends by itself with exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.clock import MonotonicClock
+from penstock.config.limits import TurnLimits
+from penstock.config.schema import GatewayConfig, Offers
+from penstock.edge.app import Behind, make_app
+from penstock.edge.stored import ResponseStore
+from penstock.intake.listening import ListeningIntake
+from penstock.intake.reading import ReaderFacts, ReadingIntake
+from penstock.intake.request_schemas import request_schemas
+from penstock.intake.service import ModelIntake
+from penstock.launch import event_loop
+from penstock.launch.http_server import SWITCH_S, App, HttpProcess, Rim
+from penstock.launch.remote_workers import JoinedWorkers
+from penstock.launch.rings import ring_of
+from penstock.launch.shared_rates import SharedBuckets
+from penstock.launch.tracing import open_tracer
+from penstock.router.service import Outside, RouterService
+from penstock.telemetry.registry import Metrics
+from penstock.telemetry.spans import NoTracer, Tracer
+from penstock.telemetry.throughput import ThroughputLog
+from penstock.types import Task
+from penstock.wire.keys import Keys
+from penstock.wire.messages import Hello
+from penstock.wire.ports import Hears, Intake, ModelCard, Pools
+from penstock.wire.zeromq import ZmqTransport
+
+# MERGED: When a gateway's process looks for garbage in cycles (the ``gc`` module): soon among new objects,
+# MERGED: rarely among all.
+# MERGED:
+# MERGED: A look among all stops the event loop, for 100 ms with 10,000 streams.  What a request leaves behind
+# MERGED: is in no cycle, so
+# MERGED: it can wait until few streams are open.  What the process begins with is never looked at again.
+
+MIDDLE_COLLECTIONS = 2
+"""Looks among new objects, up to one among those that survived as many."""
+NEVER = 1 << 30
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+class GarbageCollection:
+    """Of one process."""
+
+    def __init__(self, limits: TurnLimits, open_streams: Callable[[], int]) -> None:
+        self._limits = limits
+        self._open_streams = open_streams
+        self._resident = 0
+
+    def begin(self) -> None:
+        """What there is now stays.  From here on Python looks among all objects only when ``look`` has it done."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(self._limits.young_collection_objects, MIDDLE_COLLECTIONS, NEVER)
+        self._resident = resident_bytes()
+
+    async def run(self) -> None:
+        """For as long as the process serves."""
+        while True:
+            await asyncio.sleep(self._limits.full_collection_s)
+            self.look()
+
+    def look(self) -> bool:
+        """Look for garbage among all objects, if that takes no time or must be.  Was it done?"""
+        few = self._open_streams() <= self._limits.full_collection_streams
+        if not few and resident_bytes() - self._resident < self._limits.full_collection_bytes:
+            return False
+        gc.collect()
+        self._resident = resident_bytes()
+        return True
+
+
+def resident_bytes() -> int:
+    """Of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+log = logging.getLogger(__name__)
+
+Waiting = Callable[[], Sequence[tuple[str, str]]]
+"""Addresses of workers that were asked to be joined and are not, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayInheritance:
+    """What the gateway has from the process that forked it."""
+
+    rim: Rim
+    keys: Keys
+    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, Waiting], App]
+
+
+def run_gateway(config: GatewayConfig, inherited: GatewayInheritance) -> int:
+    """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
+    sys.setswitchinterval(SWITCH_S)
+    log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
+    return event_loop.run(_run(config, inherited), config.event_loop)
+
+
+async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
+    transport = ZmqTransport(inherited.keys)
+    metrics = Metrics(model_name=config.model_name, max_tenants=config.scheduling.metric_tenants)
+    suspect = inherited.rim.channel.send
+    spans = open_tracer(config.trace, model=config.model_name, process=f"{config.name}-{config.incarnation}")
+    if spans is not None:
+        metrics.spans = spans.figures
+    tracer = spans or NoTracer()
+    outside = Outside(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
+    router = RouterService(config, outside, metrics)
+    http = HttpProcess(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
+    joined = _join(config, transport, router)
+    joined.uses_mixed = config.allow_mixed_numerics
+    app = inherited.make_app(config, router, metrics, tracer, joined.waiting)
+    router.start()
+    joined.start()
+    side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
+    if config.join:
+        side.append(asyncio.create_task(_announce(config, router, joined)))
+    garbage = GarbageCollection(config.turns, router.open_requests)
+    garbage.begin()
+    collecting = asyncio.create_task(garbage.run(), name="garbage collection")
+    try:
+        # At a service's start there are no workers, and clients are told so; one that is forked anew hears of them.
+        await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
+    finally:
+        collecting.cancel()
+        for task in side:
+            task.cancel()
+        await joined.close()
+        await router.close()
+        transport.close()
+        if spans is not None:
+            spans.close()
+    return 0
+
+
+async def _announce(config: GatewayConfig, router: RouterService, joined: JoinedWorkers) -> None:
+    """Say once when joined workers can serve: at the service's start there may be none."""
+    while not router.ready():  # noqa: ASYNC110 - readiness is what many reports add up to
+        await asyncio.sleep(config.failover.beat_s)
+    log.info("ready: %d of %d workers joined", joined.count, len(config.join))
+
+
+def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> JoinedWorkers:
+    hello = Hello(gateway=config.name, incarnation=config.incarnation, discovery=True)
+    joined = JoinedWorkers(
+        config.join,
+        transport.connect_async,
+        router.on_supervisor,
+        hello,
+        clock=MonotonicClock(),
+        beat_s=config.failover.beat_s,
+    )
+    router.on_report = joined.on_report
+    return joined
+
+
+# MERGED: Everything in front of the router, put together in the gateway's process: keys, intake, HTTP.
+# MERGED:
+# MERGED: Imported by that process alone (``jobs``): nothing of it is needed to load weights or to serve from
+# MERGED: them.
+
+
+def make_http_app(
+    config: GatewayConfig,
+    router: RouterService,
+    metrics: Metrics,
+    tracer: Tracer,
+    waiting: Callable[[], Sequence[tuple[str, str]]],
+    *,
+    created: int,
+    buckets: SharedBuckets,
+) -> App:
+    """The HTTP application of this configuration; ``waiting``: as ``joined.JoinedWorkers``.  Raises ModelError."""
+    intake, pools, hears = _intakes(config, created)
+    stored = ResponseStore(config.response_cache) if config.response_cache else None
+    if stored is not None:
+        metrics.responses = stored.figures
+    ring = ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
+    return make_app(
+        Behind(
+            streams=router,
+            posts=router.orders,
+            intake=intake,
+            pools=pools,
+            hears=hears,
+            limits=config.limits,
+            clock=MonotonicClock(),
+            metrics=metrics.snapshot,
+            met=metrics.met,
+            unauthorized=metrics.unauthorized,
+            keys=ring,
+            buckets=buckets,
+            event_key=bytes.fromhex(config.event_key),
+            scheduling=config.scheduling,
+            turns=config.turns,
+            levels=metrics.levels,
+            stored=stored,
+            tracer=tracer,
+            log_requests=config.log_requests,
+            schemas=lambda: request_schemas(config.limits, unknown_fields=config.requests.unknown_fields),
+            allowed_origins=config.allowed_origins,
+            allowed_hosts=config.allowed_hosts if ring.open else None,
+            waiting=waiting,
+        )
+    )
+
+
+def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None, Hears | None]:
+    """What checks requests: of a model that writes, of one that only reads, or of one that hears."""
+    folder, name, length = Path(config.model_path), config.model_name, config.max_model_len
+    if config.task is Task.GENERATE:
+        writing = ModelIntake(
+            folder,
+            name=name,
+            max_model_len=length,
+            limits=config.limits,
+            created=created,
+            offers=Offers(
+                remote_images=config.remote_images, remote_image_hosts=config.remote_image_hosts, lora=config.lora
+            ),
+            requests=config.requests,
+        )
+        return writing, None, None
+    card = ModelCard(name=name, created=created, max_model_len=length)
+    if config.task is Task.TRANSCRIBE:
+        listening = ListeningIntake(folder, card, config.limits, config.requests)
+        return listening, None, listening
+    reading = ReadingIntake(
+        folder, ReaderFacts(card=card, task=config.task, width=config.width, requests=config.requests), config.limits
+    )
+    return reading, reading, None

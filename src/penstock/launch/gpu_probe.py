@@ -1,0 +1,157 @@
+"""Which GPU this host has, and how much of it is free: asked of the CUDA driver in a process of its own.
+
+A process that has begun CUDA must not fork, so the one that serves never begins it: a child does, writes one line of
+JSON and ends.  Where there is no driver, or no torch that could use it, no child is started, and the answer says what
+is missing.  Figures are those of ``torch.cuda.mem_get_info``: what is free to a process that has its context.
+
+``python -m penstock.launch.gpu_probe`` prints what was found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from penstock import children
+from penstock.config.facts import GpuFacts, GpuReport
+
+DRIVER = "libcuda.so.1"
+ASK_S = 20.0
+"""For the driver to answer: the first process on a GPU that sleeps may wait for seconds."""
+
+LEAST_CAPABILITY = (8, 0)
+"""bf16 in the tensor cores."""
+
+LEAST_SHARED = 160 << 10
+"""Bytes of shared memory that one program may take: products keep up to 147 KiB of tiles on their way.  GPUs of
+data centres have 163 (8.0) and 227 (9.0, 10.0); those of 8.6, 8.9 and 12.0 have 99, and there every step would fail.
+Only latent attention in fp32 takes more, 164."""
+
+_MAJOR, _MINOR, _SHARED = 75, 76, 97  # CUdevice_attribute; _SHARED: of a block, if it opts in
+
+
+def gpu_report(driver: str = DRIVER) -> GpuReport:
+    """A GPU that can be used, or why there is none."""
+    try:
+        ctypes.CDLL(driver)  # does not begin CUDA: that is cuInit
+    except OSError:
+        return GpuReport(why_not="there is no CUDA driver")
+    missing = missing_packages()
+    if missing:
+        return GpuReport(why_not=f"there is a CUDA driver, but {missing}", mend="pip install 'penstock[gpu]'")
+    return parse(*_ask(driver))
+
+
+def missing_packages() -> str:
+    """What a GPU needs and is not installed; empty: nothing.  Imports nothing: torch takes seconds."""
+    torch = find_spec("torch")
+    if torch is None or find_spec("triton") is None:
+        return f"no {'torch' if torch is None else 'triton'} for it"
+    folders = torch.submodule_search_locations or []
+    if not any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders):
+        return f"torch {package_version('torch')} was built without CUDA"
+    return ""
+
+
+def package_version(name: str) -> str | None:
+    """Of an installed package, without importing it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _ask(driver: str) -> tuple[str, str]:
+    """What the child says: its line, and its complaint."""
+    command, env = children.command(__name__, driver), children.environment()
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"the CUDA driver could not be asked: {type(error).__name__}"
+    return child.stdout, child.stderr
+
+
+def parse(said: str, complained: str) -> GpuReport:
+    """What the child's answer means."""
+    try:
+        found: dict[str, Any] = json.loads(said)
+        gpu = GpuFacts(
+            name=found["name"],
+            count=found["count"],
+            capability=(found["capability"][0], found["capability"][1]),
+            total_bytes=found["total_bytes"],
+            free_bytes=found["free_bytes"],
+        )
+        shared = int(found["shared_bytes"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        lines = complained.strip().splitlines()
+        return GpuReport(why_not=lines[-1] if lines else "the CUDA driver gave no answer", mend="see nvidia-smi")
+    if gpu.capability < LEAST_CAPABILITY:
+        major, minor = gpu.capability
+        return GpuReport(why_not=f"{gpu.name} has compute capability {major}.{minor}, and 8.0 is the least that serves")
+    if shared < LEAST_SHARED:
+        has, least = shared >> 10, LEAST_SHARED >> 10
+        return GpuReport(
+            why_not=f"{gpu.name} has {has} KiB of shared memory for a program, and the kernels need {least}"
+        )
+    return GpuReport(gpu=gpu, why_not="")
+
+
+def ask_driver(driver: str) -> dict[str, Any]:
+    """The first device.  Begins CUDA in this process.  Raises OSError where there is none or it does not answer."""
+    cuda: Any = ctypes.CDLL(driver)
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    name = ctypes.create_string_buffer(128)
+    _call(cuda, "cuInit", 0)
+    _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
+    if count.value == 0:
+        raise OSError("the CUDA driver finds no device")
+    _call(cuda, "cuDeviceGet", ctypes.byref(device), 0)
+    _call(cuda, "cuDeviceGetName", name, len(name), device)
+    attributes = []
+    for attribute in (_MAJOR, _MINOR, _SHARED):
+        value = ctypes.c_int()
+        _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
+        attributes.append(value.value)
+    _call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _call(cuda, "cuCtxSetCurrent", context)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _call(cuda, "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return {
+        "name": name.value.decode(errors="replace"),
+        "count": count.value,
+        "capability": attributes[:2],
+        "shared_bytes": attributes[2],
+        "total_bytes": total.value,
+        "free_bytes": free.value,
+    }
+
+
+def _call(cuda: Any, function: str, *arguments: object) -> None:
+    own = getattr(cuda, function, None)
+    if own is None:
+        raise OSError(f"the CUDA driver is too old, or none: it has no {function}")
+    code = own(*arguments)
+    if code != 0:
+        raise OSError(f"the CUDA driver does not answer: {function} gave error {code}")
+
+
+def main(driver: str = DRIVER) -> int:
+    """The child's."""
+    children.end_with_parent()
+    try:
+        print(json.dumps(ask_driver(driver)))  # noqa: T201 - this is what it is for
+    except OSError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))

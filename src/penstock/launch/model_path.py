@@ -1,0 +1,133 @@
+"""From what was typed to a model: the bundled one, a folder or GGUF file of the user's, or a name on the Hub.
+
+Downloading happens in a child process, because the Hub's library starts threads, and a process with threads must not
+fork workers later.  Knows nothing about what is in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.bundled import STORYTELLER, storyteller
+from penstock.errors import ModelError
+from penstock.launch.fork_server import fork
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = (
+    *("*.json", "*.safetensors", "*.jinja", "LICENSE*", "README.md"),
+    *("*.model", "*.tiktoken", "merges.txt", "vocab.bpe"),  # vocabularies without tokenizer.json
+)
+GGUF = ".gguf"
+CONFIG = "config.json"
+_OK, _BAD = b"+", b"-"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model's folder, or its GGUF file, and the name that clients call it by."""
+
+    path: Path
+    name: str
+    bundled: bool = False
+
+
+def locate(model: str | None, download: Callable[[str], str] | None = None) -> Located:
+    """Where the model lies.  ``download`` turns a Hub name into a folder; the default asks the Hub.
+
+    Raises ModelError in one line.
+    """
+    if model is None:
+        return Located(storyteller(), STORYTELLER, bundled=True)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Located(path.resolve(), path.resolve().name)
+    if path.suffix.lower() == GGUF and path.is_file():
+        return Located(path.resolve(), path.stem)
+    if path.exists():
+        raise ModelError(f"{model} is a file; expected a .gguf file, or the folder with config.json and *.safetensors")
+    if not _HUB_NAME.fullmatch(model):
+        raise ModelError(
+            f"{model}: no such folder, and no Hub name (org/name) either; "
+            "try penstock serve ORG/NAME, or penstock serve for the bundled model"
+        )
+    return Located(Path((download or download_in_child)(model)), model)
+
+
+def config_folder(model: str) -> Path:
+    """Where a model's ``config.json`` lies: the folder, the file itself, or what the Hub has.  Weights are not fetched.
+
+    Raises ModelError.  Starts threads for a Hub name: not for a process that is about to fork.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if not _HUB_NAME.fullmatch(model):
+        raise ModelError(f"{model}: no such file or folder, and no Hub name (org/name) either")
+    return Path(_download(model, (CONFIG,)))
+
+
+def download_in_child(name: str) -> str:
+    """The folder of a Hub model, fetched (with a progress bar) unless it is here already.  Raises ModelError."""
+    reader, writer = os.pipe()
+
+    def body() -> int:
+        try:
+            os.write(writer, _OK + _download(name).encode())
+        except ModelError as error:
+            os.write(writer, _BAD + str(error).encode())
+        return 0
+
+    try:
+        child = fork("download", body, keep=[writer])
+    finally:
+        os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            answer = pipe.read()
+    finally:
+        child.kill(signal.SIGKILL)
+        os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED)
+        os.close(child.pidfd)
+    if answer[:1] == _OK:
+        return answer[1:].decode()
+    raise ModelError(answer[1:].decode(errors="replace") or f"{name}: the download ended without a result")
+
+
+def _download(name: str, wanted: tuple[str, ...] = _WANTED) -> str:
+    import httpx2
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=list(wanted))
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then log in with `hf auth login` "
+            "or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"{name}: the Hub has no such model, or it is private (then log in: `hf auth login`)"
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(_not_cached(name, offline=isinstance(error.__cause__, errors.OfflineModeIsEnabled))) from None
+    # ValueError: a name or an address that the Hub's library takes for none; RuntimeError: what fetches large files.
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, RuntimeError) as error:
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelError(f"{name}: cannot fetch it from the Hub: {first}") from None
+
+
+def _not_cached(name: str, *, offline: bool) -> str:
+    if offline:
+        return (
+            f"{name}: the model is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it; "
+            "unset that once, or give the folder of a model instead of a name"
+        )
+    return (
+        f"{name}: the Hub cannot be reached and the model is not in the local cache; "
+        "connect once, or give the folder of a model instead of a name"
+    )

@@ -1,0 +1,383 @@
+"""What the children of one host do: the gateway in front, the workers and everything that they share behind.
+
+What is made here is handed down over fork and has no name outside: descriptors, anonymous memory, keys.  Knows how each
+child begins, not when (``supervise`` does).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from penstock.children import forget_secrets, keep_memory_private
+from penstock.config.limits import Limits
+from penstock.config.mixed_numerics import Reading, mixed_numerics
+from penstock.config.resolve import ServePlan, WorkerPlan, kv_store
+from penstock.config.schema import (
+    EngineSettings,
+    GatewayConfig,
+    KvStoreConfig,
+    NamedAdapter,
+    SchedulerConfig,
+    WorkerConfig,
+    WorkerServeConfig,
+)
+from penstock.engine.models.port import Model, Reader
+from penstock.engine.models.registry import build_model, build_reader
+from penstock.engine.runner.adapters import AdapterRoom, Adapters
+from penstock.grammar.vocabulary import Vocabulary
+from penstock.intake.service import ModelIntake
+from penstock.kernels.cores import Cores, KeptCores
+from penstock.kernels.ops import Ops
+from penstock.kernels.select import make_ops
+from penstock.kv.layout import KvLayout
+from penstock.kv.memory import KvFile
+from penstock.kv.store import setup
+from penstock.launch import draft_model
+from penstock.launch.channel import Channel
+from penstock.launch.fork_server import prefer_for_oom_kill
+from penstock.launch.heartbeat import CoreBoard, Slot
+from penstock.launch.machine import spread_over
+from penstock.launch.numerics_probe import AskedNumerics, checked
+from penstock.launch.restart_policy import GATEWAY
+from penstock.launch.shared_rates import SharedBuckets
+from penstock.launch.sparse_attention import numerics_of
+from penstock.launch.startup_log import LoadLog
+from penstock.launch.supervisor import Job
+from penstock.telemetry.log import configure
+from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
+from penstock.weights.checkpoint import for_length
+from penstock.weights.load import LoadedModel, load_model
+from penstock.weights.manifest import Manifests
+from penstock.weights.spec import ModelSpec
+from penstock.wire.keys import Keys
+
+if TYPE_CHECKING:
+    from penstock.launch import speculation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Mailboxes:
+    """How the workers of this host are addressed, and with which keys."""
+
+    keys: Keys
+    endpoint: Callable[[WorkerId, int], str]  # worker, incarnation on the wire
+    incarnations_before: int = 0  # added to the supervisor's count: the number of this run
+
+
+def incarnations_of_a_run() -> int:
+    """What the incarnations of a new run of this supervisor are counted from.
+
+    Gateways of other hosts may know an earlier run, and take a worker of equal incarnation for the one that they know.
+    Two runs have no order: the clock may have been set back in between.
+    """
+    return (1 + secrets.randbelow((1 << RUN_BITS) - 1)) << RESTART_BITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """The model of a host's workers, before its weights are loaded."""
+
+    path: Path
+    spec: ModelSpec
+    manifests: Manifests | None  # the hashes of its weights at the last load
+    draft: draft_model.Found | None  # what proposes draft tokens for it
+    loras: Sequence[NamedAdapter] = ()  # adapters that are loaded with it
+
+
+class Workers:
+    """The workers of this host: shared weights, one KV memory each, and how each begins."""
+
+    def __init__(
+        self,
+        config: EngineSettings,
+        plan: ServePlan,
+        model: ModelSource,
+        mailboxes: Mailboxes,
+        slots: Mapping[str, Slot],
+    ) -> None:
+        """Raises ConfigError when the system gives no memory."""
+        self._config = config
+        self._plan = plan
+        self._model = model
+        self._spec = for_length(model.spec, plan.scheduler.max_model_len)
+        self._mailboxes = mailboxes
+        self._slots = slots
+        self._places = {worker.worker: worker for worker in plan.workers}
+        layout = layout_of(self._spec, plan.kv_dtype)
+        self._kv = {
+            worker: KvFile.create(layout, scheduler_of(place, plan).pages, label=worker)
+            for worker, place in self._places.items()
+        }
+        self._store = kv_store(config, plan.device, writes=self._spec.pooler is None)
+        setup.check(self._store)
+        self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
+        holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.on_device(own)]
+        self._share = setup.StoreShare(self._store, [(worker, self._kv[worker].pages) for worker in holders])
+        self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
+        self._loaded: _Loaded | None = None
+
+    def close(self) -> None:
+        """Give the KV memory back."""
+        for file in self._kv.values():
+            file.close()
+        self._share.close()
+
+    def load(self, keep_watch: Callable[[], None], threads: int) -> None:
+        """Load the weights that all workers share; ``keep_watch`` is called every now and then, and must not fork.
+
+        Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
+        """
+        # Only now, and before any worker is forked: the gateway, which needs none of it, is on its way already.
+        import penstock.launch.worker_process  # noqa: F401
+
+        reading, dtype = self._plan.reading, self._plan.dtype
+        if self._plan.device != "cpu":
+            return
+        ops = self._ops(threads=1)
+        with ExitStack() as stack:
+            asked = None
+            if reading is not None:
+                asked = stack.enter_context(closing(AskedNumerics(reading.family, dtype, reading.device)))
+            with spread_over(self._plan.nodes):
+                self._loaded = self._load(ops, LoadLog(keep_watch), threads)
+            if asked is not None:
+                self._mixed = (asked.answer(keep_watch), ops.numerics)
+
+    def job(self, worker: WorkerId, incarnation: int) -> Job:
+        """What this worker does."""
+        place = self._places[worker]
+        incarnation += self._mailboxes.incarnations_before
+        self._cores.reset(worker)
+        role = self._slots[worker].assigned or place.role
+        supervise = self._config.supervise
+        config = WorkerConfig(
+            worker=worker,
+            incarnation=incarnation,
+            role=role,
+            endpoint=self._mailboxes.endpoint(worker, incarnation),
+            carrier=self._plan.carrier,
+            vocabulary=self._spec.vocab,
+            pages_port=self._plan.pages_port,
+            scheduler=scheduler_of(place, self._plan),
+            hand_over=self._config.hand_over,
+            kv_store=KvStoreConfig(peers=False) if self._plan.on_device(place) else self._store,
+            threads=place.threads,
+            cpus=place.cpus,
+            niceness=place.niceness if role is place.role else place.yields if role is Role.PREFILL else 0,
+            yields=place.yields,
+            hands_over=self._hands_over(place),
+            keeps_role=self._plan.mixes,
+            drain_s=max(0.0, supervise.drain_s - supervise.grace_s),
+            loans=place.loans,
+            image_cache_bytes=self._config.image_cache,
+        )
+        return Job(
+            body=partial(self._run, config, place),
+            keep=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
+            endpoint=config.endpoint,
+        )
+
+    def _hands_over(self, place: WorkerPlan) -> bool:
+        """Pages in a device's memory, and those of texts that are only read, stay where they are; but a mixed fleet's
+        have twins in the host's."""
+        stay = self._plan.on_device(place) and not self._plan.mixes
+        return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
+
+    def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
+        from penstock.launch.worker_process import Inheritance, run_worker
+
+        configure(config.worker, as_json=self._config.log_json)
+        prefer_for_oom_kill()
+        keep_memory_private()
+        forget_secrets()
+        begun = time.monotonic()
+        reading = self._plan.reading_of(place)
+        ops = self._ops(place.threads, reading)
+        loaded = self._loaded if reading is None else None
+        if loaded is None:
+            log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
+            loaded = self._load(ops, GettingOn(self._slots[config.worker]), place.threads)
+        if isinstance(self._config, WorkerServeConfig):
+            log.info("numerics class %s", ops.numerics)  # others may have to name it
+        numerics, twins = self._numerics(ops, place)
+        inherited = Inheritance(
+            model=loaded.model,
+            ops=ops,
+            identity=ModelIdentity(fingerprint=loaded.fingerprint, numerics=numerics_of(self._spec, numerics)),
+            parameters=self._spec.parameters,
+            vocab=self._spec.vocab,
+            drafts=loaded.drafts,
+            kv=self._kv[config.worker],
+            peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
+            store=self._share,
+            keys=self._mailboxes.keys,
+            slot=self._slots[config.worker],
+            gateways={name: slot for name, slot in self._slots.items() if name not in self._places},
+            adapters=loaded.adapters,
+            cores=self._shared_cores(config, place),
+            vocabulary=partial(model_vocabulary, self._model.path),
+            pages_on_device=self._plan.on_device(place),
+            twins=twins if self._plan.on_device(place) and config.hands_over else None,
+        )
+        return run_worker(config, inherited)
+
+    def _numerics(self, ops: Ops, place: WorkerPlan) -> tuple[str, str]:
+        """The class of what this worker has a part in, and in which layout its pages are handed over."""
+        own, other = ops.numerics, self._plan.mixed_with
+        reads = place.role is Role.PREFILL
+        classes = self._mixed or ((own, other) if reads else (other, own)) if self._plan.mixes else (own, own)
+        layout = checked(ops, *classes, twins=self._plan.on_device(place)) if reads else ""
+        return mixed_numerics(*classes), layout
+
+    def _shared_cores(self, config: WorkerConfig, place: WorkerPlan) -> Cores:
+        if not place.lends and not place.loans:
+            return KeptCores()
+        return self._cores.share(config.worker, config.loans)
+
+    def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:
+        begun = time.monotonic()
+        loaded = load_model(
+            self._model.path, self._spec, ops, progress, threads=threads, manifests=self._model.manifests
+        )
+        build = build_model if self._plan.scheduler.pooling is None else build_reader
+        model = build(loaded, ops, self._plan.scheduler.max_model_len)
+        log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
+        drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded)
+        return _Loaded(model, loaded.fingerprint, drafts, adapters)
+
+    def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> speculation.Loaded | None:
+        from penstock.launch.speculation import load
+
+        return None if self._model.draft is None else load(self._model.draft, model, ops, threads)
+
+    def _adapters(self, ops: Ops, loaded: LoadedModel) -> Adapters:
+        """Those of the start, in memory, and room for others.  Raises AdapterRefused."""
+        config = self._config
+        room = AdapterRoom(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
+        if self._plan.scheduler.pooling is not None:
+            return Adapters.none(ops, room)
+        adapters = Adapters.of(ops, loaded, room)
+        for own in self._model.loras:
+            adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
+        return adapters
+
+    def _ops(self, threads: int, reading: Reading | None = None) -> Ops:
+        plan = self._plan
+        where, kept = reading or plan, None if plan.kv_dtype == plan.dtype else plan.kv_dtype
+        return make_ops(
+            family=where.family, compute_dtype=plan.dtype, device=where.device, threads=threads, kv_dtype=kept
+        )
+
+
+class GettingOn:
+    """Watches a worker that loads for itself: as long as it gets on, it does not hang."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._seen = (0, 0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total``, of whatever is done now."""
+        if (done, total) != self._seen:
+            self._seen = (done, total)
+            self._slot.getting_on()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    model: Model | Reader
+    fingerprint: str
+    drafts: speculation.Loaded | None
+    adapters: Adapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """The gateways of this host.  ``config`` is that of the first one's first incarnation."""
+
+    config: GatewayConfig
+    listener: socket.socket  # of all of them (``accepting``)
+    keys: Keys
+    slots: Mapping[str, Slot]  # of the gateways
+    log_json: bool
+    created: int  # Unix seconds, as /v1/models tells
+    buckets: SharedBuckets  # of tenants' rates
+
+    def job(self, name: str, incarnation: int, channel: Channel) -> Job:
+        """What a gateway does."""
+        body = partial(self._run, name, incarnation, channel)
+        return Job(body=body, keep=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
+
+    def _run(self, name: str, incarnation: int, channel: Channel) -> int:
+        configure(name, as_json=self.log_json)
+        keep_memory_private()
+        forget_secrets()
+        # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
+        from penstock.launch.gateway_process import GatewayInheritance, make_http_app, run_gateway
+        from penstock.launch.http_server import Rim
+
+        inherited = GatewayInheritance(
+            rim=Rim(
+                listener=self.listener,
+                channel=channel,
+                slot=self.slots[name],
+                siblings=tuple(slot for other, slot in self.slots.items() if other != name),
+            ),
+            keys=self.keys,
+            make_app=partial(make_http_app, created=self.created, buckets=self.buckets),
+        )
+        own = self.config.name.replace(GATEWAY, name, 1)
+        return run_gateway(structs.replace(self.config, name=own, incarnation=incarnation), inherited)
+
+
+@dataclass(frozen=True, slots=True)
+class HostJobs:
+    """``supervise.Jobs``: what this host has of both."""
+
+    front: Front | None
+    workers: Workers | None
+
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
+        if self.front is None:
+            raise LookupError("there is no gateway here")
+        return self.front.job(name, incarnation, channel)
+
+    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+        if self.workers is None:
+            raise LookupError("there are no workers here")
+        return self.workers.job(worker, incarnation)
+
+
+def model_vocabulary(path: Path) -> Vocabulary:
+    """The model's tokens for grammars, as the gateway has them.  Raises ModelError."""
+    intake = ModelIntake(path, name="", max_model_len=1, limits=Limits(), created=0)
+    try:
+        return intake.vocabulary()
+    finally:
+        intake.close()
+
+
+def scheduler_of(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
+    """Whoever encodes images is given no prompts, and needs no memory for them; whoever only reads may have less."""
+    scheduler, reading = plan.scheduler, plan.reading_of(place)
+    if place.role is not Role.ENCODE:
+        return scheduler if reading is None else structs.replace(scheduler, pages=reading.pages)
+    return structs.replace(scheduler, pages=1, max_model_len=scheduler.page_tokens)
+
+
+def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:
+    """How a KV page of this model lies in memory."""
+    return KvLayout.of(spec.kv, dtype)

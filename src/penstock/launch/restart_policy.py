@@ -1,0 +1,523 @@
+"""When to fork, kill, forgive and give up: a pure state machine, (state, event, now) -> effects.
+
+::
+
+               Fork                  board says ready                 Died
+    waiting ----------> starting -----------------------> ready ---------------> waiting (after a backoff)
+                           |                                |
+                           | silent beyond its prediction   | or the gateway insists
+                           v                                v
+                        ending (SIGKILL sent; forked anew only when it is dead: its memory is used again)
+
+Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
+A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes, or would if
+others left it a processor, after ``busy_s``.  What it did in the last ``wedge_s`` of its silence tells which: the
+processor time that the system has counted, or at how many looks it was runnable.  The system counts a wait for a
+processor when it ends, so a process that has waited for seconds in one go has only the latter to show.
+A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
+itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
+A passing child (a model of a catalogue) is forked once, when it is wanted; when it has ended, for whatever reason, the
+gateway is told and it is forgotten.
+Knows no processes, signals' delivery, clocks or sockets.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from penstock.config.limits import SuperviseConfig
+from penstock.launch.heartbeat import Heartbeat
+from penstock.types import WorkerId, WorkerState
+from penstock.wire.messages import Draining, SupervisorMessage, WorkerDown
+
+# MERGED: What goes into the restart machine (events), and what comes out of it (effects).  Plain data.
+
+HOPELESS = 78
+"""The exit code (EX_CONFIG) of a child that can never start: not tried again."""
+
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
+"""Signals that a process brings upon itself."""
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended: an exit code, or the signal that ended it, and what it had to say."""
+
+    code: int | None = None
+    signal: int | None = None
+    last_words: str = ""
+    out_of_memory: bool = False  # the system ended it, having no memory left
+
+    @property
+    def by_itself(self) -> bool:
+        """Did it die of what it did?  SIGKILL and SIGTERM come from outside, but for those of a lack of memory."""
+        if self.signal is not None:
+            return self.out_of_memory or self.signal in CRASHES
+        return self.code not in (0, None, HOPELESS)
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            try:
+                how = f"killed by {signal.Signals(self.signal).name}"
+            except ValueError:
+                how = f"killed by signal {self.signal}"
+        else:
+            how = f"exit code {self.code}"
+        if self.out_of_memory:
+            how += ", out of memory"
+        return f"{self.last_words} ({how})" if self.last_words else how
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process of this incarnation has ended and was reaped (or could not be forked at all)."""
+
+    child: str
+    incarnation: int
+    exit: Exit
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What the system knows of a process."""
+
+    stopped: bool = False  # by SIGSTOP
+    cpu_s: float = 0.0  # computed since it began, all its threads together
+    queued_s: float = (
+        0.0  # that its first thread could have computed, and others had the processors; of waits that ended
+    )
+    runnable: bool = False  # at this moment one of its threads computes or waits for a processor
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """All slots of the board and what the system says of their processes, at one moment."""
+
+    heartbeats: dict[str, Heartbeat]
+    vitals: dict[str, Vitals] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """The gateway thinks that this worker does nothing."""
+
+    child: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The front of a catalogue wants this model's process."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """The front of a catalogue wants it no more."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """SIGTERM or SIGINT came; the second one means now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened but time."""
+
+
+Event = Died | Looked | Suspected | Wanted | Dismissed | StopAsked | Tick
+
+
+# --- effects ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Start this incarnation (and, for a worker, tell the gateway)."""
+
+    child: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send this signal to the process of this incarnation."""
+
+    child: str
+    incarnation: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this to the gateway."""
+
+    message: SupervisorMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the log."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Every child has ended.  ``complaint`` is the last line to be said, when giving up."""
+
+    code: int
+    complaint: str | None = None
+
+
+Effect = Fork | Kill | Tell | Note | Done
+
+
+GATEWAY = "gateway-0"
+"""The name of the first child that is not a worker."""
+
+INSIST_COUNT = 3
+"""The gateway insists when it has suspected one incarnation so often, over ``wedge_s`` at least."""
+
+
+COMPUTES_SHARE = 0.25
+"""A silent process that has lately had, or queued for, so much of one processor is busy, not stuck."""
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """Where one child is."""
+
+    WAITING = auto()  # not running; forked at ``due``
+    STARTING = auto()
+    READY = auto()
+    ENDING = auto()  # was told to end, is not dead yet
+
+
+class Stage(Enum):
+    """Where the whole is."""
+
+    RUNNING = auto()
+    DRAINING = auto()
+    ENDING = auto()
+    DONE = auto()
+
+
+_RUNS = (Phase.STARTING, Phase.READY)
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    phase: Phase = Phase.WAITING
+    incarnation: int = 0
+    due: float = 0.0  # when to fork, while waiting
+    ready_since: float = 0.0
+    quick_deaths: int = 0  # in a row, without a stable life in between
+    unready_deaths: int = 0  # in a row, without ever having been ready
+    silence: float = 0.0  # observed seconds without a beat, beyond what was predicted
+    judged_silence: float = 0.0  # how far its silence had come when it was last noted, each ``wedge_s`` of it
+    judged_busy_s: float = 0.0  # how long it had computed, or queued for a processor, by then
+    runnable_s: float = 0.0  # of its silence since then: looks at which it computed, or waited for a processor
+    computes: bool = False  # silent, but not idle
+    stopped: bool = False  # somebody has stopped it
+    last_beat: float = 0.0
+    suspicions: int = 0
+    suspected_since: float = 0.0
+    passing: bool = False
+    deadline: float | None = None  # of a passing child that was told to end
+    is_worker: bool = True
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The state machine.  ``handle`` is its only verb; the caller carries out the effects in order."""
+
+    config: SuperviseConfig
+    _children: dict[str, _Child] = field(default_factory=dict)
+    _stage: Stage = Stage.RUNNING
+    _deadline: float = 0.0  # of the stage
+    _last_look: float | None = None
+    _killed_all: bool = False
+    _complaint: str | None = None
+    _passed: int = 0  # the highest incarnation of a passing child so far
+
+    @classmethod
+    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,)) -> Restarts:
+        """A machine that has only the gateways, which do not run yet, or nobody."""
+        return cls(config, {name: _Child(name, is_worker=False) for name in gateways})
+
+    def admit(self, workers: Iterable[str]) -> None:
+        """From now on these workers are to run, too (their weights are loaded)."""
+        for name in workers:
+            self._children.setdefault(name, _Child(name))
+
+    @property
+    def stage(self) -> Stage:
+        return self._stage
+
+    def phase(self, child: str) -> Phase:
+        known = self._children.get(child)
+        return known.phase if known is not None else Phase.WAITING
+
+    def is_silent(self, child: str) -> bool:
+        """Did it not beat at the last look, when it should have?"""
+        known = self._children.get(child)
+        return known is not None and known.silence > 0.0
+
+    def all_ready(self) -> bool:
+        return all(child.phase is Phase.READY for child in self._children.values())
+
+    def wake_at(self, now: float) -> float:
+        """When to call again with ``Tick`` (or ``Looked``) at the latest."""
+        times = [now + self.config.look_s]
+        if self._stage is Stage.DRAINING or (self._stage is Stage.ENDING and not self._killed_all):
+            times.append(self._deadline)
+        times += [c.due for c in self._children.values() if c.phase is Phase.WAITING and self._forks]
+        return max(now, min(times))
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event; returns what is to be done, in order."""
+        effects: list[Effect] = []
+        match event:
+            case Died():
+                self._on_death(event, now, effects)
+            case Looked():
+                self._on_look(event, now, effects)
+            case Suspected():
+                self._on_suspicion(event, now, effects)
+            case Wanted():
+                if self._stage is Stage.RUNNING:
+                    self._children.setdefault(event.child, _Child(event.child, passing=True, incarnation=self._passed))
+            case Dismissed():
+                self._on_dismissal(event.child, now, effects)
+            case StopAsked():
+                self._on_stop(now, effects)
+            case Tick():
+                pass
+        self._on_time(now, effects)
+        return effects
+
+    # --- one child ---------------------------------------------------------------------------------------------------
+
+    def _on_death(self, event: Died, now: float, effects: list[Effect]) -> None:
+        child = self._children[event.child]
+        if child.phase is Phase.WAITING or child.incarnation != event.incarnation:
+            return
+        was_ready = child.ready_since > 0.0
+        child.phase = Phase.WAITING
+        if child.is_worker:
+            effects.append(
+                Tell(
+                    _down(
+                        child,
+                        WorkerState.DEAD,
+                        event.exit.last_words or str(event.exit) if child.passing else str(event.exit),
+                        fault=event.exit.by_itself,
+                    )
+                )
+            )
+        if child.passing:
+            del self._children[child.name]
+            return
+        if self._stage is Stage.ENDING:
+            return
+        if not child.is_worker and self._stage is Stage.DRAINING:
+            child.due = math.inf
+            if not any(one.phase in _RUNS for one in self._children.values() if not one.is_worker):
+                self._end(now, effects)
+            return
+        if was_ready and (now - child.ready_since >= self.config.stable_s or not event.exit.by_itself):
+            child.quick_deaths = 0
+        child.quick_deaths += 1
+        child.unready_deaths = 0 if was_ready else child.unready_deaths + 1
+        if child.unready_deaths and event.exit.code == HOPELESS:
+            self._complaint = f"{child.name} cannot start: {event.exit.last_words}"
+            self._end(now, effects)
+            return
+        if child.unready_deaths >= self.config.rapid_deaths:
+            self._complaint = explain(child.name, child.unready_deaths, event.exit)
+            self._end(now, effects)
+            return
+        delay = self._backoff(child.quick_deaths)
+        child.due = now + delay
+        when = f"in {delay:.2f} s" if delay else "now"
+        if event.exit.code == 0 and was_ready:  # an operator asked for it, or a SIGTERM
+            effects.append(Note(f"{child.name} has drained and ended; restarting {when}"))
+        else:
+            effects.append(Note(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
+
+    def _backoff(self, deaths: int) -> float:
+        """Seconds before the restart that follows the ``deaths``-th quick death in a row; the first is at once."""
+        if deaths <= 1:
+            return 0.0
+        return min(self.config.backoff_max_s, self.config.backoff_first_s * 2.0 ** min(deaths - 2, 32))
+
+    def _on_look(self, event: Looked, now: float, effects: list[Effect]) -> None:
+        look = 0.0 if self._last_look is None else min(now - self._last_look, 2 * self.config.look_s)
+        self._last_look = now
+        for name, heartbeat in event.heartbeats.items():
+            child = self._children[name]
+            if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
+                continue
+            self._note_beat(child, heartbeat, now)
+            vitals = event.vitals.get(name, Vitals())
+            child.stopped = vitals.stopped
+            if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
+                self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
+
+    def _note_beat(self, child: _Child, heartbeat: Heartbeat, now: float) -> None:
+        if child.phase is Phase.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
+            child.phase = Phase.READY
+            child.ready_since = now
+        if heartbeat.beat_s != child.last_beat:
+            child.last_beat = heartbeat.beat_s
+            child.silence = 0.0
+
+    def _silent_beyond_limit(
+        self, child: _Child, heartbeat: Heartbeat, vitals: Vitals, look: float, now: float
+    ) -> bool:
+        busy = vitals.cpu_s + vitals.queued_s
+        if not vitals.stopped and now <= heartbeat.predicted_end_s:
+            child.silence = 0.0
+        if child.silence == 0.0:
+            child.judged_silence, child.judged_busy_s, child.computes, child.runnable_s = 0.0, busy, False, 0.0
+        if vitals.stopped or now > heartbeat.predicted_end_s:
+            child.silence += look
+            child.runnable_s += look if vitals.runnable else 0.0
+        past = child.silence - child.judged_silence
+        if child.judged_silence == 0.0 or past >= self.config.wedge_s:
+            child.computes = max(busy - child.judged_busy_s, child.runnable_s) > COMPUTES_SHARE * past
+        if past >= self.config.wedge_s:
+            child.judged_silence, child.judged_busy_s, child.runnable_s = child.silence, busy, 0.0
+        child.computes = child.computes and not vitals.stopped
+        if child.phase is Phase.STARTING and not vitals.stopped:
+            return child.silence > self.config.start_s
+        return child.silence > (self.config.busy_s if child.computes else self.config.wedge_s)
+
+    def _on_suspicion(self, event: Suspected, now: float, effects: list[Effect]) -> None:
+        child = self._children.get(event.child)
+        if child is None or child.phase is not Phase.READY or child.incarnation != event.incarnation:
+            return
+        if child.silence > 0.0:
+            if not child.computes and child.silence > self.config.wedge_s / 2:
+                self._kill_wedged(child, event.reason, effects)
+            return
+        if child.suspicions == 0 or now - child.suspected_since > 10 * self.config.wedge_s:
+            child.suspicions, child.suspected_since = 0, now
+        child.suspicions += 1
+        if child.suspicions >= INSIST_COUNT and now - child.suspected_since >= self.config.wedge_s:
+            self._kill_wedged(child, event.reason, effects)
+
+    def _kill_wedged(self, child: _Child, reason: str, effects: list[Effect]) -> None:
+        child.phase = Phase.ENDING
+        effects.append(Note(f"{child.name} is wedged: {reason}; killing it", warning=True))
+        if child.is_worker:
+            effects.append(Tell(_down(child, WorkerState.WEDGED, reason, fault=not child.stopped)))
+        effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
+
+    def _on_dismissal(self, name: str, now: float, effects: list[Effect]) -> None:
+        child = self._children.get(name)
+        if child is None or not child.passing or child.phase not in _RUNS:
+            return
+        child.phase = Phase.ENDING
+        child.deadline = now + self.config.drain_s + 2 * self.config.grace_s
+        effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
+
+    # --- the whole ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _forks(self) -> bool:
+        return self._stage in (Stage.RUNNING, Stage.DRAINING)
+
+    def _on_stop(self, now: float, effects: list[Effect]) -> None:
+        if self._stage is Stage.DRAINING:
+            effects.append(Note("asked again: stopping now"))
+            self._end(now, effects)
+        elif self._stage is Stage.ENDING and all(child.is_worker for child in self._children.values()):
+            effects.append(Note("asked again: stopping now"))
+            self._end(now, effects, again=True)
+        elif self._stage is Stage.RUNNING:
+            gateways = [child for child in self._children.values() if not child.is_worker]
+            if not gateways:  # workers have gateways elsewhere, and time to hand their answers over
+                self._end(now, effects, self.config.drain_s)
+                return
+            if not any(gateway.phase in _RUNS for gateway in gateways):
+                self._end(now, effects)
+                return
+            self._stage = Stage.DRAINING
+            self._deadline = now + self.config.drain_s
+            effects.append(Tell(Draining()))
+
+    def _end(self, now: float, effects: list[Effect], within: float | None = None, *, again: bool = False) -> None:
+        self._stage = Stage.ENDING
+        self._deadline = now + (self.config.grace_s if within is None else within)
+        for child in self._children.values():
+            if child.phase in _RUNS or (again and child.phase is Phase.ENDING):
+                child.phase = Phase.ENDING
+                effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
+
+    def _on_time(self, now: float, effects: list[Effect]) -> None:
+        if self._stage is Stage.DRAINING and now >= self._deadline:
+            effects.append(Note(f"still busy after {self.config.drain_s:g} s: stopping now", warning=True))
+            self._end(now, effects)
+        if self._stage is Stage.ENDING:
+            running = [c for c in self._children.values() if c.phase is not Phase.WAITING]
+            if not running:
+                self._stage = Stage.DONE
+                effects.append(Done(0 if self._complaint is None else 1, self._complaint))
+            elif now >= self._deadline and not self._killed_all:
+                self._killed_all = True
+                effects += [Kill(c.name, c.incarnation, signal.SIGKILL) for c in running]
+        for child in self._children.values():
+            if child.phase is Phase.ENDING and child.deadline is not None and now >= child.deadline:
+                child.deadline = None
+                effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
+        if self._forks:
+            for child in self._children.values():
+                if child.phase is Phase.WAITING and now >= child.due:
+                    self._fork(child, effects)
+
+    def _fork(self, child: _Child, effects: list[Effect]) -> None:
+        child.phase = Phase.STARTING
+        child.incarnation += 1
+        if child.passing:
+            self._passed = max(self._passed, child.incarnation)
+        child.ready_since = child.silence = child.last_beat = 0.0
+        child.computes = False
+        child.suspicions = 0
+        effects.append(Fork(child.name, child.incarnation))
+
+
+def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> WorkerDown:
+    return WorkerDown(
+        worker=WorkerId(child.name), incarnation=child.incarnation, state=state, reason=reason, fault=fault
+    )
+
+
+def explain(child: str, deaths: int, last: Exit) -> str:
+    """One line: what ended the child again and again, and a command that is likely to work."""
+    head = f"{child} ended {deaths} times before it was ready, giving up: {last}"
+    match last.signal:
+        case signal.SIGILL:
+            return f"{head}; the kernels do not fit this processor: try `penstock serve --kernels portable`"
+        case signal.SIGKILL | signal.SIGBUS:
+            return f"{head}; most likely out of memory: try `penstock serve --kv-memory 128MiB`"
+        case None:
+            return f"{head}; `penstock doctor` tells what this machine has"
+        case _:
+            return f"{head}; the kernels crashed: try `penstock serve --kernels portable`"

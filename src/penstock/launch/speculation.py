@@ -1,0 +1,84 @@
+"""A head or a draft model, loaded beside the model that it guesses for, and who guesses with it in a worker.
+
+Only what loads weights and what computes imports this.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from penstock.clock import Clock
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.speculation import Speculator
+from penstock.engine.models.eagle import EagleHead, build_head
+from penstock.engine.models.port import Model
+from penstock.engine.models.registry import build_model
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.spec.contexts import CONTEXT_TOKENS
+from penstock.engine.spec.drafter import Drafter
+from penstock.engine.spec.guides import Guide, HeadGuide, ModelGuide
+from penstock.engine.spec.speculator import DraftSpeculator, LookupSpeculator
+from penstock.kernels.operands import Array, KvShape
+from penstock.kernels.ops import Ops, StepProgram
+from penstock.launch.draft_model import Found, FoundHead
+from penstock.weights.eagle import load_head
+from penstock.weights.load import LoadedModel, load_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """A draft model in memory."""
+
+    model: Model
+    kv: KvShape
+    vocab: int
+
+
+Loaded = EagleHead | SmallModel
+
+
+def load(found: Found, model: LoadedModel, ops: Ops, threads: int) -> Loaded:
+    """Into memory, to be shared with every worker.  Raises ModelError."""
+    if isinstance(found, FoundHead):
+        head = load_head(found.path, found.spec, model.weights_hash, ops)
+        log.info("guessing with the head in %s, %d outputs", found.path, found.spec.outputs)
+        return build_head(head, model, ops, CONTEXT_TOKENS)
+    loaded = load_model(found.path, found.spec, ops, threads=threads)
+    log.info("guessing with %s: %.1f M parameters", found.path, found.spec.parameters / 1e6)
+    kv = replace(found.spec.kv, groups=())  # within so few tokens nothing falls out of a window
+    return SmallModel(build_model(loaded, ops, CONTEXT_TOKENS), kv, found.spec.vocab)
+
+
+def record(model: Model, ops: Ops, kv: Array, loaded: Loaded | None) -> StepProgram:
+    """The model's step, which hands out what a head reads."""
+    return ops.record(model, kv, tapped=loaded.tapped if isinstance(loaded, EagleHead) else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """What a worker guesses with; ``loaded`` None: nothing but tokens.  ``vocab``: of the model."""
+
+    loaded: Loaded | None
+    ops: Ops
+    vocab: int
+    clock: Clock
+
+    def speculator(self, config: SchedulerConfig, runner: ModelRunner) -> Speculator | None:
+        """Who guesses; None where nobody does.  ``runner`` runs the program of ``record``."""
+        if config.max_draft_tokens == 0:
+            return None
+        limits = {"most_each": config.max_draft_tokens, "most": config.max_step_draft_tokens}
+        guide: Guide
+        match self.loaded:
+            case None:
+                return LookupSpeculator(**limits, clock=self.clock)
+            case EagleHead() as head:
+                runner.tap(head.tapped, head.hidden)
+                guide = HeadGuide(head, self.vocab, runner)
+            case SmallModel() as small:
+                guide = ModelGuide(small.model, small.kv, small.vocab)
+        drafter = Drafter(guide, self.ops, vocab=self.vocab, places=config.max_drafting, clock=self.clock)
+        return DraftSpeculator(drafter, **limits)

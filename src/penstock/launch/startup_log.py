@@ -1,0 +1,182 @@
+"""What the start-up log tells a person: what runs where, what was decided, and how to talk to it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import shlex
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from penstock import __version__
+from penstock.config.cpu_cores import show_cpus
+from penstock.config.memory_budget import show_bytes
+from penstock.config.resolve import ServePlan, WorkerPlan
+from penstock.launch.model_path import Located
+from penstock.launch.sparse_attention import sparse_line
+from penstock.reach import EVERYTHING
+from penstock.types import Task
+from penstock.weights.spec import ModelSpec
+
+PROGRESS_EVERY_S = 2.0
+"""A long loading tells how far it is so often."""
+
+log = logging.getLogger(__name__)
+
+ONLY_STORIES = (
+    "the bundled storyteller only tells short stories; to serve a real model: "
+    "penstock serve PATH (a Hugging Face folder) or penstock serve ORG/NAME (from the Hub)"
+)
+
+
+def model_lines(
+    located: Located,
+    name: str,
+    spec: ModelSpec,
+    max_model_len: int,
+    notes: Iterable[str],
+    *,
+    generation_config: str = "none",
+) -> Iterator[str]:
+    """What will be served, before anything is loaded; ``generation_config``: as ``config.schema.RequestConfig``."""
+    yield (
+        f"penstock {__version__}, model {name}: {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters, "
+        f"context {max_model_len} tokens, from {located.path}"
+    )
+    if located.bundled:
+        yield ONLY_STORIES
+    if spec.sparse is not None:
+        yield sparse_line(spec.sparse)
+    suggested = spec.sampling.words()
+    if suggested and generation_config == "auto" and spec.task is Task.GENERATE:
+        yield f"sampling defaults of its generation_config.json: {suggested} (--generation-config none: OpenAI's)"
+    yield from notes
+
+
+def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[str]:
+    """One line a worker, and one for what they share."""
+    if plan.scheduler.pooling is not None:
+        yield f"kernels {plan.family}, {plan.dtype}; texts are only read: one phase, no decode workers"
+    else:
+        yield _memory_line(plan)
+    for worker in plan.workers:
+        yield f"{worker.worker}: pid {pid(worker.worker)}, {_cores(worker)}"
+
+
+def _memory_line(plan: ServePlan) -> str:
+    kept = "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
+    reading = "" if plan.reading is None else f" (prompts: {plan.reading.family} on {plan.reading.device})"
+    scheduler = plan.scheduler
+    size = show_bytes(scheduler.pages * plan.page_bytes)
+    if scheduler.reaches == (EVERYTHING,):  # of layers with windows a request holds fewer
+        tokens = scheduler.pages * scheduler.page_tokens
+        size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
+    return (
+        f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}; KV pages{kept} {scheduler.pages} a worker "
+        f"({size}), "
+        + (f"handed over by {plan.carrier}" if plan.split else "not handed over: one worker does both phases")
+    )
+
+
+def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
+    """Whose workers are used."""
+    yield f"no workers here; waiting for {', '.join(endpoints)} to join"
+
+
+def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> Iterator[str]:
+    """Ready, and the command with which a gateway joins it; ``model`` as it was named, None for the bundled one."""
+    yield f"ready after {took}, at {endpoint}"
+    words = ["penstock", "serve"]
+    if model is not None:
+        folder = Path(model).expanduser()
+        words.append(str(folder.absolute()) if folder.exists() else model)
+    words += ["--keys", str(Path(keys).expanduser().absolute()), "--join", _reachable(endpoint)]
+    yield f"join it: {shlex.join(words)}"
+
+
+def _reachable(endpoint: str) -> str:
+    """An address that other hosts can use, where the worker listens on all of its own."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        everywhere = host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        everywhere = False
+    return f"tcp://{socket.gethostname()}:{port}" if everywhere else endpoint
+
+
+def talk_lines(
+    url: str, served: tuple[str, Task], *, needs_key: bool, took: str, state: str = "ready"
+) -> Iterator[str]:
+    """Ready, and how to talk to it: ``served`` is the model's name and what it is for."""
+    yield f"{state} after {took}: {url}" + (", with a key" if needs_key else "") + f"; metrics: {url}/metrics"
+    model, task = served
+    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
+    if task is Task.TRANSCRIBE:
+        yield f"try it: curl {url}/v1/audio/transcriptions{key} -F model={shlex.quote(model)} -F file=@FILE.wav"
+        return
+    if task is not Task.GENERATE:
+        path = "/v1/embeddings" if task is Task.EMBED else "/classify"
+        body = json.dumps({"model": model, "input": "A fox."})
+        yield f"try it: curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+        return
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    body = json.dumps({"model": model, "messages": messages, "stream": True})
+    at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    yield f"talk to it: {'PENSTOCK_API_KEY=KEY ' if needs_key else ''}penstock chat{at}"
+    yield f"or: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+
+
+def _cores(worker: WorkerPlan) -> str:
+    """Its own cores, and those that it may borrow."""
+    own = f"{worker.threads} thread{'s' if worker.threads > 1 else ''}"
+    if worker.cpus:
+        own += f" on processors {show_cpus(worker.cpus)}"
+    if worker.niceness:
+        own += f", nice {worker.niceness}"
+    borrowed = sum(loan.cores for loan in worker.loans)
+    return own + (f", {borrowed} more while other workers are idle" if borrowed else "")
+
+
+class Phases:
+    """How long each part of a start took, counted from ``began``."""
+
+    def __init__(self, began: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._began = self._last = began
+        self._clock = clock
+        self._parts: list[str] = []
+
+    def end(self, phase: str) -> None:
+        """This is over, and the next begins."""
+        now = self._clock()
+        self._parts.append(f"{phase} {now - self._last:.2f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.2f} s ({', '.join(self._parts)})"
+
+
+class LoadLog:
+    """Called while weights are loaded: lets the supervisor look around, and tells how far a long loading is."""
+
+    def __init__(self, keep_watch: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_watch = keep_watch
+        self._clock = clock
+        self._said = (clock(), 0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes have been read; both are equal while they are only hashed."""
+        self._keep_watch()
+        now, (then, before) = self._clock(), self._said
+        if now < then + PROGRESS_EVERY_S or done >= total:
+            return
+        self._said = (now, done)
+        log.info(
+            "loading weights: %d %%, %s of %s, %s/s",
+            100 * done // total,
+            show_bytes(done),
+            show_bytes(total),
+            show_bytes(int((done - before) / (now - then))),
+        )

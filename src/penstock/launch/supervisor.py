@@ -1,0 +1,371 @@
+"""The supervisor's loop: one thread, one poll(), no asyncio, no ZeroMQ; it forks, watches, kills and reaps.
+
+    pidfd readable      a child has ended          -> Died
+    channel readable    the gateway says something -> Suspected
+    wake-up pipe        SIGTERM, SIGINT, SIGHUP    -> StopAsked
+    time                read the heartbeat board   -> Looked
+
+All decisions are those of ``restart.Restarts``; what a child does is a ``Job`` that it is given.  Whatever ends this
+loop, an exception included, no child outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, assert_never
+
+from penstock.config.limits import SuperviseConfig
+from penstock.errors import GaveUp, ProtocolError
+from penstock.launch.channel import Channel
+from penstock.launch.fork_server import HasThreads, MemoryKills, Process, fork, read_vitals
+from penstock.launch.heartbeat import Slot
+from penstock.launch.restart_policy import (
+    GATEWAY,
+    Died,
+    Dismissed,
+    Done,
+    Effect,
+    Event,
+    Exit,
+    Fork,
+    Kill,
+    Looked,
+    Note,
+    Phase,
+    Restarts,
+    Stage,
+    StopAsked,
+    Suspected,
+    Tell,
+    Tick,
+    Wanted,
+)
+from penstock.types import Role, WorkerId
+from penstock.wire.messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
+
+log = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
+    """Told to stop before everything had started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a forked child does: ``body`` returns its exit code; ``keep`` are the descriptors it needs."""
+
+    body: Callable[[], int]
+    keep: tuple[int, ...] = ()
+    endpoint: str = ""  # a worker's mailbox
+    handed_over: Callable[[], None] = lambda: None  # what only the child keeps; called here once it runs
+
+
+class Jobs(Protocol):
+    """Knows what each child does."""
+
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
+        """A gateway; ``channel`` is its end of the line to us."""
+        ...
+
+    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+        """One worker."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    process: Process
+    incarnation: int
+    endpoint: str
+
+
+class Supervisor:
+    """``slots`` name all children, ``gateways`` those that are no workers; one that has no slot is not there.
+
+    Use as a context manager: ``start`` the gateways, ``keep_watch`` while loading weights, then ``run``.
+    """
+
+    def __init__(
+        self,
+        config: SuperviseConfig,
+        jobs: Jobs,
+        slots: Mapping[str, Slot],
+        pulse: Callable[[], None] | None = None,
+        *,
+        gateways: Sequence[str] = (GATEWAY,),
+    ) -> None:
+        """``pulse``: called at every look, and while weights are loaded."""
+        self._pulse = pulse
+        self._config = config
+        self._jobs = jobs
+        self._slots = slots
+        self._gateways = tuple(name for name in gateways if name in slots)
+        self._machine = Restarts.of(config, self._gateways)
+        self._roles: dict[WorkerId, Role] = {}
+        self._running: dict[str, _Running] = {}
+        self._channels: dict[str, Channel] = {}  # to each gateway that listens
+        self._memory_kills = MemoryKills(time.monotonic())
+        self._next_look = 0.0
+        self._done: Done | None = None
+        self._stoppers: list[Callable[[], None]] = []
+        self._handlers: dict[int, object] = {}
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Supervisor:
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        os.set_blocking(self._wake_w, False)
+        # One of several services is stopped by who forked it; a terminal's signals are for that one.
+        asked = STOP_SIGNALS if self._pulse is None else (signal.SIGTERM,)
+        caught = [s for s in asked if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
+        self._handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._running.values():
+            child.process.kill(signal.SIGKILL)
+        for child in self._running.values():
+            os.waitid(os.P_PIDFD, child.process.pidfd, os.WEXITED)
+            os.close(child.process.pidfd)
+        self._running.clear()
+        for channel in self._channels.values():
+            channel.close()
+        signal.set_wakeup_fd(-1)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+
+    def when_stopping(self, action: Callable[[], None]) -> None:
+        """Call this once, as soon as stopping begins."""
+        self._stoppers.append(action)
+
+    def start(self) -> None:
+        """Fork the gateways, where there are any."""
+        self._look()
+
+    def keep_watch(self) -> None:
+        """Has anybody told us to stop?  To be called often while weights are loaded.
+
+        Loading has threads, so nothing is forked meanwhile: the death of a child is seen when ``run`` begins.
+        Raises Stopped; once the threads have ended, ``wind_up``.
+        """
+        if self._pulse is not None:
+            self._pulse()
+        self._on_signals()
+        if self._machine.stage is not Stage.RUNNING:
+            raise Stopped
+
+    def wind_up(self) -> None:
+        """Told to stop: wait until everything has ended."""
+        while self._done is None:
+            self._turn(None)
+
+    def run(self, roles: Mapping[WorkerId, Role], ready: Callable[[], None]) -> int:
+        """Fork the workers and watch over everything until it has ended; returns the exit code.
+
+        ``ready`` is called once, when all children are ready.  Raises GaveUp.
+        """
+        self._roles.update(roles)
+        self._machine.admit(roles)
+        self._next_look = 0.0
+        announced = False
+        while self._done is None:
+            self._turn(None)
+            if not announced and self._machine.all_ready():
+                announced = True
+                ready()
+        self._raise_complaint()
+        return self._done.code
+
+    @property
+    def has_gateways(self) -> bool:
+        """Or are there only workers here?"""
+        return bool(self._gateways)
+
+    def pid(self, child: str) -> int | None:
+        """Of the running incarnation."""
+        running = self._running.get(child)
+        return running.process.pid if running else None
+
+    def _raise_complaint(self) -> None:
+        if self._done is not None and self._done.complaint is not None:
+            raise GaveUp(self._done.complaint)
+
+    # --- one turn ----------------------------------------------------------------------------------------------------
+
+    def _turn(self, timeout_s: float | None) -> None:
+        """Wait until something happens or is due (at most ``timeout_s``), and handle all of it."""
+        now = time.monotonic()
+        if timeout_s is None:
+            timeout_s = max(0.0, min(self._machine.wake_at(now), self._next_look) - now)
+        poller = select.poll()
+        poller.register(self._wake_r, select.POLLIN)
+        by_fd = {child.process.pidfd: name for name, child in self._running.items()}
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
+        for channel in self._channels.values():
+            poller.register(channel, select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
+        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
+        if self._wake_r in ready:
+            self._on_signals()
+        for name, channel in list(self._channels.items()):
+            if channel.fileno() in ready:
+                self._on_channel(name, channel)
+        for fd in ready & by_fd.keys():
+            self._on_death(by_fd[fd])
+        self._look()
+
+    def _on_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for signum in os.read(self._wake_r, 512):
+                if signum in STOP_SIGNALS:
+                    self._stop(signum)
+
+    def _stop(self, signum: int) -> None:
+        if self._machine.stage is Stage.RUNNING:
+            log.info("%s: finishing what runs; once more to stop now", signal.Signals(signum).name)
+            for action in self._stoppers:
+                action()
+            self._stoppers.clear()
+        self._handle(StopAsked())
+
+    def _on_channel(self, name: str, channel: Channel) -> None:
+        try:
+            channel.flush()
+            while (message := channel.receive()) is not None:
+                if isinstance(message, Suspect):
+                    self._handle(Suspected(message.worker, message.incarnation, message.reason))
+                elif isinstance(message, LoadModel):
+                    self._want(message.worker)
+                elif isinstance(message, UnloadModel):
+                    self._handle(Dismissed(message.worker))
+        except EOFError:  # the gateway closed it; should it not be dead, it will be found wedged
+            channel.close()
+            self._channels.pop(name, None)
+        except ProtocolError as error:
+            log.warning("from %s: %s", name, error)
+
+    def _want(self, name: str) -> None:
+        """A front can want what has a place on the board, nothing else."""
+        if name in self._slots and name not in self._gateways:
+            self._handle(Wanted(name))
+
+    def _on_death(self, name: str) -> None:
+        child = self._running[name]
+        ended = child.process.reap()
+        if ended is None:
+            return
+        del self._running[name]
+        code, signum = ended
+        words = self._slots[name].read_last_words()
+        killed = signum == signal.SIGKILL and self._memory_kills.explain()
+        self._handle(Died(name, child.incarnation, Exit(code, signum, words, out_of_memory=killed)))
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._config.look_s
+            if self._pulse is not None:
+                self._pulse()
+            self._memory_kills.look(now)
+            vitals = {
+                name: read_vitals(child.process.pid, every_thread=self._machine.is_silent(name))
+                for name, child in self._running.items()
+            }
+            self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
+        elif now >= self._machine.wake_at(now):
+            self._handle(Tick())
+
+    # --- effects -----------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._machine.handle(event, time.monotonic()):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Fork():
+                self._fork(effect.child, effect.incarnation)
+            case Kill():
+                child = self._running.get(effect.child)
+                if child is not None and child.incarnation == effect.incarnation:
+                    child.process.kill(effect.signal)
+            case Tell():
+                for channel in self._channels.values():
+                    channel.send(effect.message)
+            case Note():
+                log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
+            case Done():
+                self._done = effect
+            case _:
+                assert_never(effect)
+
+    def _fork(self, name: str, incarnation: int) -> None:
+        slot = self._slots[name]
+        slot.reset(incarnation, time.monotonic_ns())
+        try:
+            if name in self._gateways:
+                self._fork_gateway(name, incarnation, slot)
+            else:
+                self._fork_worker(WorkerId(name), incarnation, slot)
+        except (OSError, HasThreads) as error:  # no process, descriptor or memory, or a thread: as if it died at once
+            self._handle(Died(name, incarnation, Exit(code=1, last_words=f"cannot start it: {error}")))
+
+    def _fork_gateway(self, name: str, incarnation: int, slot: Slot) -> None:
+        earlier = self._channels.pop(name, None)
+        if earlier is not None:
+            earlier.close()
+        ours, theirs = Channel.pair()
+        try:
+            job = self._jobs.gateway(name, incarnation, theirs)
+            process = fork(name, job.body, keep=(*job.keep, theirs.fileno()), last_words=slot.last_words)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channels[name] = ours
+        self._running[name] = _Running(process, incarnation, "")
+        for worker in self._running:
+            if worker not in self._gateways and self._machine.phase(worker) in (Phase.STARTING, Phase.READY):
+                self._tell_up(WorkerId(worker), (ours,))
+        if self._machine.stage is Stage.DRAINING:
+            ours.send(Draining())
+
+    def _fork_worker(self, name: WorkerId, incarnation: int, slot: Slot) -> None:
+        job = self._jobs.worker(name, incarnation)
+        try:
+            process = fork(name, job.body, keep=job.keep, last_words=slot.last_words)
+        finally:
+            job.handed_over()
+        self._running[name] = _Running(process, incarnation, job.endpoint)
+        self._tell_up(name, self._channels.values())
+
+    def _tell_up(self, name: WorkerId, channels: Iterable[Channel]) -> None:
+        running = self._running.get(name)
+        if running is None:
+            return
+        message = WorkerUp(
+            worker=name,
+            incarnation=running.incarnation,
+            role=self._slots[name].assigned or self._roles.get(name, Role.BOTH),
+            pid=running.process.pid,
+            endpoint=running.endpoint,
+        )
+        for channel in channels:
+            channel.send(message)

@@ -1,0 +1,288 @@
+"""One worker process: everything it is made of, put together after the fork, and the loop that drives it.
+
+Nothing here decides anything: the scheduler plans, the runner computes, the mailbox talks.  A worker is one thread of
+Python beside the kernels' own; it sleeps only when it has nothing to compute and nothing to copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from penstock.clock import MonotonicClock
+from penstock.config.limits import NIXL
+from penstock.config.schema import SchedulerConfig, WorkerConfig
+from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.images.stage import ImageStage
+from penstock.engine.loop import EngineLoop
+from penstock.engine.models.port import Model, Reader, encoder_of
+from penstock.engine.runner.adapters import Adapters
+from penstock.engine.runner.constraint import Patience
+from penstock.engine.runner.model_runner import Aids, ModelRunner
+from penstock.engine.runner.pooling_runner import PoolingRunner
+from penstock.engine.runner.port import Runner
+from penstock.engine.service.encoders import Encoders
+from penstock.engine.service.hand_overs import HandOver
+from penstock.engine.service.held import Ready
+from penstock.engine.service.mailbox import WorkerMailbox
+from penstock.engine.service.peers import Peers
+from penstock.engine.service.stored import NoStore, StoredPages
+from penstock.grammar.vocabulary import Vocabulary
+from penstock.grammar.worker import Grammars
+from penstock.kernels.cores import Cores
+from penstock.kernels.operands import Array
+from penstock.kernels.ops import CAPTURE_S, Captures, Ops, StepProgram
+from penstock.kernels.page_writing import WritesPages
+from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.seals import PageSeals
+from penstock.kv.store.setup import Place, StoreShare, open_tiers
+from penstock.kv.store.store import PageStore
+from penstock.kv.transfer.curve import CurveCarrier
+from penstock.kv.transfer.nixl.carrier import NixlCarrier, needs_writing
+from penstock.kv.transfer.port import PageCarrier, PageSeal
+from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.transfer.shm import ShmCarrier
+from penstock.kv.transfer.tcp import SEALED, TcpCarrier
+from penstock.launch.heartbeat import Slot
+from penstock.launch.pulse import Pulse
+from penstock.launch.speculation import Guessing, Loaded, record
+from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
+from penstock.wire.keys import Keys
+from penstock.wire.zeromq import ZmqTransport
+
+log = logging.getLogger("penstock.worker")
+
+BEATS_PER_S = 4
+"""How often an idle worker turns its loop at least."""
+
+MASK_LOOK_S = 0.001
+"""Between two looks whether a late mask of a grammar is there, when there is nothing else to do."""
+
+AHEAD = 2
+"""Steps that a device is given at once when only answers are written: the host prepares one while the other runs."""
+
+LAST_WORDS_S = 0.25
+"""How long what a worker says in going may take to leave it.  Who stopped listening is not waited for any longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a worker has from the process that forked it: read-only, or its own alone."""
+
+    model: Model | Reader  # by ``SchedulerConfig.pooling``
+    ops: Ops
+    identity: ModelIdentity
+    parameters: int  # of the model, for a first guess of how long a step takes
+    vocab: int
+    kv: KvFile
+    peers: Mapping[WorkerId, KvFile]
+    store: StoreShare
+    keys: Keys
+    slot: Slot
+    adapters: Adapters  # those of the start are in memory
+    cores: Cores
+    vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
+    gateways: Mapping[str, Slot]  # of this host: a process that was replaced is known before it says a word
+    drafts: Loaded | None = None  # the head or model that guesses tokens ahead
+    pages_on_device: bool = False  # the backend keeps KV pages where it computes
+    twins: str | None = None  # the layout in which they are written to host memory and handed over; None: they are not
+
+
+def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
+    """Serve until SIGTERM; returns the exit code.  Runs in the forked child."""
+    stop = _StopFlag()
+    os.nice(config.niceness)
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
+    own, peers = _memories(config, inherited)
+    transport, clock = ZmqTransport(inherited.keys), MonotonicClock()
+    grammars = Grammars(
+        inherited.vocabulary, max_bytes=config.compiled_grammars_bytes, max_compiling=config.max_compiling_grammars
+    )
+    encoders = Encoders(Peers(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
+    images = ImageStage(
+        encoder_of(inherited.model),
+        inherited.ops,
+        cache_bytes=config.image_cache_bytes,
+        covered=lambda event: scheduler.memory.covered(event.hashes),
+        elsewhere=encoders,
+    )
+    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
+    runner = _runner(config.scheduler, inherited, kv, (grammars, images))
+    guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
+    speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
+    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), speculator)
+    hand_over = _hand_over(config, inherited, (own, kv), peers)
+    inherited.adapters.in_use = scheduler.adapters
+    stored = _stored(config, inherited, own, peers, (scheduler, clock))
+    ready = Ready(grammars, images, inherited.adapters, stored)
+    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=ready)
+    if isinstance(runner, ModelRunner):
+        scheduler.sitting_out = runner.sitting_out
+    loop = EngineLoop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
+    loop.on_plan = Pulse(inherited.slot, inherited.gateways, mailbox).on_plan
+    inherited.slot.set_state(WorkerState.READY)
+    cores = inherited.cores
+    mailbox.reporter.borrowed_s, mailbox.reporter.images = cores.borrowed_s, images.counters
+    stored.tell(mailbox.reporter, inherited.store.domain, mailbox.bulletins)
+    mailbox.duties.on_role, mailbox.duties.on_settled = inherited.slot.assign, _Courtesy(config).settle
+    while not _is_over(stop, mailbox, clock):
+        moved = loop.step()
+        if not images.work() and not moved and not mailbox.busy:
+            cores.lend()
+            idle_s = min(_idle_s(scheduler, clock), mailbox.patience_s)
+            transport.wait(idle_s, [*mailbox.sources, *encoders.links()], mailbox.descriptors)
+            cores.take()
+    inherited.slot.set_state(WorkerState.DRAINING)
+    mailbox.drain_out()
+    transport.close(linger_s=LAST_WORDS_S)
+    stored.close()
+    grammars.close()
+    return 0
+
+
+def _memories(config: WorkerConfig, inherited: Inheritance) -> tuple[KvMemory, dict[WorkerId, KvMemory]]:
+    """This worker's own KV pages, with nothing in them, and the others' to be read."""
+    own = inherited.kv.map_own(lend=_lent(config))
+    own.wipe()
+    peers = {name: file.map_readonly() for name, file in inherited.peers.items() if name != config.worker}
+    for file in (inherited.kv, *inherited.peers.values()):
+        file.close()
+    return own, peers
+
+
+def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
+    """How long to wait at most when there is nothing to do now."""
+    longest, until = MASK_LOOK_S if scheduler.waits_for_masks else 1 / BEATS_PER_S, scheduler.resting_until
+    return longest if until is None else min(longest, max(0.0, until - clock.now()))
+
+
+def _is_over(stop: _StopFlag, mailbox: WorkerMailbox, clock: MonotonicClock) -> bool:
+    """Looked at between two steps.  The first SIGTERM lets others go on with what is written here."""
+    if stop.asked == 1 and not stop.heard:
+        stop.heard = True
+        mailbox.leave()
+    return stop.asked > 1 or mailbox.duties.over(clock.now())
+
+
+class _StopFlag:
+    """SIGTERM asks the loop to end in order, a second one to end now."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.heard = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, signum: int, frame: object) -> None:
+        self.asked += 1
+
+
+class _Courtesy:
+    """Who reads prompts gives way, where cores are shared; not before the answers that it wrote are over."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._yields = config.yields
+        self._base = os.getpriority(os.PRIO_PROCESS, 0) - config.niceness
+
+    def settle(self, role: Role) -> None:
+        """This worker has another role, and nothing else is left here."""
+        if self._yields and not set_niceness(self._base + (self._yields if role is Role.PREFILL else 0)):
+            log.warning("this process may not become less nice: it keeps giving way to others until it is restarted")
+
+
+def set_niceness(niceness: int) -> bool:
+    """Of all threads of this process.  False: the system does not let it become less nice."""
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+    except PermissionError:
+        return False
+    return True
+
+
+def _runner(config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, ImageStage]) -> Runner:
+    ops = inherited.ops
+    if config.pooling is not None:
+        return PoolingRunner(cast(Reader, inherited.model), ops, kv)
+    model, (grammars, images) = cast(Model, inherited.model), beside
+    patience = Patience(wait_s=config.mask_wait_ms / 1000)
+    program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
+    aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, patience=patience)
+    return ModelRunner(model, ops, kv, program, aids)
+
+
+def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:
+    """With its most frequent steps captured, where that can be done: a start that gets on is not taken to hang.
+    Those are steps that write answers: whoever only reads prompts has none."""
+    if isinstance(program, Captures):
+        begun = time.monotonic()
+        count = program.capture(inherited.slot.getting_on, CAPTURE_S if inherited.twins is None else 0.0)
+        log.info("steps of %d sizes made ready in %.2f s", count, time.monotonic() - begun)
+    return program
+
+
+def _hand_over(
+    config: WorkerConfig, inherited: Inheritance, memory: tuple[KvMemory, Array], peers: Mapping[WorkerId, KvMemory]
+) -> HandOver:
+    """``memory``: that others can read, and that is computed in."""
+    (own, kv), identity, ops = memory, inherited.identity, inherited.ops
+    carrier = _carrier(config, own, peers, PageSeal(identity, own.layout))
+    sender = HandOverSender(config.hand_over, carrier, config.incarnation)
+    writer = None
+    if inherited.twins is not None:
+        writer = cast(WritesPages, ops).page_writer(kv, own.buffer, inherited.twins)
+    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier), writer, inherited.vocab)
+
+
+def _stored(
+    config: WorkerConfig,
+    inherited: Inheritance,
+    own: KvMemory,
+    peers: Mapping[WorkerId, KvMemory],
+    beside: tuple[Scheduler, MonotonicClock],
+) -> StoredPages | NoStore:
+    """Tiers beside this worker's memory, in which cached pages are sealed if this process can read them."""
+    scheduler, clock = beside
+    if not inherited.pages_on_device:
+        scheduler.memory.guard = PageSeals(own)
+    place = Place(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
+    tiers = open_tiers(config.kv_store, inherited.store, place)
+    inherited.store.close()
+    if not tiers:
+        return NoStore()
+    store = PageStore(tiers, own, scheduler.memory.pool.generation, clock.now, config.kv_store)
+    return StoredPages(scheduler, store, clock)
+
+
+def _carrier(config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:
+    if not config.hands_over:
+        return CurveCarrier(own, seal)  # opens no port and has no threads: nobody will ask for a page
+    match config.carrier:
+        case "shm":
+            return ShmCarrier(own, peers, seal)
+        case "curve":
+            return CurveCarrier(own, seal)
+        case name:
+            at = (config.endpoint, config.pages_port)
+            tcp = TcpCarrier(own, seal, config.hand_over, at, sealed=name.removeprefix(NIXL) == SEALED)
+            return NixlCarrier(tcp, own, seal, config.hand_over) if name.startswith(NIXL) else tcp
+
+
+def _lent(config: WorkerConfig) -> int | None:
+    """How a process for NIXL opens this worker's pages, if there is to be one."""
+    if not (config.hands_over and config.carrier.startswith(NIXL)):
+        return None
+    return os.O_RDWR if needs_writing(config.hand_over.nixl_transports) else os.O_RDONLY
+
+
+def _kv_array(ops: Ops, own: KvMemory, on_device: bool) -> Array:
+    return ops.new_kv(own.layout.shape, pages=own.pages, memory=None if on_device else own.buffer)

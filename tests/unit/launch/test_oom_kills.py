@@ -1,0 +1,56 @@
+"""The system's count of kills for want of memory, and which deaths it explains."""
+
+from __future__ import annotations
+
+from penstock.launch.fork_server import WITHIN_S, MemoryKills
+
+
+class Count:
+    def __init__(self) -> None:
+        self.value = 7
+
+    def __call__(self) -> int:
+        return self.value
+
+
+def test_looks_between_the_kill_and_the_death_do_not_hide_it() -> None:
+    count = Count()
+    kills = MemoryKills(0.0, count)
+    kills.look(0.1)
+    count.value += 1
+    for step in range(20):
+        kills.look(0.2 + step / 10)
+    assert kills.explain()
+
+
+def test_a_kill_explains_one_death_and_two_kills_two() -> None:
+    count = Count()
+    kills = MemoryKills(0.0, count)
+    assert not kills.explain()
+    count.value += 1
+    kills.look(0.1)
+    assert kills.explain()
+    assert not kills.explain()
+    count.value += 2
+    kills.look(0.2)
+    assert [kills.explain() for _ in range(3)] == [True, True, False]
+
+
+def test_a_kill_after_one_that_is_explained_counts_however_old_the_looks() -> None:
+    count = Count()
+    kills = MemoryKills(0.0, count)
+    count.value += 1
+    kills.look(0.1)
+    assert kills.explain()
+    kills.look(0.1 + WITHIN_S)
+    count.value += 1
+    assert kills.explain()
+
+
+def test_a_kill_of_long_ago_explains_nothing() -> None:
+    count = Count()
+    kills = MemoryKills(0.0, count)
+    count.value += 1
+    kills.look(1.0)
+    kills.look(1.5 + WITHIN_S)
+    assert not kills.explain()

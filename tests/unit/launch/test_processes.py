@@ -1,0 +1,61 @@
+"""What a run's incarnations are counted from, and when a worker that loads for itself says that it is alive."""
+
+from __future__ import annotations
+
+from penstock.launch.heartbeat import Board
+from penstock.launch.processes import GettingOn, incarnations_of_a_run
+from penstock.types import (
+    MAX_INCARNATION,
+    RESTART_BITS,
+    BlockHash,
+    Leg,
+    ModelIdentity,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+    is_older,
+    pack_token_ids,
+)
+from penstock.wire.codec import decode_peer, encode
+from penstock.wire.messages import PageSource, Recipient, Submit
+
+
+def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:
+    one, other = incarnations_of_a_run(), incarnations_of_a_run()
+    assert is_older(one + 1, one + 2)
+    assert not is_older(one + 2, one + 1)
+    assert not is_older(one + 1, other + 2)
+    assert not is_older(other + 2, one + 1)
+    assert 0 < one < MAX_INCARNATION - (1 << RESTART_BITS)
+
+
+def test_the_last_restart_of_the_last_run_travels() -> None:
+    source = PageSource(worker=WorkerId("p"), incarnation=MAX_INCARNATION, endpoint="tcp://a:1")
+    identity = ModelIdentity(fingerprint="f", numerics="n")
+    submit = Submit(
+        recipient=Recipient(worker=WorkerId("d"), incarnation=source.incarnation, identity=identity),
+        request=RequestId("r"),
+        epoch=1,
+        leg=Leg.DECODE,
+        prompt=bytes(pack_token_ids((1,))),
+        sampling=SamplingParams(seed=1, max_tokens=1),
+        root=BlockHash(bytes(32)),
+        pages_from=source,
+    )
+    assert decode_peer(encode(submit)) == submit
+
+
+def test_a_worker_that_loads_beats_while_it_gets_on() -> None:
+    (slot,) = Board(1).slots
+    slot.reset(1, now_ns=1)
+    watch = GettingOn(slot)
+    watch(0, 0)
+    assert slot.read().beat_s == 1e-9
+    watch(5, 10)
+    first = slot.read()
+    assert first.beat_s > 1e-9
+    assert first.predicted_end_s == first.beat_s
+    watch(5, 10)
+    assert slot.read() == first, "what stands still may hang"
+    watch(6, 10)
+    assert slot.read().beat_s > first.beat_s

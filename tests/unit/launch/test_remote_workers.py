@@ -1,0 +1,246 @@
+"""Workers of other hosts on a virtual clock: who is up, who is down, and who may come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.launch.remote_workers import LOST_S, JoinedWorkers
+from penstock.router.fleet import Fleet
+from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
+from penstock.wire.codec import PeerMessage
+from penstock.wire.memory import MemoryHub
+from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.transport import Received, WireCounters
+
+A, B = "tcp://a:1", "tcp://b:1"
+BEAT_S = 0.25
+
+
+class Line:
+    """A link that only counts."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.counters = WireCounters()
+        self.sent: list[PeerMessage] = []
+
+    def __aiter__(self) -> AsyncIterator[Received]:
+        raise NotImplementedError
+
+    def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        self.sent.append(message)
+        return True
+
+    def close(self) -> None:
+        return None
+
+
+def report_of(worker: str, numerics: str = "n", incarnation: int = 5) -> Report:
+    return Report(
+        worker=WorkerId(worker),
+        incarnation=incarnation,
+        role=Role.DECODE,
+        state=WorkerState.READY,
+        pid=7,
+        identity=ModelIdentity(fingerprint="f", numerics=numerics),
+        max_model_len=64,
+    )
+
+
+class Town:
+    """Two mailboxes, what the router is told, and a real fleet that takes it in."""
+
+    def __init__(self, *, mixed: bool = False) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.told: list[SupervisorMessage] = []
+        self.fleet = Fleet()
+        self.lines: list[Line] = []
+        hello = Hello(gateway="gateway-0-join", incarnation=1)
+        self.joined = JoinedWorkers([A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S)
+        self.joined.uses_mixed = mixed
+
+    def _connect(self, endpoint: str) -> Line:
+        self.lines.append(Line(endpoint))
+        return self.lines[-1]
+
+    def _tell(self, message: SupervisorMessage) -> None:
+        self.told.append(message)
+        if isinstance(message, WorkerUp):
+            assert self.fleet.up(message, self.clock.now())
+        elif isinstance(message, WorkerDown):
+            assert self.fleet.down(message)
+
+    def report(self, endpoint: str, worker: str, incarnation: int) -> None:
+        report = report_of(worker, incarnation=incarnation)
+        self.joined.on_report(endpoint, report)
+        self.fleet.report(report, self.clock.now())
+
+    def pass_time(self, seconds: float, *, speaking: tuple[tuple[str, str, int], ...] = ()) -> None:
+        end = self.clock.now() + seconds
+        while self.clock.now() < end:
+            self.clock.advance(BEAT_S)
+            for words in speaking:
+                self.report(*words)
+            self.joined.tick()
+
+    def news(self) -> list[tuple[str, str, int]]:
+        told, self.told = self.told, []
+        return [
+            ("up" if isinstance(m, WorkerUp) else "down", m.worker, m.incarnation)
+            for m in told
+            if isinstance(m, WorkerUp | WorkerDown)
+        ]
+
+
+@pytest.fixture
+def town() -> Town:
+    return Town()
+
+
+def test_everybody_is_greeted_again_and_again(town: Town) -> None:
+    town.pass_time(1.0)
+    assert [len(line.sent) for line in town.lines] == [4, 4]
+    assert town.news() == []
+
+
+def test_a_worker_of_a_mixed_fleet_is_used_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town()
+    for _ in range(3):
+        town.joined.on_report(A, report_of("d", "triton-1>cpp-1"))
+    assert town.news() == []
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "tcp://a:1 is not used" in told
+    assert "triton-1>cpp-1; --allow-mixed-numerics would have it used" in told
+    town = Town(mixed=True)
+    town.joined.on_report(A, report_of("d", "triton-1>cpp-1"))
+    assert town.news() == [("up", "d", 5)]
+
+
+def test_the_first_report_is_an_arrival_and_the_next_is_none(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.report(A, "d", 5)
+    assert town.news() == [("up", "d", 5)]
+    town.pass_time(60.0, speaking=((A, "d", 5),))
+    assert town.news() == []
+
+
+def test_a_new_incarnation_replaces_the_old_one(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.report(A, "d", 6)
+    assert town.news() == [("up", "d", 5), ("down", "d", 5), ("up", "d", 6)]
+
+
+def test_silence_is_an_end_until_the_same_one_speaks_again(town: Town) -> None:
+    """As after a broken cable: the process was there all the while."""
+    town.report(A, "d", 5)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    assert town.news() == [("up", "d", 5), ("down", "d", 5)]
+    assert town.fleet.status_rows()[0]["state"] == "dead"
+    town.pass_time(10.0)
+    assert town.news() == []
+    town.report(A, "d", 5)
+    assert town.news() == [("up", "d", 5)]
+    assert town.fleet.status_rows()[0]["state"] == "ready"
+
+
+def test_a_run_that_begins_after_the_clock_was_set_back_is_taken_as_any_other(town: Town) -> None:
+    """Its number is drawn; here it is the lower one."""
+    later, earlier = 9 << RESTART_BITS, 2 << RESTART_BITS
+    town.report(A, "d", later + 1)
+    town.report(A, "d", earlier + 1)
+    assert town.news() == [("up", "d", later + 1), ("down", "d", later + 1), ("up", "d", earlier + 1)]
+    assert town.fleet.status_rows()[0]["state"] == "ready"
+    town.report(A, "d", later + 1)  # a word of the old run that waited on an old connection
+    town.report(A, "d", later + 2)
+    town.report(A, "d", earlier + 1)
+    assert town.news() == []
+    town.report(A, "d", earlier + 2)
+    town.report(A, "d", earlier + 1)
+    assert town.news() == [("down", "d", earlier + 1), ("up", "d", earlier + 2)]
+
+
+def test_a_run_that_was_lost_makes_room_for_one_of_a_lower_number_elsewhere(town: Town) -> None:
+    town.report(A, "d", (9 << RESTART_BITS) + 1)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    town.report(B, "d", (2 << RESTART_BITS) + 1)
+    assert [kind for kind, *_ in town.news()] == ["up", "down", "up"]
+    assert town.fleet.status_rows()[0]["state"] == "ready"
+
+
+def test_silence_while_nobody_listened_proves_nothing(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.clock.advance(60.0)  # this process was suspended
+    town.joined.tick()
+    town.pass_time(1.0, speaking=((A, "d", 5),))
+    assert town.news() == [("up", "d", 5)]
+
+
+def test_two_workers_of_one_name_are_not_mixed_up(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    town.report(A, "d", 5)
+    for _ in range(10):
+        town.joined.on_report(B, Report(
+            worker=WorkerId("d"), incarnation=9, role=Role.DECODE, state=WorkerState.READY, pid=8,
+            identity=ModelIdentity(fingerprint="f", numerics="n"), max_model_len=64))  # fmt: skip
+    assert town.news() == [("up", "d", 5)]
+    assert caplog.text.count("give it another --name") == 1
+
+
+def test_a_worker_that_moved_is_found_where_it_is(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    town.report(B, "d", 6)
+    assert town.news() == [("up", "d", 5), ("down", "d", 5), ("up", "d", 6)]
+
+
+async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    clock, asked = VirtualClock(1000.0), list[str]()
+
+    async def probe(endpoint: str) -> str:
+        asked.append(endpoint)
+        return "connection refused"
+
+    hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
+    told: list[SupervisorMessage] = []
+    joined = JoinedWorkers([A, B], Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.start()
+    joined.on_report(B, report_of("d"))
+    for _ in range(100):
+        clock.advance(BEAT_S)
+        joined.on_report(B, report_of("d"))
+        joined.tick()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert joined.waiting() == [(A, "connection refused")]
+    assert joined.count == 1
+    assert set(asked) == {A}
+    waited = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert waited == ["waiting for tcp://a:1: connection refused"] * 3, "after 1, 11 and 21 of 25 seconds"
+    await joined.close()
+
+
+async def test_an_error_in_telling_does_not_end_the_listening() -> None:
+    """A gateway may be out of descriptors for a moment; the worker's next report is heard all the same."""
+    hub, clock, told = MemoryHub(), VirtualClock(1.0), []
+    mailbox = hub.listen("memory://w")
+
+    def tell(message: SupervisorMessage) -> None:
+        told.append(message)
+        if len(told) == 1:
+            raise OSError(24, "Too many open files")
+
+    hello = Hello(gateway="g-join", incarnation=1)
+    joined = JoinedWorkers(["memory://w"], hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined.start()
+    await asyncio.sleep(0)
+    for _ in range(2):
+        joined.tick()
+        while (received := mailbox.recv()) is not None:
+            mailbox.send(received.peer, report_of("w"))
+        for _ in range(6):
+            await asyncio.sleep(0)
+    assert [type(message) for message in told] == [WorkerUp, WorkerUp]
+    await joined.close()

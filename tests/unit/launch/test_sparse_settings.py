@@ -1,0 +1,50 @@
+"""``--sparse-attention``: what it makes of a model, and what it refuses."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from penstock.bundled import storyteller
+from penstock.config.load import load_serve
+from penstock.config.schema import ServeConfig
+from penstock.errors import ConfigError
+from penstock.kernels.native import NativeOps, families
+from penstock.kernels.sparse import Sparse
+from penstock.launch.sparse_attention import numerics_of, read_sparsely, sparse_line
+from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.fingerprint import Fingerprint
+from penstock.weights.spec import Pooler, Pooling
+
+SPEC = inspect_model(storyteller())
+ASKED = ServeConfig(sparse_attention=True, sparse_sinks=65, sparse_window=256, sparse_blocks=6, sparse_from=100)
+
+
+def test_settings_become_whole_blocks_and_another_identity() -> None:
+    spec = for_length(read_sparsely(SPEC, ASKED), 256)
+    assert spec.sparse == Sparse(sinks=2, window=4, chosen=6, start=100)
+    assert Fingerprint().hexdigest(spec) != Fingerprint().hexdigest(SPEC)
+    other = msgspec.structs.replace(spec, sparse=Sparse(sinks=2, window=4, chosen=6, start=101))
+    assert Fingerprint().hexdigest(spec) != Fingerprint().hexdigest(other)
+    ops = NativeOps(families()[-1], "bf16")
+    assert numerics_of(spec, ops.numerics) == f"{ops.numerics}-sparse2.4.6.100"
+    assert numerics_of(SPEC, ops.numerics) == ops.numerics
+    assert "from position 100 on a token reads at most 768 tokens" in sparse_line(spec.sparse)
+
+
+def test_off_unless_asked_for() -> None:
+    assert read_sparsely(SPEC, ServeConfig()) is SPEC
+    assert load_serve({"sparse_attention": True, "sparse_blocks": "8"}, {}).sparse_blocks == 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "reason"),
+    [
+        (SPEC, ServeConfig(sparse_blocks=3), "--sparse-blocks: only used by --sparse-attention"),
+        (msgspec.structs.replace(SPEC, pooler=Pooler(pooling=Pooling.MEAN)), ASKED, "not a language model"),
+        (msgspec.structs.replace(SPEC, architecture="Plugin"), ASKED, "by code of its own"),
+    ],
+)
+def test_refusals(spec: object, config: ServeConfig, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_sparsely(spec, config)
