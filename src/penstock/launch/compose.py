@@ -102,7 +102,6 @@ def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, share
 GATEWAY_MODULES = (
     "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts
     "penstock.launch.gateway_process",
-    "penstock.launch.gateway_process",
     "penstock.launch.worker_process",
 )
 """Imported by the processes of a service."""

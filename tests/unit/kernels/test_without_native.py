@@ -118,7 +118,7 @@ def test_a_service_can_be_put_together_without_the_extension() -> None:
     code = """
 import sys
 sys.modules["penstock.kernels._native"] = None
-import penstock.launch.compose, penstock.launch.worker_process, penstock.launch.gateway_process, penstock.launch.gateway_process
+import penstock.launch.compose, penstock.launch.worker_process, penstock.launch.gateway_process
 from penstock.kernels.blocks import BlockIndex
 assert BlockIndex.__module__ == "penstock.kernels.without_native"
 """
