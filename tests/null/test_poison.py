@@ -96,6 +96,24 @@ async def test_workers_that_were_given_up_and_then_found_to_have_hung_count_too(
         assert client.tokens == client.truth()[: len(client.tokens)]
 
 
+async def test_who_has_moved_on_since_is_not_blamed_for_a_worker_that_is_then_found_to_have_hung() -> None:
+    async with Town("both-0", "both-1") as town:
+        client = town.ask("long", max_tokens=200)
+        await town.until(lambda: len(client.tokens) >= POISON_AT)
+        (flight,) = [stream.flight for stream in town.router._streams.values()]
+        (leg,) = flight.waits_for[0]
+        town.stop(leg.worker)
+        await town.until(lambda: len(town.suspects) == 1, turns=800, seconds=0.01)
+        before = len(client.tokens)
+        await town.until(lambda: len(client.tokens) > before + 2)
+        town.kill(leg.worker, WorkerState.WEDGED, fault=True)
+        moved = len(client.tokens)
+        await town.until(lambda: len(client.tokens) > moved)
+        assert flight.guilt.deaths == []
+        await town.finish()
+        client.assert_true_answer()
+
+
 SMALL_BUDGET = GatewayConfig(
     name="g", model_name="null", failover=FailoverConfig(retry_burst=1, retry_share=0.0, retry_per_s=2.0)
 )

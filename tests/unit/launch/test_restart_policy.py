@@ -27,6 +27,7 @@ from penstock.launch.restart_policy import (
     Tell,
     Tick,
     Vitals,
+    Wanted,
 )
 from penstock.types import WorkerState
 from penstock.wire.messages import Draining, WorkerDown
@@ -256,6 +257,49 @@ def test_a_suspicion_alone_kills_nobody_but_an_insistent_one_does() -> None:
     assert of_type(Kill, bench.send(Suspected("decode-0", 1, "no tokens"))) == []
     bench.run(CONFIG.wedge_s)
     assert of_type(Kill, bench.send(Suspected("decode-0", 1, "no tokens"))) == [Kill("decode-0", 1, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(
+    ("pauses", "killed"), [((3.0,), False), ((0.5, 0.5), False), ((3.0, 0.1), True), ((0.1, 3.0), True)]
+)
+def test_three_suspicions_over_the_limit_are_insistence(pauses: tuple[float, ...], killed: bool) -> None:
+    bench = ready_bench()
+    effects = bench.send(Suspected("decode-0", 1, "no tokens"))
+    for pause in pauses:
+        bench.run(pause)
+        effects += bench.send(Suspected("decode-0", 1, "no tokens"))
+    assert bool(of_type(Kill, effects)) == killed
+
+
+def test_suspicions_end_with_the_process_that_they_were_of() -> None:
+    bench = ready_bench()
+    for _ in range(2):
+        bench.send(Suspected("decode-0", 1, "no tokens"))
+        bench.run(CONFIG.wedge_s)
+    bench.die("decode-0")
+    bench.look()
+    assert bench.running["decode-0"] == 2
+    assert of_type(Kill, bench.send(Suspected("decode-0", 2, "no tokens"))) == []
+
+
+def test_deaths_from_outside_are_forgiven_at_once() -> None:
+    bench = ready_bench()
+    for incarnation in range(2, 6):
+        assert of_type(Fork, bench.die("decode-0", Exit(signal=signal.SIGKILL))) == [Fork("decode-0", incarnation)]
+        bench.look()
+
+
+def test_a_model_that_is_wanted_again_gets_a_later_incarnation() -> None:
+    """Or what its last process said would be taken for the word of the new one."""
+    bench = ready_bench()
+    seen: list[int] = []
+    for _ in range(3):
+        bench.send(Wanted("model-a"))
+        seen.append(bench.running["model-a"])
+        bench.die("model-a")
+    bench.send(Wanted("model-b"))
+    assert seen == sorted(set(seen))
+    assert bench.running["model-b"] > 0
 
 
 def test_a_suspicion_that_the_board_shares_kills_sooner() -> None:

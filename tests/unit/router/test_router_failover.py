@@ -95,6 +95,15 @@ def test_tokens_of_a_given_up_epoch_are_ignored_even_from_the_same_worker():
     assert said(flight.lost(P1, 1, "killed", 2.0))[0] == "cancel decode-0 e2"
 
 
+def test_early_tokens_of_a_given_up_epoch_are_asked_for_anew():
+    flight = started(flying())
+    assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
+    flight.lost(D0, 1, "killed", 2.0)
+    flight.placed(WHOLE, ROOT, 2.0)
+    assert said(flight.tokens(item(1, 2, epoch=2), B0, 1, 2.0)) == ["deliver 2"]
+    assert said(flight.tokens(item(2, 3, epoch=2), B0, 1, 2.0)) == ["deliver 3"]
+
+
 def test_the_first_batch_tells_what_was_cached_and_the_prompts_logprobs_once():
     asked = request(prompt_logprobs=0)
     flight = flying(asked=asked)
