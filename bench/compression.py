@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from penstock.bundled import storyteller
 from penstock.kernels import _native, compression
 from penstock.kernels.native import NativeOps, families
-from penstock.weights.reader import Checkpoint
+from penstock.weights.checkpoint_reader import Checkpoint
 
 COLD_BYTES = 256 << 20
 

@@ -39,11 +39,11 @@ from penstock.engine.spec.guides import HeadGuide
 from penstock.engine.spec.speculator import DraftSpeculator
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams
-from penstock.weights.checkpoint import compute_dtype_for, inspect_model
-from penstock.weights.compressing import compress_folder
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.compression.convert import compress_folder
 from penstock.weights.eagle import FOLDER, inspect_head, load_head
+from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.reader import Checkpoint
 
 HELD_OUT = (
     "Make up a story about Ole Luckoie.",

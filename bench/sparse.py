@@ -33,7 +33,7 @@ from penstock.kernels.reference_sparse import chosen_blocks, likings
 from penstock.kernels.sparse import BLOCK_KEYS, Sparse
 from penstock.launch.sparse_attention import sparse_of
 from penstock.types import PAGE_TOKENS
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 
 HEADS, KV_HEADS, DIM = 32, 8, 64

@@ -40,7 +40,7 @@ from penstock.engine.runner.port import Runner
 from penstock.engine.spec.speculator import LookupSpeculator
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
-from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 
 PAGES = ("serve.md", "determinism.md", "compression.md", "operations.md", "security.md")

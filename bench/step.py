@@ -48,7 +48,7 @@ from penstock.kv.transfer.port import PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.keys import Keys
 from penstock.wire.messages import Cancel, Hello, Recipient, Submit, Tokens

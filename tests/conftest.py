@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from penstock.bundled import storyteller
-from penstock.weights.compressing import decompress_folder
+from penstock.weights.compression.convert import decompress_folder
 from sharding import in_turn, parse_shard
 
 # A busy machine makes any example slow; what must be quick has a test of its own.

@@ -38,10 +38,10 @@ from penstock.types import (
     RequestId,
     SamplingParams,
 )
-from penstock.weights.adapter import AdapterLimits, model_targets, read_adapter
-from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.inspect import for_length, inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.spec import ModelSpec
+from penstock.weights.lora import AdapterLimits, model_targets, read_adapter
 
 GREEDY = SamplingParams(seed=0, max_tokens=64, temperature=0.0)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.weights.adapter import Target, model_targets
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
+from penstock.weights.lora import Target, model_targets
 from tiny_models import DTYPES, Tensors, safetensors_bytes
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.model_files import small_files
 from penstock.weights.pooling import read_with
-from penstock.weights.small_files import small_files
 from tiny_models import Tensors, write_weights
 
 WORDS = ["the", "a", "fox", "dog", "cat", "was", "is", "in", "forest", "lost", "old", "quick", "lazy", "moon", "river"]

@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from penstock.weights.checkpoint import CONFIG
-from penstock.weights.family import BUILT_IN
-from penstock.weights.fields import Fields
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import BUILT_IN
+from penstock.weights.inspect import CONFIG
 from tiny_models import DTYPES, write_weights
 
 VOCAB = 160

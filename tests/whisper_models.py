@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from penstock.hashing import picture_hash
 from penstock.intake.audio.wav import EXTENSIBLE
 from penstock.types import PlacedImage, Sound
-from penstock.weights.checkpoint import CONFIG
-from penstock.weights.family import BUILT_IN
-from penstock.weights.fields import Fields
-from penstock.weights.whisper import Whisper
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import BUILT_IN
+from penstock.weights.families.whisper import Whisper
+from penstock.weights.inspect import CONFIG
 from tiny_models import DTYPES, write_weights
 
 CONFIGS = Path(__file__).parent / "fixtures/configs"

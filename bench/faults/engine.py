@@ -23,7 +23,7 @@ from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.seals import PageSeals
 from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
-from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.inspect import for_length, inspect_model
 from penstock.weights.load import load_model
 
 PAGES = 64

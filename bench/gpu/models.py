@@ -22,10 +22,10 @@ from penstock.engine.models.port import Model
 from penstock.engine.models.registry import build_model
 from penstock.kernels.compressed import PANEL_ROWS
 from penstock.kernels.ops import Ops
-from penstock.weights.checkpoint import for_length, read_outline
-from penstock.weights.layout import Matrix, Part, Vector
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
+from penstock.weights.inspect import for_length, read_outline
 from penstock.weights.load import LoadedModel
-from penstock.weights.spec import ModelSpec
 
 BLOCK = 1 << 24
 PART = 1 << 24

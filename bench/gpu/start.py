@@ -20,7 +20,7 @@ from penstock.engine.models.registry import build_model
 from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Captures, Ops
-from penstock.weights.checkpoint import for_length, inspect_model, read_outline
+from penstock.weights.inspect import for_length, inspect_model, read_outline
 from penstock.weights.load import load_model
 from penstock.weights.manifest import Manifests
 

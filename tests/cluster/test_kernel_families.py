@@ -17,7 +17,7 @@ import pytest
 
 from penstock.bundled import storyteller
 from penstock.kernels.native import families
-from penstock.weights.reader import Checkpoint
+from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.wire.keys import Keys
 
 from .one_answer import ROOMS, Plain, assert_same_in_a_crowd, compare, plain_answers

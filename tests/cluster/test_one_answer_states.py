@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import checkpoint_format
 from tiny_models import write_weights
 
 from .one_answer import assert_same_in_a_crowd, plain_answers

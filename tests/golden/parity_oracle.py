@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from penstock.weights.reader import Checkpoint
+from penstock.weights.checkpoint_reader import Checkpoint
 from tiny_models import write_tokenizer, write_weights
 from vision_models import PREPROCESSOR
 

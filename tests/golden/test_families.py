@@ -23,11 +23,11 @@ from whole_rows import check_rows, read_rows, rows_of
 from penstock.engine.core.request import Request
 from penstock.kernels.recording import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams
-from penstock.weights.checkpoint import CONFIG, inspect_model
-from penstock.weights.compressing import compress_folder
-from penstock.weights.family import BUILT_IN, checkpoint_format
-from penstock.weights.fields import Fields
-from penstock.weights.reader import Checkpoint
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.compression.convert import compress_folder
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import BUILT_IN, checkpoint_format
+from penstock.weights.inspect import CONFIG, inspect_model
 from runner_bench import RunnerBench
 from tiny_models import DTYPES, Tensors, write_weights
 

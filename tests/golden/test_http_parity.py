@@ -30,11 +30,11 @@ from whole_rows import TOLERANCE
 
 from cluster.server import PATIENCE_S, PenstockServer
 from penstock.types import Task
-from penstock.weights.checkpoint import CONFIG, inspect_model
-from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.inspect import CONFIG, inspect_model
+from penstock.weights.model_files import small_files
 from penstock.weights.pooling import read_with
-from penstock.weights.small_files import small_files
 from tiny_readers import bert_config
 from vision_models import IMAGE_TOKEN, KINDS, image_part, picture, write_vision_model
 from whisper_models import IDS, PREPROCESSOR, RATE, SUPPRESSED, SUPPRESSED_FIRST, tones, wav, write_whisper

@@ -16,7 +16,7 @@ from whole_rows import TOLERANCE, check_rows, read_rows
 
 from penstock.kernels.select import available_families
 from penstock.types import SamplingParams
-from penstock.weights.decoder import Decoder
+from penstock.weights.architecture.decoder import Decoder
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
 

@@ -23,12 +23,12 @@ from penstock.engine.models.registry import build_reader
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.kernels.select import make_ops
 from penstock.types import BlockHash, Leg, PageId, PoolingParams, RequestId, SamplingParams
-from penstock.weights.checkpoint import inspect_model
-from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
+from penstock.weights.model_files import small_files
 from penstock.weights.pooling import read_with
-from penstock.weights.small_files import small_files
 from tiny_readers import bert_config, write_modules
 
 LENGTHS = [1, 40, 17, 61]

@@ -23,8 +23,8 @@ from penstock.intake.images.preparing import Seen, expanded
 from penstock.intake.images.recipe import read_recipe
 from penstock.kernels.recording import RecordedProgram
 from penstock.types import PAGE_TOKENS, Picture, SamplingParams
-from penstock.weights.small_files import small_files
-from penstock.weights.vision import SeeingDecoder
+from penstock.weights.architecture.vision import SeeingDecoder
+from penstock.weights.model_files import small_files
 from runner_bench import RunnerBench
 from vision_models import IMAGE_TOKEN, KINDS, VOCAB, encoded, picture, write_vision_model
 

@@ -25,14 +25,14 @@ from whole_rows import TOLERANCE, read_rows
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.recording import RecordedProgram
 from penstock.types import SamplingParams
-from penstock.weights.census import Form as PlanForm
-from penstock.weights.census import coding, model_size
-from penstock.weights.checkpoint import inspect_model, read_outline
-from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
-from penstock.weights.formats.quantization import parse_quantization
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.inspect import inspect_model, read_outline
 from penstock.weights.load import load_model
-from penstock.weights.reader import Checkpoint
+from penstock.weights.quantization.config import parse_quantization
+from penstock.weights.sizes import Form as PlanForm
+from penstock.weights.sizes import coding, model_size
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import Tensors, llama_config, write_tokenizer, write_weights

@@ -19,11 +19,11 @@ from penstock.errors import ImageRefused, ModelError
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.recording import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams, Sound
-from penstock.weights.checkpoint import CONFIG
-from penstock.weights.compressing import compress_folder
-from penstock.weights.family import BUILT_IN
-from penstock.weights.fields import Fields
-from penstock.weights.whisper import Whisper
+from penstock.weights.compression.convert import compress_folder
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import BUILT_IN
+from penstock.weights.families.whisper import Whisper
+from penstock.weights.inspect import CONFIG
 from runner_bench import RunnerBench
 from whisper_models import IDS, VOCAB, WORDS, placed, sound, whisper_config, write_whisper
 

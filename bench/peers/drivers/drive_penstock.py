@@ -21,7 +21,7 @@ from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
-from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 
 KV_TOKENS = 16_384

@@ -13,8 +13,8 @@ from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.paint import byte_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
-from penstock.weights.compressing import Done, check_folders, compress_folder, verify_folder
-from penstock.weights.reader import Checkpoint
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.compression.convert import Done, check_folders, compress_folder, verify_folder
 
 EPILOG = """\
 examples:

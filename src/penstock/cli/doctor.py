@@ -345,7 +345,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     try:
         from penstock.launch.compose import decide
         from penstock.launch.model_path import locate
-        from penstock.weights.checkpoint import inspect_model
+        from penstock.weights.inspect import inspect_model
 
         located = locate(model, download=_refuse_download)
         spec = inspect_model(located.path)

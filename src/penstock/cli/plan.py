@@ -26,11 +26,11 @@ from penstock.launch.model_path import config_folder
 from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices, why_not_servable
 from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, requests_at_once, workers_of
 from penstock.types import FP8_E4M3
-from penstock.weights.adapter import AdapterLimits, read_adapter, targets_of
-from penstock.weights.census import BF16, Coding, Form, coding, model_size, weight_bytes
-from penstock.weights.checkpoint import CONFIG_NAME, Outline, read_outline
-from penstock.weights.decoder import Decoder
+from penstock.weights.architecture.decoder import Decoder
 from penstock.weights.eagle import FOLDER, inspect_head
+from penstock.weights.inspect import CONFIG_NAME, Outline, read_outline
+from penstock.weights.lora import AdapterLimits, read_adapter, targets_of
+from penstock.weights.sizes import BF16, Coding, Form, coding, model_size, weight_bytes
 
 BAR_CELLS = 64
 PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))

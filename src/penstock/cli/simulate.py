@@ -20,7 +20,7 @@ from penstock.sim.measures import Targets
 from penstock.sim.plot import draw, pyplot
 from penstock.sim.roofline import fleet_of
 from penstock.sim.trace import read_trace
-from penstock.weights.checkpoint import read_outline
+from penstock.weights.inspect import read_outline
 
 EPILOG = f"""\
 examples:

@@ -14,8 +14,8 @@ from penstock.config.schema import LoraConfig, NamedAdapter
 from penstock.errors import BadField, Forbidden, ModelError, RequestError, UnknownModel
 from penstock.intake.fields import Fields, refuse_unknown
 from penstock.types import AdapterRef
-from penstock.weights.adapter import AdapterLimits, Target, model_targets, named_adapter, read_adapter
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
+from penstock.weights.lora import AdapterLimits, Target, model_targets, named_adapter, read_adapter
 from penstock.wire.ports import JsonObject
 
 MAX_NAME_CHARS = 256

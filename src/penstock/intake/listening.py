@@ -26,10 +26,10 @@ from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.types import GREEDY, PlacedImage, RequestId, SamplingParams, Sound, ValidRequest, pack_token_ids
-from penstock.weights.family import HEARERS
-from penstock.weights.fields import Fields
-from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
-from penstock.weights.whisper import Whisper
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import HEARERS
+from penstock.weights.families.whisper import Whisper
+from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
 from penstock.wire.ports import AnswerText, Envelope, Form, ModelCard
 
 HEARING = Purpose(

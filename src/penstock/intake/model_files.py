@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from penstock.errors import ModelError
-from penstock.weights.small_files import GENERATION_CONFIG, SmallFiles
+from penstock.weights.model_files import GENERATION_CONFIG, SmallFiles
 
 
 def read_json(files: SmallFiles, name: str, *, required: bool = True) -> dict[str, Any]:

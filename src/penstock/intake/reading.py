@@ -20,9 +20,9 @@ from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest, pack_token_ids
-from penstock.weights.fields import Fields
+from penstock.weights.config_json import Fields
+from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
 from penstock.weights.pooling import SENTENCES
-from penstock.weights.small_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, PoolWork
 
 PROMPTS = "config_sentence_transformers.json"

@@ -16,7 +16,7 @@ from penstock.config.limits import Limits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields, array, integer, mapping, number, string, token_ids
-from penstock.weights.fields import LEAST_TEMPERATURE, SamplingDefaults
+from penstock.weights.config_json import LEAST_TEMPERATURE, SamplingDefaults
 
 NAMES = frozenset(
     {

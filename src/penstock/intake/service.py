@@ -56,8 +56,8 @@ from penstock.types import (
     ValidRequest,
     pack_token_ids,
 )
-from penstock.weights.fields import SamplingDefaults, sampling_defaults
-from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
+from penstock.weights.config_json import SamplingDefaults, sampling_defaults
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
 _TOKENS_HASHED_AT_A_TIME = 4096 * PAGE_TOKENS

@@ -66,12 +66,12 @@ from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
-from penstock.weights.adapter import AdapterLimits, model_targets, named_adapter, read_adapter
-from penstock.weights.census import step_bytes
-from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling
+from penstock.weights.architecture.vision import SeeingDecoder
+from penstock.weights.inspect import compute_dtype_for, inspect_model
+from penstock.weights.lora import AdapterLimits, model_targets, named_adapter, read_adapter
 from penstock.weights.manifest import Manifests
-from penstock.weights.spec import ModelSpec, Pooler, Pooling
-from penstock.weights.vision import SeeingDecoder
+from penstock.weights.sizes import step_bytes
 from penstock.wire.keys import Keys
 from penstock.wire.zeromq import check_endpoint
 

@@ -16,12 +16,12 @@ from penstock.config.facts import Beside
 from penstock.config.schema import MAX_DRAFTING, EngineSettings, NamedAdapter
 from penstock.errors import ConfigError, ModelError
 from penstock.kernels.operands import KvShape
-from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.config_json import parse_json_object
 from penstock.weights.eagle import ARCHITECTURE, FOLDER, HeadSpec, inspect_head, is_head
-from penstock.weights.family import DECODERS
-from penstock.weights.fields import parse_json_object
-from penstock.weights.small_files import CONFIG, TOKENIZER, small_files
-from penstock.weights.spec import ModelSpec
+from penstock.weights.families.registry import DECODERS
+from penstock.weights.inspect import for_length, inspect_model
+from penstock.weights.model_files import CONFIG, TOKENIZER, small_files
 
 
 @dataclass(frozen=True, slots=True)

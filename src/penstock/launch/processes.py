@@ -56,10 +56,10 @@ from penstock.launch.startup_log import LoadLog
 from penstock.launch.supervisor import Job
 from penstock.telemetry.log import configure
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
-from penstock.weights.checkpoint import for_length
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.inspect import for_length
 from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.manifest import Manifests
-from penstock.weights.spec import ModelSpec
 from penstock.wire.keys import Keys
 
 if TYPE_CHECKING:

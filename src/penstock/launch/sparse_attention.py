@@ -12,8 +12,8 @@ from penstock.errors import ConfigError
 from penstock.kernels.sparse import BLOCK_KEYS, Sparse
 from penstock.reach import EVERYTHING
 from penstock.types import Task
-from penstock.weights.family import DECODERS
-from penstock.weights.spec import ModelSpec
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.families.registry import DECODERS
 
 _DETAILS = ("sparse_sinks", "sparse_window", "sparse_blocks", "sparse_from")
 

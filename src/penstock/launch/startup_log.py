@@ -19,7 +19,7 @@ from penstock.launch.model_path import Located
 from penstock.launch.sparse_attention import sparse_line
 from penstock.reach import EVERYTHING
 from penstock.types import Task
-from penstock.weights.spec import ModelSpec
+from penstock.weights.architecture.spec import ModelSpec
 
 PROGRESS_EVERY_S = 2.0
 """A long loading tells how far it is so often."""

@@ -27,7 +27,7 @@ from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.port import PageSeal
 from penstock.sim.fitting import Reading, Writing
 from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
-from penstock.weights.checkpoint import compute_dtype_for, inspect_model
+from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.messages import PageReady
 

@@ -14,11 +14,11 @@ from penstock.errors import ConfigError
 from penstock.parallel.devices import Devices
 from penstock.parallel.plan import TENSOR_WAYS, ModelSize, Plan, lay_out
 from penstock.sim.fleet import FleetFile, Group, KvMemory, Limits, Links, StepTimes
-from penstock.weights.census import BF16, Form, coding, model_size
-from penstock.weights.checkpoint import Outline
-from penstock.weights.decoder import Attention, Decoder
-from penstock.weights.latent import Latent
-from penstock.weights.moe import Moe
+from penstock.weights.architecture.decoder import Attention, Decoder
+from penstock.weights.architecture.mla import Latent
+from penstock.weights.architecture.moe import Moe
+from penstock.weights.inspect import Outline
+from penstock.weights.sizes import BF16, Form, coding, model_size
 
 TERA = 1e12
 PEAKS: Mapping[str, tuple[float, float]] = MappingProxyType(

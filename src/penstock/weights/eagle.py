@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
-from penstock.weights.decoder import Attention, Mlp
-from penstock.weights.decoder_fields import parse_activation, parse_sizes
-from penstock.weights.fields import Fields
-from penstock.weights.reader import Checkpoint
-from penstock.weights.rope import parse_rope
-from penstock.weights.small_files import CONFIG, load_json, small_files
-from penstock.weights.spec import ModelSpec
+from penstock.weights.architecture.decoder import Attention, Mlp
+from penstock.weights.architecture.rope import parse_rope
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.config_json import Fields
+from penstock.weights.families.fields import parse_activation, parse_sizes
+from penstock.weights.model_files import CONFIG, load_json, small_files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from penstock.weights.header import TensorInfo
-from penstock.weights.reader import Checkpoint
-from penstock.weights.spec import ModelSpec
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.safetensors_header import TensorInfo
 
 VERSION = 2
 """Part of the hash: a change of what is hashed makes all fingerprints new."""

@@ -35,15 +35,15 @@ from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantised import QuantizedMatrix
 from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
-from penstock.weights.compressed import Original, checksum, checksum_text
-from penstock.weights.family import checkpoint_format
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.checkpoint_reader import NUMPY_DTYPES, Checkpoint
+from penstock.weights.compression.format import Original, checksum, checksum_text
+from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
-from penstock.weights.formats.quantization import Quantization
-from penstock.weights.header import AGAIN
-from penstock.weights.layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
-from penstock.weights.reader import NUMPY_DTYPES, Checkpoint
-from penstock.weights.spec import ModelSpec
+from penstock.weights.quantization.config import Quantization
+from penstock.weights.safetensors_header import AGAIN
 
 # MERGED: Weights that are made of arrays: quantised ones, parts of stacks, and all of them for a backend that
 # MERGED: reads no files.

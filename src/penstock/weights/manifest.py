@@ -22,9 +22,9 @@ import msgspec
 from blake3 import blake3
 
 from penstock.errors import ModelError
-from penstock.weights.compressed import Original
-from penstock.weights.mapped import Stamp, replacing
-from penstock.weights.reader import Checkpoint
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.compression.format import Original
+from penstock.weights.files import Stamp, replacing
 
 VERSION = 1
 FOLDER = "manifests"

@@ -12,11 +12,11 @@ from types import MappingProxyType
 import msgspec
 
 from penstock.errors import ModelError
-from penstock.weights.decoder import Decoder
-from penstock.weights.encoder import KEEPS_NOTHING
-from penstock.weights.fields import Fields, parse_json_objects
-from penstock.weights.small_files import SmallFiles, load_json
-from penstock.weights.spec import ModelSpec, Pooler, Pooling, Scores
+from penstock.weights.architecture.decoder import Decoder
+from penstock.weights.architecture.encoder import KEEPS_NOTHING
+from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling, Scores
+from penstock.weights.config_json import Fields, parse_json_objects
+from penstock.weights.model_files import SmallFiles, load_json
 
 MODULES = "modules.json"
 SENTENCES = "sentence_bert_config.json"

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from penstock.cli.benchmark.prompts import WORDS
 from penstock.kernels.native import NativeOps
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=2048, max_positions=512)

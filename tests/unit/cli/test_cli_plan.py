@@ -16,9 +16,9 @@ from penstock.config.facts import GpuFacts, GpuReport
 from penstock.config.schema import ServeConfig
 from penstock.launch import compose
 from penstock.launch.machine import free_memory
-from penstock.weights.checkpoint import inspect_model, read_outline
+from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.eagle import inspect_head
-from penstock.weights.reader import Checkpoint
+from penstock.weights.inspect import inspect_model, read_outline
 from tiny_adapters import write_adapter
 from tiny_models import llama_config
 

@@ -14,7 +14,7 @@ from penstock.cli.paint import _ProgressLines
 from penstock.parallel.devices import parse_devices
 from penstock.sim.fleet import load_fleet
 from penstock.sim.roofline import fleet_of
-from penstock.weights.checkpoint import read_outline
+from penstock.weights.inspect import read_outline
 from tiny_models import llama_config
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"

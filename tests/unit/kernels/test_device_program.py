@@ -24,7 +24,7 @@ from penstock.kernels.triton.graphs import MOST_REFUSALS, AsItIs, Captured, Cuda
 from penstock.kernels.triton.program import TRIED_PROMPTS, DeviceProgram
 from penstock.kernels.triton.staging import DeviceArrays, Draws, StepShape, buckets, by_group, fill
 from penstock.types import SamplingParams
-from penstock.weights import census
+from penstock.weights import sizes as weights_sizes
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
 
@@ -178,8 +178,8 @@ def test_prompts_are_tried_in_one_page(folder: Path) -> None:
 
 
 def test_the_plan_of_memory_counts_what_attention_keeps() -> None:
-    assert (census.PARTED_ROWS, census.PARTED_BYTES) == (paged.APART_TOKENS, paged.APART_BYTES)
-    assert census.PARTITION_KEYS == paged.PARTITION_KEYS
+    assert (weights_sizes.PARTED_ROWS, weights_sizes.PARTED_BYTES) == (paged.APART_TOKENS, paged.APART_BYTES)
+    assert weights_sizes.PARTITION_KEYS == paged.PARTITION_KEYS
 
 
 class Counting(AsItIs):

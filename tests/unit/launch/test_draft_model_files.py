@@ -13,7 +13,7 @@ from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.kernels.operands import StateShape
 from penstock.launch.draft_model import FoundHead, FoundModel, find, guesses_with
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
 from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import llama_config, write_model
 

@@ -12,9 +12,9 @@ from penstock.errors import ConfigError
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.sparse import Sparse
 from penstock.launch.sparse_attention import numerics_of, read_sparsely, sparse_line
-from penstock.weights.checkpoint import for_length, inspect_model
+from penstock.weights.architecture.spec import Pooler, Pooling
 from penstock.weights.fingerprint import Fingerprint
-from penstock.weights.spec import Pooler, Pooling
+from penstock.weights.inspect import for_length, inspect_model
 
 SPEC = inspect_model(storyteller())
 ASKED = ServeConfig(sparse_attention=True, sparse_sinks=65, sparse_window=256, sparse_blocks=6, sparse_from=100)

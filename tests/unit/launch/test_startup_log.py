@@ -17,7 +17,7 @@ from penstock.config.schema import PoolingConfig, ServeConfig
 from penstock.launch.model_path import Located
 from penstock.launch.startup_log import Phases, fleet_lines, model_lines, talk_lines, worker_lines
 from penstock.types import Task
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
 
 MACHINE = MachineFacts(cpus=tuple(range(16)), cores=16, memory_bytes=64 << 30, kernel_families=("avx2", "portable"))
 MODEL = ModelFacts(name="m", max_positions=2048, parameters=10**7, auto_dtype="bf16", page_bytes_bf16=32 << 10)

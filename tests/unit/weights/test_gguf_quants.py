@@ -15,10 +15,10 @@ from penstock.kernels import _native
 from penstock.kernels.native import NativeOps, families
 from penstock.kernels.quantised import dequantised
 from penstock.types import SamplingParams
-from penstock.weights.checkpoint import compute_dtype_for, inspect_model
-from penstock.weights.gguf_quants import GGUF_QUANTS
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.gguf.quants import GGUF_QUANTS
+from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.reader import Checkpoint
 from runner_bench import RunnerBench
 from tiny_gguf import write_gguf
 from tiny_models import llama_config, random_tensors

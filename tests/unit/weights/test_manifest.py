@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from penstock.errors import ModelError
 from penstock.kernels.native import NativeOps, families
 from penstock.weights import load as weights_load
-from penstock.weights.checkpoint import inspect_model
-from penstock.weights.compressed import GPU
-from penstock.weights.compressing import compress_folder
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression.format import GPU
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.weights.manifest import FOLDER, MAX_MANIFESTS, RACY_NS, Manifests
-from penstock.weights.reader import Checkpoint
 from tiny_models import llama_config, random_tensors, write_model, write_weights
 
 LATER_NS = 3600 * 10**9
@@ -144,7 +144,7 @@ def test_bytes_that_changed_under_an_unchanged_stamp_are_found(stage: Stage, mon
         found = real(descriptor)
         return stamp if found.st_ino == stamp.st_ino and found.st_size == stamp.st_size else found
 
-    monkeypatch.setattr("penstock.weights.mapped.os.fstat", as_it_was)
+    monkeypatch.setattr("penstock.weights.files.os.fstat", as_it_was)
     with pytest.raises(ModelError, match=f"tensor '{NAME}': damaged, its bytes are not those that were hashed"):
         stage.load()
 

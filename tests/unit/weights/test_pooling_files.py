@@ -10,10 +10,10 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.types import Task
-from penstock.weights.checkpoint import inspect_model
-from penstock.weights.compressing import compress_folder
-from penstock.weights.encoder import KEEPS_NOTHING
-from penstock.weights.spec import Pooler, Pooling, Scores
+from penstock.weights.architecture.encoder import KEEPS_NOTHING
+from penstock.weights.architecture.spec import Pooler, Pooling, Scores
+from penstock.weights.compression.convert import compress_folder
+from penstock.weights.inspect import inspect_model
 from tiny_models import llama_config, write_model
 from tiny_readers import bert_config, write_modules, write_reader
 

@@ -18,19 +18,19 @@ import pytest
 from blake3 import blake3
 
 from penstock.kernels.sparse import Sparse
-from penstock.weights import compressing
-from penstock.weights.adapter import AdapterLimits, model_targets, read_adapter
-from penstock.weights.checkpoint import inspect_model
-from penstock.weights.compressed import GPU, Original
-from penstock.weights.compressing import Done, Started, compress_folder
-from penstock.weights.family import checkpoint_format
-from penstock.weights.fields import Fields
+from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling, Scores
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.compression import convert
+from penstock.weights.compression.convert import Done, Started, compress_folder
+from penstock.weights.compression.format import GPU, Original
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.files import Stamp
 from penstock.weights.fingerprint import Fingerprint, fingerprint
-from penstock.weights.formats.quantization import parse_quantization
+from penstock.weights.inspect import inspect_model
+from penstock.weights.lora import AdapterLimits, model_targets, read_adapter
 from penstock.weights.manifest import FileRecord, Manifest, Manifests
-from penstock.weights.mapped import Stamp
-from penstock.weights.reader import Checkpoint
-from penstock.weights.spec import ModelSpec, Pooler, Pooling, Scores
+from penstock.weights.quantization.config import parse_quantization
 from tiny_models import Tensors, llama_config, safetensors_bytes, write_tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -142,7 +142,7 @@ def test_an_interrupted_compression_goes_on_from_a_journal_of_before(model: Path
     whole = target / "model.safetensors"
     start = 8 + int.from_bytes(whole.read_bytes()[:8], "little")
     with Checkpoint(model) as checkpoint:
-        started = Started(compressing._identity(checkpoint.files[0]), start)
+        started = Started(convert._identity(checkpoint.files[0]), start)
     first = done[0]
     lines = [
         f'{{"source":"{started.source}","data_start":{start},"layout":""}}',

@@ -22,14 +22,14 @@ from penstock.kernels.kinds import Gate
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.sparse import Sparse
-from penstock.weights import decoder as forms
-from penstock.weights.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
-from penstock.weights.delta import Delta
-from penstock.weights.latent import Latent
-from penstock.weights.moe import Moe
-from penstock.weights.rope import Rope
-from penstock.weights.spec import ModelSpec
-from penstock.weights.vision import SeeingDecoder
+from penstock.weights.architecture import decoder as forms
+from penstock.weights.architecture.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
+from penstock.weights.architecture.gated_delta_net import Delta
+from penstock.weights.architecture.mla import Latent
+from penstock.weights.architecture.moe import Moe
+from penstock.weights.architecture.rope import Rope
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.vision import SeeingDecoder
 
 
 class Parts:

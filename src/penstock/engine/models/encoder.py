@@ -18,8 +18,8 @@ from penstock.engine.layers.norm import LayerNorm, NoNorm
 from penstock.kernels.kinds import Activation
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.weights.encoder import Encoder
-from penstock.weights.spec import ModelSpec, Pooler
+from penstock.weights.architecture.encoder import Encoder
+from penstock.weights.architecture.spec import ModelSpec, Pooler
 
 
 class EncoderLayer:

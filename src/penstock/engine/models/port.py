@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.types import Medium
-from penstock.weights.spec import Pooler
+from penstock.weights.architecture.spec import Pooler
 
 
 class Model(Protocol):

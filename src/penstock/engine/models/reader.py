@@ -13,7 +13,7 @@ from penstock.engine.models.port import Model
 from penstock.errors import ModelError
 from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.weights.spec import Pooler
+from penstock.weights.architecture.spec import Pooler
 
 
 class ReadingDecoder:

@@ -1,6 +1,6 @@
 """From an architecture's name to the code that computes it: built-in, or an installed package's.
 
-The other half of a family, how its checkpoints are read, is in ``penstock.weights.family``; an entry point of the
+The other half of a family, how its checkpoints are read, is in ``penstock.weights.families.registry``; an entry point of the
 group ``penstock.models`` offers both.
 """
 
@@ -14,9 +14,9 @@ from penstock.engine.models import decoder, encoder, reader, whisper
 from penstock.engine.models.port import Model, Reader
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
-from penstock.weights.family import DECODERS, ENCODERS, HEARERS, installed_plugin
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.families.registry import DECODERS, ENCODERS, HEARERS, installed_plugin
 from penstock.weights.load import LoadedModel
-from penstock.weights.spec import ModelSpec
 
 Build = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
 """(specification, packed weights by name, backend, positions wanted) to a model."""

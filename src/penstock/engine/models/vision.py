@@ -20,7 +20,7 @@ from penstock.kernels.kinds import Activation, Gate
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import Ops
 from penstock.types import Medium, Picture
-from penstock.weights.vision import Vision
+from penstock.weights.architecture.vision import Vision
 
 
 class VisionLayer:

@@ -28,8 +28,8 @@ from penstock.kernels.kinds import Activation
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.types import Medium, Sound
-from penstock.weights.spec import ModelSpec
-from penstock.weights.whisper import EPS, KERNEL, Stack, Whisper
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.families.whisper import EPS, KERNEL, Stack, Whisper
 
 
 class Parts:

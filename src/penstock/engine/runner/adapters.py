@@ -25,8 +25,8 @@ from penstock.kernels.adapters import NO_ADAPTER, AdapterTable, PackedAdapter
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.types import AdapterRef
-from penstock.weights.adapter import Adapter, AdapterLimits, model_targets, read_adapter
 from penstock.weights.load import LoadedModel
+from penstock.weights.lora import Adapter, AdapterLimits, model_targets, read_adapter
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.reach import blocks_of
 from penstock.types import PAGE_TOKENS, PoolingParams, RequestId
-from penstock.weights.spec import Pooling, Scores
+from penstock.weights.architecture.spec import Pooling, Scores
 
 READ = (0,)
 """The token that says that a text has been read."""

@@ -12,9 +12,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.weights.fields import Fields
-from penstock.weights.small_files import SmallFiles, load_json
-from penstock.weights.whisper import Whisper
+from penstock.weights.config_json import Fields
+from penstock.weights.families.whisper import Whisper
+from penstock.weights.model_files import SmallFiles, load_json
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "feature_extractor"

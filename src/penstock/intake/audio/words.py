@@ -9,8 +9,8 @@ import msgspec
 
 from penstock.errors import ModelError
 from penstock.intake.tokenizer import TextTokenizer
-from penstock.weights.fields import Fields
-from penstock.weights.small_files import CONFIG, GENERATION_CONFIG, SmallFiles, load_json
+from penstock.weights.config_json import Fields
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, SmallFiles, load_json
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ModelError
-from penstock.weights.family import BUILT_IN
-from penstock.weights.fields import Fields
-from penstock.weights.small_files import CONFIG, SmallFiles, load_json
-from penstock.weights.vision import SeeingDecoder
+from penstock.weights.architecture.vision import SeeingDecoder
+from penstock.weights.config_json import Fields
+from penstock.weights.families.registry import BUILT_IN
+from penstock.weights.model_files import CONFIG, SmallFiles, load_json
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "image_processor"

@@ -19,8 +19,8 @@ from penstock.intake.vocabularies.added import complete, configured_tokens, name
 from penstock.intake.vocabularies.merges import PAIRS, read_merges
 from penstock.intake.vocabularies.ranks import FILLER, is_tiktoken, read_tekken, read_tiktoken
 from penstock.intake.vocabularies.sentencepiece import read_sentencepiece
-from penstock.weights.gguf_file import is_gguf
-from penstock.weights.small_files import TOKENIZER, small_files
+from penstock.weights.gguf.file import is_gguf
+from penstock.weights.model_files import TOKENIZER, small_files
 
 MAX_FILE_BYTES = 256 << 20
 _WANTED = "tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or vocab.json with merges.txt"

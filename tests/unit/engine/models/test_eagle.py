@@ -15,8 +15,8 @@ from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops
-from penstock.weights.checkpoint import inspect_model
 from penstock.weights.eagle import inspect_head, load_head
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import llama_config, random_tensors, write_model

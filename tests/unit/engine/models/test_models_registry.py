@@ -12,8 +12,8 @@ import pytest
 from penstock.engine.models.registry import BUILT_IN, build_model
 from penstock.errors import ModelError
 from penstock.kernels.select import make_ops
-from penstock.weights import family
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.families import registry
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from runner_bench import GREEDY, RunnerBench
 from tiny_models import llama_config, write_model
@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.engine.models import decoder as model
 from penstock.weights import llama
-from penstock.weights.family import CheckpointFormat
+from penstock.weights.families.registry import CheckpointFormat
 
 
 class Other:
@@ -53,7 +53,7 @@ def installed_plugin(tmp_path: Path) -> Iterator[None]:
 
 
 def test_both_halves_of_the_built_in_families_are_there() -> None:
-    assert BUILT_IN.keys() == family.BUILT_IN.keys()
+    assert BUILT_IN.keys() == registry.BUILT_IN.keys()
 
 
 @pytest.mark.usefixtures("installed_plugin")

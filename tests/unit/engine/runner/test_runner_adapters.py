@@ -16,8 +16,8 @@ from penstock.kernels.adapters import NO_ADAPTER, PackedAdapter
 from penstock.kernels.native import families
 from penstock.kernels.recording import RecordedProgram
 from penstock.types import AdapterRef, SamplingParams
-from penstock.weights.adapter import Adapter
-from penstock.weights.compressing import compress_folder
+from penstock.weights.compression.convert import compress_folder
+from penstock.weights.lora import Adapter
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import llama_config, write_model

@@ -22,7 +22,7 @@ from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.select import make_ops
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams, TokenLogprob
-from penstock.weights.checkpoint import inspect_model
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_models import llama_config, write_model
 

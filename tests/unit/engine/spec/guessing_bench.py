@@ -22,8 +22,8 @@ from penstock.grammar.matcher import CompiledGrammar
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.kernels.select import make_ops
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams, TokenLogprob
-from penstock.weights.checkpoint import inspect_model
 from penstock.weights.eagle import inspect_head, load_head
+from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import llama_config, write_model

@@ -110,7 +110,7 @@ def test_the_bundled_head_is_the_bundled_models() -> None:
     from penstock.kernels.select import make_ops
     from penstock.launch.draft_model import FoundHead, find
     from penstock.launch.speculation import load
-    from penstock.weights.checkpoint import inspect_model
+    from penstock.weights.inspect import inspect_model
     from penstock.weights.load import load_model
 
     folder = storyteller()

@@ -19,9 +19,9 @@ from penstock.intake.audio.preparing import reading_bytes
 from penstock.intake.audio.resampling import resampled
 from penstock.intake.audio.wav import FLOAT, PCM, read_wav, samples_of
 from penstock.intake.audio.windows import windows
-from penstock.weights.fields import Fields
-from penstock.weights.small_files import small_files
-from penstock.weights.whisper import Whisper, parse_whisper
+from penstock.weights.config_json import Fields
+from penstock.weights.families.whisper import Whisper, parse_whisper
+from penstock.weights.model_files import small_files
 from whisper_models import riff, tones, wav, whisper_config, write_whisper
 
 REAL = SoundRecipe(rate=16_000, seconds=30, fft=400, hop=160, bands=80, tokens=1504)

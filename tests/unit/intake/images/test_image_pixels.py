@@ -16,7 +16,7 @@ from penstock.intake.images import pixels
 from penstock.intake.images.pixels import decoding_bytes, has_more_scans, picture_of
 from penstock.intake.images.recipe import ImageRecipe, read_recipe
 from penstock.types import Picture
-from penstock.weights.small_files import SmallFiles
+from penstock.weights.model_files import SmallFiles
 from vision_models import PREPROCESSOR, encoded, picture, vision_config
 
 RECIPE = ImageRecipe(

@@ -1,0 +1,1 @@
+"""architecture: NEEDS A DOCSTRING."""

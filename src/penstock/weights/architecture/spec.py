@@ -1,0 +1,92 @@
+"""What a model is, without its weights.  Immutable.
+
+Knows neither files nor families: what rooms outside a model's family need stands in ``ModelSpec``, everything else in
+the family's own ``Details``, which only the family reads.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from penstock.kernels.operands import KvShape
+from penstock.kernels.sparse import Sparse
+from penstock.types import Task
+from penstock.weights.config_json import SamplingDefaults
+from penstock.weights.quantization.config import Quantization
+
+D = TypeVar("D", bound="Details")
+
+
+class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of what a family keeps of a ``config.json``.  All fields, and the class's name, are part of the model's
+    fingerprint: whatever changes a bit of an answer stands here, and nothing else does."""
+
+
+class Pooling(StrEnum):
+    """Which hidden states of a text count."""
+
+    CLS = "cls"  # the first token's
+    MEAN = "mean"  # all of them, on average
+    LAST = "last"  # the last token's
+
+
+class Scores(StrEnum):
+    """What is made of a label's score."""
+
+    RAW = "raw"  # nothing
+    SIGMOID = "sigmoid"  # a probability for each label by itself
+    SOFTMAX = "softmax"  # probabilities that sum up to 1
+
+
+class Pooler(Details, frozen=True, kw_only=True):
+    """What becomes of a text that is only read: a vector, or scores of labels."""
+
+    pooling: Pooling
+    causal: bool = True  # a token reads what stands before it; else all of its text
+    normalised: bool = False  # embeddings are brought to length 1
+    labels: int = 0  # of a classification head; 0: there is none
+    scores: Scores = Scores.RAW
+    dense: bool = False  # tanh of a square product before the head
+
+    @property
+    def task(self) -> Task:
+        """What a model with it is served for."""
+        return Task.CLASSIFY if self.labels else Task.EMBED
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A transformer.  Sizes are checked by whoever makes one."""
+
+    architecture: str
+    vocab: int
+    hidden: int
+    layers: int
+    kv: KvShape
+    max_positions: int
+    tied: bool  # the head is the embedding table
+    details: Details
+    checkpoint_dtype: str = "fp32"  # "bf16", "fp16" or "fp32": the widest type of its matrices
+    parameters: int = 0  # weights that its tensors hold
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+    quantization: Quantization | None = None  # how a folder's matrices are stored
+    pooler: Pooler | None = None  # None: the model writes
+    source: int = 0  # first tokens of every sequence, which stand for a sound; 0: the model hears nothing
+    sparse: Sparse | None = None  # how little is read of long contexts; None: everything, as its makers meant it
+
+    @property
+    def task(self) -> Task:
+        """What the model is served for."""
+        if self.source:
+            return Task.TRANSCRIBE
+        return Task.GENERATE if self.pooler is None else self.pooler.task
+
+    def own(self, kind: type[D]) -> D:
+        """The family's details.  Raises TypeError if they are another family's."""
+        if not isinstance(self.details, kind):
+            raise TypeError(f"{self.architecture}: details are {type(self.details).__name__}, not {kind.__name__}")
+        return self.details

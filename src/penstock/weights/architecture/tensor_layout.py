@@ -1,0 +1,201 @@
+"""Which tensors of a checkpoint make which weight of a model: plain data, filled in by a family.
+
+Several tensors may be one weight (queries, keys and values are one matrix product): their rows follow one another.
+One tensor may hold several weights (experts in a stack, gate and up row by row), or a weight the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ModelError
+from penstock.kernels.quantised import QuantizedMatrix
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.quantization.base import Coded
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``first``, ``first + step``, ... below ``stop``."""
+
+    first: int
+    stop: int
+    step: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(range(self.first, self.stop, self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows ``first`` to ``stop`` of every one of ``count`` equal groups of rows; ``turned``: inputs and outputs turned
+    round within each."""
+
+    count: int
+    first: int
+    stop: int
+    turned: bool = False
+
+    def share(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """What is left of a matrix of this shape."""
+        picked = self.stop - self.first
+        return (self.count * shape[1], picked) if self.turned else (self.count * picked, shape[1])
+
+    def of(self, matrix: NDArray[Any]) -> NDArray[Any]:
+        """The groups, one below the other."""
+        picked = matrix.reshape(self.count, -1, matrix.shape[1])[:, self.first : self.stop]
+        picked = picked.swapaxes(1, 2) if self.turned else picked
+        return picked.reshape(-1, picked.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix or vector that one tensor of the checkpoint holds: all of it, or what is left after, in this order,
+    making it flat, taking one of a stack, turning inputs and outputs round, and picking rows, or rows of groups."""
+
+    tensor: str
+    shape: tuple[int, ...]  # that the tensor must have
+    index: int | None = None  # of a stack: [E, N, K]
+    transposed: bool = False  # stored as [K, N]
+    rows: Rows | None = None
+    groups: Groups | None = None
+    flat: bool = False  # stored as [N, ...]: all but its first axis is one
+
+    @property
+    def is_whole(self) -> bool:
+        """Is it the tensor as it is stored?"""
+        changed = self.index is not None or self.transposed or self.rows is not None or self.groups is not None
+        return not changed and len(self.shape) <= 2
+
+    @property
+    def numbers(self) -> int:
+        """How many it takes of its tensor."""
+        shape = self.shape if self.index is None else self.shape[1:]
+        if self.groups is not None:
+            return math.prod(self.groups.share(shape))
+        if self.rows is None:
+            return math.prod(shape)
+        return math.prod(shape) // shape[1 if self.transposed and len(shape) > 1 else 0] * self.rows.count
+
+    def of(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        """The part of a tensor: a view where it can be one."""
+        if self.flat:
+            tensor = tensor.reshape(len(tensor), -1)
+        if self.index is not None:
+            tensor = tensor[self.index]
+        if self.transposed:
+            tensor = tensor.T
+        if self.rows is not None:
+            tensor = tensor[self.rows.first : self.rows.stop : self.rows.step]
+        if self.groups is not None:
+            tensor = self.groups.of(tensor)
+        return tensor
+
+    def quantised(self, coded: Coded) -> QuantizedMatrix | None:
+        """The part as it is stored, None where it is not rows of the matrix.  Raises ModelError."""
+        if self.groups is not None or self.transposed != coded.turned:
+            return None
+        matrix = coded.matrix(self.index or 0)
+        if self.rows is None:
+            return matrix
+        return matrix.picked(range(self.rows.first, self.rows.stop, self.rows.step))
+
+    def dequantised(self, coded: Coded) -> NDArray[np.float32]:
+        """The part of a tensor of codes, as fp32.  Raises ModelError."""
+        matrix_NK = coded.matrix(self.index or 0).dequantised()
+        turned = matrix_NK if self.transposed == coded.turned else matrix_NK.T
+        return replace(self, index=None, transposed=False).of(turned)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight of ``linear`` or ``embed``: rows of its parts, one part after another."""
+
+    name: str
+    parts: tuple[Part, ...]
+    segments: tuple[int, ...] | None = None  # ends of the segments of K; None for a plain sum
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A norm weight or a bias: its parts one after another, each number plus ``offset`` (some norms store w - 1)."""
+
+    name: str
+    parts: tuple[Part, ...]
+    offset: float = 0.0
+
+    def of(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
+        """The vector, of its parts; fp32 unless it is just one tensor."""
+        if len(parts) == 1 and not self.offset:
+            return parts[0]
+        return np.concatenate(parts, dtype=np.float32) + np.float32(self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """All weights of a model, and the tensors that may be there although nothing needs them."""
+
+    weights: tuple[Matrix | Vector, ...]
+    ignored: re.Pattern[str]
+    others: tuple[WeightLayout, ...] = ()  # the same weights by the names of other releases
+
+    def found_in(self, checkpoint: Checkpoint) -> WeightLayout:
+        """This layout, or the first of the others that has its first tensor there."""
+        for layout in (self, *self.others):
+            if next(layout.parts).tensor in checkpoint:
+                return layout
+        return self
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """Of all weights."""
+        return (part for weight in self.weights for part in weight.parts)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the model needs, by name."""
+        return {part.tensor: part.shape for part in self.parts}
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors that the model needs."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises ModelError unless every tensor is there with its shape, and no unknown one beside them."""
+        used = set[str]()
+        for tensor, wanted in self.shapes.items():
+            shape, sources = checkpoint.shape(tensor), checkpoint.sources(tensor)
+            used.update(sources)
+            if shape != wanted:
+                raise ModelError(
+                    f"{checkpoint.path_of(sources[0])}: tensor {tensor!r} has shape {list(shape)}, "
+                    f"by config.json it must have {list(wanted)}"
+                )
+        for name in checkpoint.names:
+            if name not in used and not self.ignored.fullmatch(name) and not checkpoint.adds_nothing(name):
+                raise ModelError(
+                    f"{checkpoint.path_of(name)}: tensor {name!r} is not part of this architecture; "
+                    "leaving it out would change the answers"
+                )
+
+    def widest_dtype(self, checkpoint: Checkpoint) -> str:
+        """ "bf16", "fp16" or "fp32": what holds every matrix without loss (bf16 beside fp16 needs fp32).
+
+        Raises ModelError for a type that weights cannot have.
+        """
+        found = set[str]()
+        for weight in self.weights:
+            for part in weight.parts:
+                dtype = checkpoint.weight_dtype(part.tensor)
+                if isinstance(weight, Matrix):
+                    found.add(dtype)
+        return found.pop() if len(found) == 1 else "fp32"

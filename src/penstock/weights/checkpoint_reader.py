@@ -1,0 +1,289 @@
+"""Tensors of a checkpoint: a folder with one ``model.safetensors`` or an index of shards, or one GGUF file.
+
+Tensors that several stored ones make together (codes and their scales) are there as one.  Knows names, types and
+shapes; knows nothing of architectures.  Everything wrong with a file is a ``ModelError`` that names the file, the
+tensor and the reason.  Nothing is read of a tensor before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ModelError
+from penstock.kernels.compressed_gpu import AnyCompressed
+from penstock.weights.compression.format import Original
+from penstock.weights.config_json import read_json_object
+from penstock.weights.files import Place, Stamp
+from penstock.weights.gguf.file import GgufFile, is_gguf
+from penstock.weights.gguf.quants import GGUF_QUANTS
+from penstock.weights.quantization.base import Coded
+from penstock.weights.quantization.config import UNUSED, Quantization
+from penstock.weights.safetensors import SafetensorsFile
+from penstock.weights.safetensors_header import TensorInfo
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+"""Types that weights may have."""
+
+SHORT_NAMES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+"""The same types as the rest of Penstock names them."""
+
+
+class TensorFile(Protocol):
+    """One file of a checkpoint; ``info`` is always one of its ``tensors``."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def stamp(self) -> Stamp: ...
+    @property
+    def is_compressed(self) -> bool: ...
+    def place(self, info: TensorInfo) -> Place: ...
+    def stored(self, info: TensorInfo) -> memoryview: ...
+    def raw(self, info: TensorInfo) -> memoryview: ...
+    def digest(self, info: TensorInfo) -> bytes: ...
+    def original(self, info: TensorInfo) -> Original | None: ...
+    def matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
+    def turned_heads(self, info: TensorInfo) -> int | None: ...
+    def coded(self, info: TensorInfo) -> Coded | None: ...
+    def drop(self, info: TensorInfo) -> None: ...
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """All tensors of a model by name, whichever file they are in.  Use as a context manager."""
+
+    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
+        """Opens and checks every file's header; ``folder`` may be a GGUF file.  Raises ModelError.
+
+        ``quantization``: how ``config.json`` says that matrices are stored.
+        """
+        self.folder = folder
+        self._quantization = quantization
+        self._coded: dict[str, Coded] = {}
+        self._files: list[TensorFile] = []
+        self._home: dict[str, TensorFile] = {}
+        try:
+            if is_gguf(folder):
+                self._add(GgufFile(folder))
+            elif (folder / SINGLE).exists():
+                self._add(SafetensorsFile(folder / SINGLE))
+            elif (folder / INDEX).exists():
+                self._open_shards(folder / INDEX)
+            else:
+                raise ModelError(_no_weights(folder))
+            if quantization is not None:
+                self._coded = quantization.found_in(self)
+        except ModelError:
+            self.close()
+            raise
+
+    @property
+    def files(self) -> list[SafetensorsFile]:
+        """The safetensors files, by name; none where the model is a GGUF file."""
+        return [file for file in self._files if isinstance(file, SafetensorsFile)]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all stored tensors, sorted: an order that does not depend on how they were sharded."""
+        return sorted(self._home)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home or name in self._coded
+
+    def info(self, name: str) -> TensorInfo:
+        """Type, shape and place of a tensor.  Raises ModelError if there is none of that name."""
+        return self._file_of(name).tensors[name]
+
+    def raw(self, name: str) -> memoryview:
+        """The bytes of a tensor: a view of the mapping, or decoded from compressed ones."""
+        file = self._file_of(name)
+        return file.raw(file.tensors[name])
+
+    def digest(self, name: str) -> bytes:
+        """BLAKE3 of the tensor's bytes."""
+        file = self._file_of(name)
+        return file.digest(file.tensors[name])
+
+    def place(self, name: str) -> Place:
+        """Where the tensor's stored bytes lie."""
+        file = self._file_of(name)
+        return file.place(file.tensors[name])
+
+    def stored(self, name: str) -> memoryview:
+        """The tensor's bytes as they are in the file: a view of the mapping."""
+        file = self._file_of(name)
+        return file.stored(file.tensors[name])
+
+    def original(self, name: str) -> Original | None:
+        """What a compressed file says of the tensor; None in a plain file."""
+        file = self._file_of(name)
+        return file.original(file.tensors[name])
+
+    def stamps(self) -> dict[str, Stamp]:
+        """The files' stamps by name."""
+        return {file.path.name: file.stamp for file in self._files}
+
+    def matrix(self, name: str) -> AnyCompressed | None:
+        """The tensor in its compressed form, None if it is stored plain.  ``digest`` checks that it is sound."""
+        file = self._file_of(name)
+        return file.matrix(file.tensors[name])
+
+    def coded(self, name: str) -> Coded | None:
+        """A tensor of the model that is stored as codes; None if it is plain."""
+        if name in self._coded:
+            return self._coded[name]
+        file = self._file_of(name)
+        return file.coded(file.tensors[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the model.  Raises ModelError if it is missing."""
+        coded = self.coded(name)
+        return self.info(name).shape if coded is None else coded.shape
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that make a tensor of the model: itself where it is plain."""
+        coded = self.coded(name)
+        return (name,) if coded is None else coded.sources
+
+    def adds_nothing(self, name: str) -> bool:
+        """May a stored tensor be left out: is it about what is not quantised here, or a bias of zeros?"""
+        if self._quantization is None:
+            return False
+        if UNUSED.fullmatch(name):
+            return True
+        module, _, end = name.rpartition(".")
+        return end == "bias" and f"{module}.weight" in self._coded and not np.any(self.array(name))
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A tensor as a read-only view: bfloat16 (ml_dtypes), float16 or float32.  Others are refused.
+
+        A matrix of codes becomes float32, all of it.
+        """
+        self.weight_dtype(name)
+        coded = self.coded(name)
+        if coded is not None:
+            return coded.matrix(0).dequantised()
+        info = self.info(name)
+        return np.frombuffer(self.raw(name), NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+
+    def weight_dtype(self, name: str) -> str:
+        """ "bf16", "fp16" or "fp32"; bf16 for what is quantised, for it holds every code's value.
+
+        Raises ModelError for a tensor that is of another type.
+        """
+        if self.coded(name) is not None:
+            return "bf16"
+        dtype = self.info(name).dtype
+        if dtype not in SHORT_NAMES:
+            raise ModelError(
+                f"{self.path_of(name)}: tensor {name!r} has type {dtype}; weights in bf16, fp16 or fp32 can be served, "
+                f"codes that a quantization_config explains, and in a GGUF file {', '.join(sorted(GGUF_QUANTS))}"
+            )
+        return SHORT_NAMES[dtype]
+
+    def is_plain(self, name: str) -> bool:
+        """Does it lie as the model has it: rows in their order, compressed perhaps, but not quantised?"""
+        if name in self._coded:
+            return False
+        file = self._file_of(name)
+        info = file.tensors[name]
+        return file.turned_heads(info) is None and file.coded(info) is None
+
+    def done_with(self, name: str) -> None:
+        """Let go of the memory behind a stored tensor (the page cache keeps it); it can still be read again."""
+        file = self._file_of(name)
+        file.drop(file.tensors[name])
+
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor is in, or the first of those that make it."""
+        return self._file_of(self._coded[name].sources[0] if name in self._coded else name).path
+
+    def close(self) -> None:
+        """Close all files; views that are still held stay valid."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file_of(self, name: str) -> TensorFile:
+        file = self._home.get(name)
+        if file is None:
+            raise ModelError(f"{self.folder}: tensor {name!r} is missing{self._hint(name)}")
+        return file
+
+    def _hint(self, name: str) -> str:
+        """What a missing matrix may be stored as."""
+        module = name.removesuffix(".weight")
+        ends = (".weight_packed", ".qweight", "_blocks")
+        found = next((module + end for end in ends if module + end in self._home), None)
+        return "" if found is None else f"; there is {found!r}, which config.json's quantization_config must explain"
+
+    def _add(self, file: TensorFile) -> None:
+        self._files.append(file)
+        for tensor in file.tensors:
+            if tensor in self._home:
+                raise ModelError(f"{file.path}: tensor {tensor!r} is also in {self._home[tensor].path.name}")
+            self._home[tensor] = file
+
+    def _open_shards(self, index: Path) -> None:
+        places = read_json_object(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise ModelError(f"{index}: has no weight_map")
+        for tensor, name in places.items():
+            if not _is_plain_name(name):
+                raise ModelError(
+                    f"{index}: tensor {tensor!r}: {name!r} is not the name of a .safetensors file beside it"
+                )
+        for name in sorted(set(places.values())):
+            self._add(SafetensorsFile(self.folder / name))
+        for tensor, name in places.items():
+            if self._file_of(tensor).path.name != name:
+                raise ModelError(f"{self.folder / name}: tensor {tensor!r} is missing, {index.name} says it is here")
+        for tensor in self._home:
+            if tensor not in places:
+                raise ModelError(f"{self.path_of(tensor)}: tensor {tensor!r} is not in {index.name}")
+
+
+def _is_plain_name(name: Any) -> bool:
+    """A file beside the index and nowhere else."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not name.startswith(".")
+        and not any(char in name for char in "/\\\0:")
+    )
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model"))
+    pickles += sorted(path.name for pattern in ("*.pth", "*.pt", "*.ckpt") for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder}: has its weights in {pickles[0]} only, a pickle, which can run code when it is read; "
+            "convert it, as transformers' from_pretrained(...).save_pretrained(...) does"
+        )
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+    if ggufs:
+        return f"{folder}: has its weights in GGUF files only; give one of them: penstock serve {folder / ggufs[0]}"
+    return f"{folder}: has no weights; expected {SINGLE} or {INDEX}"

@@ -1,0 +1,1 @@
+"""compression: NEEDS A DOCSTRING."""

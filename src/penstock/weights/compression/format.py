@@ -1,0 +1,352 @@
+"""What a compressed safetensors file says of itself: the table of original tensors in its metadata (docs/format.md).
+
+Every tensor of the original has an entry with its type, shape and BLAKE3, and the checksum of its stored bytes.  One
+that is stored compressed is a tensor of bytes (``U8``) under its own name, and its entry has the exponent code too.
+Knows headers, not files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import KernelError, ModelError
+from penstock.kernels.compressed import (
+    BLOCK_BYTES,
+    BLOCK_COLUMNS,
+    PANEL_ROWS,
+    CompressedMatrix,
+    blocks_bytes,
+    choose_code,
+    panels_of,
+)
+from penstock.kernels.compressed_gpu import (
+    BLOCK_WORDS,
+    MAX_BASE,
+    MAX_VALUES,
+    AnyCompressed,
+    GpuMatrix,
+    column_blocks,
+    stretches_of,
+    table_bytes,
+    words_bytes,
+)
+from penstock.kernels.stored import PIECE_BYTES
+from penstock.kernels.sums import xxh3_128
+from penstock.weights.safetensors_header import DTYPE_BYTES, MAX_RANK, TensorInfo
+
+# MERGED: Lossless compression of bf16 matrices: the sections of a compressed tensor, and the oracle in NumPy.
+# MERGED:
+# MERGED: Of the CPU's layout; that of GPUs is in ``kernels.compressed_gpu``, and here only where both are
+# MERGED: meant.
+# MERGED:
+# MERGED: A bf16 weight becomes a code of three bits for its exponent (seven neighbouring exponents; 0 is an
+# MERGED: escape) and a byte
+# MERGED: with sign and mantissa; the exponents of escapes follow as bytes (docs/format.md).  The kernels' own
+# MERGED: coder and decoder
+# MERGED: (``kernels.compression``) do the work; ``encode_reference`` and ``decode_reference`` here say what
+# MERGED: it is.  Knows no files.
+
+CHUNK_BLOCKS = 8
+PLANE_BYTES = 24
+"""Bytes of the three planes of one block."""
+
+
+def compress_matrix(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
+    """The matrix (bf16 bits) compressed by the kernels, or None if that would not be smaller."""
+    from penstock.kernels import compression  # headers can be read where the extension is not built
+
+    return compression.compress(weight_NK)
+
+
+def decode_parts(matrix: AnyCompressed, where: str) -> Iterator[NDArray[np.uint16]]:
+    """Rows of the matrix as bf16 bits, some at a time; each array is valid until the next.
+
+    Raises ModelError, beginning with ``where``, if its sections contradict each other, or nothing here decodes them.
+    """
+    try:
+        if isinstance(matrix, GpuMatrix):
+            yield from map(np.ascontiguousarray, matrix.decoded())
+        else:
+            from penstock.kernels import compression
+
+            yield from compression.decoded(matrix)
+    except ImportError as error:
+        raise ModelError(
+            f"{where}: compressed for processors, and the C++ extension that decodes it is not built ({error}): build "
+            f"it, or write the model with 'penstock compress MODEL OUT --for gpu' where it is"
+        ) from error
+    except KernelError as error:
+        raise ModelError(f"{where}: damaged, {error}") from error
+
+
+def sections_of(raw: memoryview, shape: tuple[int, int], code: tuple[int, int], where: str) -> CompressedMatrix:
+    """The matrix in a tensor's bytes: counts, blocks, escapes.  Views, not copies, where alignment allows.
+
+    Raises ModelError if the bytes cannot be such a matrix.
+    """
+    n, k = shape
+    base, step = code
+    if not is_exponent_code(base, step):
+        raise ModelError(f"{where}: damaged, there is no exponent code with base {base} and step {step}")
+    table_bytes, fixed_bytes = panels_of(n) * 4, blocks_bytes(n, k)
+    if raw.nbytes < table_bytes + fixed_bytes:
+        raise ModelError(f"{where}: {raw.nbytes} bytes are too few for a compressed matrix of {n} x {k}")
+    counts = np.frombuffer(raw[:table_bytes], np.uint8).copy().view(np.uint32)
+    data = np.frombuffer(raw[table_bytes:], np.uint8)
+    escapes = data[fixed_bytes:]
+    if int(counts.sum(dtype=np.int64)) != escapes.nbytes:
+        raise ModelError(
+            f"{where}: damaged, {escapes.nbytes} escape bytes, its table says {counts.sum(dtype=np.int64)}"
+        )
+    return CompressedMatrix(n, k, base, step, counts, data[:fixed_bytes], escapes)
+
+
+def gpu_sections_of(raw: memoryview, shape: tuple[int, int], base: int, where: str) -> GpuMatrix:
+    """The same for a matrix in the layout for GPUs: counts, words, values.
+
+    Raises ModelError if the bytes cannot be such a matrix.
+    """
+    n, k = shape
+    begin, end = table_bytes(n, k), table_bytes(n, k) + words_bytes(n, k)
+    if raw.nbytes < end or raw.nbytes % 2:
+        raise ModelError(f"{where}: {raw.nbytes} bytes cannot be a matrix of {n} x {k} compressed for a GPU")
+    data = np.frombuffer(raw, np.uint8)
+    counts_PS = data[:begin].copy().view(np.uint32).reshape(panels_of(n), stretches_of(k))
+    values = data[end:].copy().view(np.uint16)
+    if counts_PS.max() > MAX_VALUES or int(counts_PS.sum(dtype=np.int64)) != len(values):
+        raise ModelError(
+            f"{where}: damaged, dictionaries of {len(values)} weights, its table says {counts_PS.sum(dtype=np.int64)} "
+            f"and at most {counts_PS.max()} in one"
+        )
+    raw_words = data[begin:end]
+    aligned = raw_words if raw_words.ctypes.data % 4 == 0 else raw_words.copy()
+    words = aligned.view(np.uint32)
+    return GpuMatrix(n, k, base, counts_PS, words.reshape(panels_of(n), column_blocks(k), BLOCK_WORDS), values)
+
+
+def sections(matrix: AnyCompressed) -> list[memoryview]:
+    """What a file holds of it, in order; empty ones are left out."""
+    if isinstance(matrix, GpuMatrix):
+        arrays: tuple[NDArray[Any], ...] = (matrix.counts_PS, matrix.words_PB, matrix.values)
+    else:
+        arrays = (matrix.counts, matrix.blocks, matrix.escapes)
+    return [array.reshape(-1).data.cast("B") for array in arrays if array.size]
+
+
+def is_exponent_code(base: int, step: int) -> bool:
+    """Do codes 1 to 7 with this base and step mean exponents that there are?"""
+    return (step == 1 and base % 2 == 0 and 0 <= base <= 248) or (step == -1 and base % 2 == 1 and 7 <= base <= 255)
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+
+def encode_reference(weight_NK: NDArray[np.uint16]) -> CompressedMatrix:
+    """What the kernels' coder must write, whether smaller or not."""
+    n, k = weight_NK.shape
+    base, step, _ = choose_code(np.bincount((weight_NK >> 7).ravel() & 0xFF, minlength=256))
+    padding = np.uint16((base + step) << 7)
+    rows, columns = panels_of(n) * PANEL_ROWS, -(-k // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    padded = np.full((rows, columns), padding, np.uint16)
+    padded[:n, :k] = weight_NK
+    # [panel, quarter, row, block, half, column] to [panel, block, quarter, half, row, column]
+    panels = padded.reshape(-1, 4, 4, columns // BLOCK_COLUMNS, 2, 2).transpose(0, 3, 1, 4, 2, 5)
+    words_PB64 = panels.reshape(rows // PANEL_ROWS, columns // BLOCK_COLUMNS, 64)
+    exponents = (words_PB64 >> 7 & 0xFF).astype(np.int64)
+    codes = (exponents - base) * step
+    codes[(codes < 1) | (codes > 7)] = 0
+    bytes_PB64 = (words_PB64 >> 8 & 0x80 | words_PB64 & 0x7F).astype(np.uint8)
+    planes = np.stack([codes & 1, codes >> 1 & 1, codes >> 2], axis=2).astype(np.uint8)
+    planes_PB24 = np.packbits(planes.reshape(*codes.shape[:2], 3 * 64), axis=2, bitorder="little")
+    escaped = exponents[codes == 0]
+    chunks = [
+        np.concatenate([part[p, b : b + CHUNK_BLOCKS].ravel() for part in (planes_PB24, bytes_PB64)])
+        for p in range(codes.shape[0])
+        for b in range(0, codes.shape[1], CHUNK_BLOCKS)
+    ]
+    counts = (codes == 0).sum(axis=(1, 2)).astype(np.uint32)
+    rotated = (escaped >> 1 | (escaped & 1) << 7).astype(np.uint8)
+    return CompressedMatrix(n, k, base, step, counts, np.concatenate(chunks), rotated)
+
+
+def decode_reference(matrix: CompressedMatrix) -> NDArray[np.uint16]:
+    """The weights [n, k] as bf16 bits.  Raises ValueError if planes and escapes contradict each other."""
+    panels, blocks = panels_of(matrix.n), -(-matrix.k // BLOCK_COLUMNS)
+    planes_PB24, bytes_PB64 = _unchunked(matrix.blocks.reshape(panels, blocks * BLOCK_BYTES), blocks)
+    bits = np.unpackbits(planes_PB24, axis=2, bitorder="little").reshape(panels, blocks, 3, 64).astype(np.int64)
+    codes = bits[:, :, 0] + 2 * bits[:, :, 1] + 4 * bits[:, :, 2]
+    exponents = matrix.base + matrix.step * codes
+    rotated = matrix.escapes.astype(np.int64)
+    exponents[codes == 0] = (rotated << 1 | rotated >> 7) & 0xFF
+    signs, mantissas = bytes_PB64.astype(np.int64) >> 7, bytes_PB64 & 0x7F
+    words = (signs << 15 | exponents << 7 | mantissas).astype(np.uint16)
+    rows_PBQHRC = words.reshape(panels, blocks, 4, 2, 4, 2)
+    whole = rows_PBQHRC.transpose(0, 2, 4, 1, 3, 5).reshape(panels * PANEL_ROWS, blocks * BLOCK_COLUMNS)
+    return whole[: matrix.n, : matrix.k].copy()
+
+
+def _unchunked(panels_PX: NDArray[np.uint8], blocks: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Planes [P, blocks, 24] and bytes [P, blocks, 64] of panels in chunks of eight blocks."""
+    planes, signs = [], []
+    for block in range(0, blocks, CHUNK_BLOCKS):
+        count = min(CHUNK_BLOCKS, blocks - block)
+        chunk = panels_PX[:, block * BLOCK_BYTES : (block + count) * BLOCK_BYTES]
+        planes.append(chunk[:, : count * PLANE_BYTES].reshape(-1, count, PLANE_BYTES))
+        signs.append(chunk[:, count * PLANE_BYTES :].reshape(-1, count, 64))
+    return np.concatenate(planes, axis=1), np.concatenate(signs, axis=1)
+
+
+VERSION_KEY = "penstock.compression"
+TENSORS_KEY = "penstock.tensors"
+VERSION = "1"
+VERSION_OF_LAYOUTS = "2"
+"""Of files with a tensor in another layout than the CPU's: what reads version 1 only must not read them."""
+
+GPU = "gpu"
+DIGEST_DIGITS = 64
+CHECKSUM_DIGITS = 32
+
+
+class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor as it was before compression."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blake3: str  # hexadecimal, of its bytes
+    code: tuple[int, int] | None = None  # (base, step) if it is stored compressed
+    checksum: str = ""  # of the stored bytes, see ``checksum``; files of earlier versions have none
+    layout: str = ""  # "gpu", or empty for the CPU's
+
+
+Originals = Mapping[str, Original]
+
+
+def metadata_of(originals: Originals) -> dict[str, str]:
+    """The entries for ``__metadata__``."""
+    version = VERSION_OF_LAYOUTS if any(original.layout for original in originals.values()) else VERSION
+    return {VERSION_KEY: version, TENSORS_KEY: msgspec.json.encode(originals).decode()}
+
+
+def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo], where: str) -> Originals | None:
+    """The table of original tensors; None if the file is a plain one.
+
+    Raises ModelError unless every tensor of the file has one sound entry that fits it.
+    """
+    if VERSION_KEY not in metadata and TENSORS_KEY not in metadata:
+        return None
+    version = metadata.get(VERSION_KEY)
+    if version not in (VERSION, VERSION_OF_LAYOUTS):
+        known = f"{VERSION!r} and {VERSION_OF_LAYOUTS!r}"
+        raise ModelError(f"{where}: compressed in a format of version {version!r}; this reader knows {known}")
+    try:
+        originals = msgspec.json.decode(metadata.get(TENSORS_KEY, ""), type=dict[str, Original])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ModelError(f"{where}: its table of compressed tensors is damaged ({error})") from error
+    if originals.keys() != stored.keys():
+        name = min(originals.keys() ^ stored.keys())
+        raise ModelError(f"{where}: tensor {name!r} is in its header or its table of originals, but not in both")
+    for name, original in originals.items():
+        if original.layout not in ("", GPU) or (original.layout and version == VERSION):
+            raise ModelError(f"{where}: tensor {name!r} has layout {original.layout!r}; known is {GPU!r}, in version 2")
+        _check(original, stored[name], f"{where}: tensor {name!r}")
+    with_checksum = [name for name, original in originals.items() if original.checksum]
+    if 0 < len(with_checksum) < len(originals):
+        name = min(originals.keys() - set(with_checksum))
+        raise ModelError(f"{where}: tensor {name!r} has no checksum, others have")
+    return originals
+
+
+def original_info(stored: TensorInfo, original: Original) -> TensorInfo:
+    """The tensor as it was, at the place where it is stored."""
+    return TensorInfo(stored.name, original.dtype, original.shape, stored.start, stored.stop)
+
+
+def _check(original: Original, stored: TensorInfo, where: str) -> None:
+    if not _is_hex(original.blake3, DIGEST_DIGITS):
+        raise ModelError(f"{where}: bad hash {original.blake3!r}")
+    if original.checksum and not _is_hex(original.checksum, CHECKSUM_DIGITS):
+        raise ModelError(f"{where}: bad checksum {original.checksum!r}")
+    if original.dtype not in DTYPE_BYTES or len(original.shape) > MAX_RANK or min(original.shape, default=0) < 0:
+        raise ModelError(f"{where}: its original cannot be {original.dtype} {list(original.shape)}")
+    if original.code is None:
+        if (original.dtype, original.shape) != (stored.dtype, stored.shape) or original.layout:
+            raise ModelError(f"{where}: stored as {stored.dtype} {list(stored.shape)}, which its entry denies")
+        return
+    if original.dtype != "BF16" or len(original.shape) != 2 or min(original.shape) < 1 or not has_valid_code(original):
+        raise ModelError(f"{where}: a compressed tensor must be a matrix of BF16 with a sound exponent code")
+    if stored.dtype != "U8" or len(stored.shape) != 1 or stored.nbytes >= 2 * math.prod(original.shape):
+        raise ModelError(f"{where}: not stored as a compressed tensor, though its entry says so")
+
+
+def has_valid_code(original: Original) -> bool:
+    """Do its codes mean exponents that there are?"""
+    base, step = original.code or (-1, 0)
+    if original.layout == GPU:
+        return step == 1 and 0 <= base <= MAX_BASE
+    return is_exponent_code(base, step)
+
+
+def _is_hex(text: str, digits: int) -> bool:
+    return len(text) == digits and set(text) <= set("0123456789abcdef")
+
+
+# MERGED: The checksum of a tensor's stored bytes (docs/format.md): against damage on a drive or in memory,
+# MERGED: not against malice.
+# MERGED:
+# MERGED: XXH3-128 of a line that says what the tensor is, then of the XXH3-128 of each piece of its bytes.
+# MERGED: The pieces are those
+# MERGED: in which weights are loaded (``kernels/cpp/host/weight_loader.hpp``), so that loading checks them at
+# MERGED: the speed of the
+# MERGED: copy; here is what it must come to.
+
+
+def checksum_text(name: str, tensor: Original) -> str:
+    """What is hashed in front of the pieces: everything by which the bytes become weights."""
+    code = "" if tensor.code is None else ",".join(map(str, (*tensor.code, tensor.layout))).rstrip(",")
+    return "\n".join((name, tensor.dtype, ",".join(map(str, tensor.shape)), tensor.blake3, code, ""))
+
+
+def checksum(name: str, tensor: Original, sections: Sequence[memoryview]) -> str:
+    """32 hexadecimal digits for a tensor and its bytes in the file; ``sections`` end where pieces end."""
+    whole = [checksum_text(name, tensor).encode()]
+    left = list(sections)
+    start = 0  # of the first section that is left
+    for begin, end in pieces(tensor, sum(section.nbytes for section in sections)):
+        while begin >= start + left[0].nbytes:
+            start += left.pop(0).nbytes
+        whole.append(xxh3_128(left[0][begin - start : end - start]))
+    return xxh3_128(b"".join(whole)).hex()
+
+
+def pieces(tensor: Original, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Where each piece of the ``nbytes`` stored bytes begins and ends."""
+    if tensor.code is not None and tensor.layout == GPU:
+        n, k = tensor.shape
+        counts, words = table_bytes(n, k), words_bytes(n, k)
+        panel = words // panels_of(n)
+        yield from _cut(0, counts, PIECE_BYTES)
+        yield from _cut(counts, counts + words, max(1, PIECE_BYTES // panel) * panel)
+        yield from _cut(counts + words, nbytes, PIECE_BYTES)
+    elif tensor.code is not None:
+        n, k = tensor.shape
+        panel = -(-k // BLOCK_COLUMNS) * BLOCK_BYTES
+        counts, blocks = panels_of(n) * 4, panels_of(n) * panel
+        yield from _cut(0, counts, PIECE_BYTES)
+        yield from _cut(counts, counts + blocks, max(1, PIECE_BYTES // panel) * panel)
+        yield from _cut(counts + blocks, nbytes, PIECE_BYTES)
+    elif len(tensor.shape) == 2 and nbytes:
+        row = tensor.shape[1] * DTYPE_BYTES[tensor.dtype]
+        yield from _cut(0, nbytes, max(PANEL_ROWS, PIECE_BYTES // row // PANEL_ROWS * PANEL_ROWS) * row)
+    else:
+        yield from _cut(0, nbytes, PIECE_BYTES)
+
+
+def _cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(begin, end, step):
+        yield start, min(start + step, end)

@@ -1,0 +1,1 @@
+"""families: NEEDS A DOCSTRING."""

@@ -1,0 +1,136 @@
+"""GPT-2: learned positions, layer norms, biases everywhere, matrices stored inputs first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.kernels.kinds import SWIGLU_OAI, Gate
+from penstock.kernels.routing import Score
+from penstock.weights.architecture import decoder
+from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm
+from penstock.weights.architecture.moe import Moe, MoeNames
+from penstock.weights.architecture.rope import parse_rope
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.tensor_layout import WeightLayout
+from penstock.weights.config_json import Fields
+from penstock.weights.families.fields import (
+    decoder_spec,
+    layer_count,
+    parse_activation,
+    parse_routing,
+    parse_sizes,
+    refuse_own_code,
+    refuse_true,
+    refuse_variants,
+    sliding_layers,
+    window_of,
+    without_window,
+)
+
+GPT2_NAMES = Names(
+    model="transformer.",
+    embed="wte",
+    positions="wpe",
+    norm="ln_f",
+    layer="h.{}.",
+    attention_norm="ln_1",
+    qkv=("attn.c_attn",),
+    out="attn.c_proj",
+    mlp_norm="ln_2",
+    gate_up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    transposed=True,
+    ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+)
+"""As transformers writes them; the first releases have no "transformer." in front."""
+
+
+def parse_gpt2(config: Fields) -> ModelSpec:
+    """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
+    refuse_variants(config, "gpt2")
+    refuse_own_code(config)
+    refuse_true(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    if not config.get("scale_attn_weights", bool, True):
+        raise config.refuse("scale_attn_weights is false; only scaled attention can be served")
+    hidden = config.size("n_embd")
+    usual = {
+        "hidden_size": hidden,
+        "num_attention_heads": config.size("n_head"),
+        "num_hidden_layers": layer_count(config, "n_layer"),
+        "max_position_embeddings": config.size("n_positions", 1024),
+    }
+    sizes = parse_sizes(Fields(usual, config.where))
+    layer = Layer(
+        attention=sizes.attention(None, qkv_bias=True, out_bias=True),
+        mlp=Mlp(
+            intermediate=config.size("n_inner", 4 * hidden),
+            activation=parse_activation(config, "activation_function", "gelu_new"),
+            gated=False,
+            bias=True,
+        ),
+    )
+    details = Decoder(
+        layers=(layer,) * sizes.layers,
+        norm=Norm(eps=config.real("layer_norm_epsilon", 1e-5), kind="layer"),
+        learned_positions=sizes.max_positions,
+    )
+    return decoder_spec(config, "GPT2LMHeadModel", sizes, details, tied=True)
+
+
+def gpt2_layout(spec: ModelSpec) -> WeightLayout:
+    """See ``decoder.layout``."""
+    return decoder.decoder_layout(spec, GPT2_NAMES, replace(GPT2_NAMES, model=""))
+
+
+# MERGED: gpt-oss (arXiv:2508.10925): every second layer through a window, a sink in every head, biases
+# MERGED: everywhere, and experts
+# MERGED: whose gate and up lie column by column in one stack.
+
+GPT_OSS_NAMES = Names(
+    moe=MoeNames(
+        router="mlp.router",
+        gate_up=("mlp.experts.gate_up_proj",),
+        gate_up_bias="mlp.experts.gate_up_proj_bias",
+        down="mlp.experts.down_proj",
+        down_bias="mlp.experts.down_proj_bias",
+        stacked=True,
+    )
+)
+
+
+def parse_gpt_oss(config: Fields) -> ModelSpec:
+    """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
+    refuse_variants(config, "gpt_oss")
+    refuse_own_code(config)
+    sizes = parse_sizes(config)
+    bias = config.get("attention_bias", bool, True)
+    sliding = sizes.attention(
+        parse_rope(config, sizes.head_dim, theta=150_000.0),
+        window=window_of(config),
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+    )
+    experts = Moe(
+        routing=parse_routing(config, experts="num_local_experts", score=Score.SOFTMAX_CHOSEN),
+        intermediate=config.size("intermediate_size"),
+        gate=Gate(
+            alpha=config.real("swiglu_alpha", SWIGLU_OAI.alpha),
+            limit=config.real("swiglu_limit", SWIGLU_OAI.limit),
+            shift=SWIGLU_OAI.shift,
+            interleaved=True,
+        ),
+        router_bias=True,
+        bias=True,
+    )
+    layers = tuple(
+        Layer(attention=sliding if slides else without_window(sliding), mlp=experts)
+        for slides in sliding_layers(config, sizes.layers, lambda index: index % 2 == 0)
+    )
+    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    return decoder_spec(config, "GptOssForCausalLM", sizes, details)
+
+
+def gpt_oss_layout(spec: ModelSpec) -> WeightLayout:
+    """See ``decoder.layout``."""
+    return decoder.decoder_layout(spec, GPT_OSS_NAMES)

@@ -1,0 +1,1 @@
+"""gguf: NEEDS A DOCSTRING."""

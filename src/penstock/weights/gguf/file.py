@@ -1,0 +1,445 @@
+"""Tensors of a GGUF file under the names of a Hugging Face checkpoint.
+
+llama.cpp keeps the rows of q and k of the architecture ``llama`` in another order, for its rotary embedding turns
+neighbours where Hugging Face's turns halves: such tensors say so (``turned_heads``), and whoever reads rows undoes it.
+Knows bytes and names, not what a model computes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from penstock.errors import ModelError
+from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.quantised import QuantizedMatrix, QuantRows
+from penstock.weights.compression.format import Original
+from penstock.weights.files import MappedFile, Place, Stamp
+from penstock.weights.gguf.quants import GGUF_QUANTS
+from penstock.weights.quantization.base import Coded
+from penstock.weights.safetensors_header import LFS_POINTER, TensorInfo
+
+# MERGED: The header of a GGUF file: parsed strictly, from bytes to metadata and a table of tensors.
+# MERGED:
+# MERGED: Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian):
+# MERGED: magic, version,
+# MERGED: counts; metadata as key, type, value; tensors as name, dimensions (the fastest first), type, offset;
+# MERGED: padding; tensors.
+# MERGED: No length, count or offset is believed before it is seen to fit the file.  Knows neither
+# MERGED: architectures nor kernels.
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+MAX_KEYS = 1 << 13
+MAX_TENSORS = 1 << 20
+MAX_NAME_BYTES = 1 << 16
+MAX_TEXT_BYTES = 64 << 20
+MAX_ELEMENTS = 1 << 22
+"""Of all arrays of the metadata together, which become Python's objects of 60 bytes and more; the largest known
+vocabularies have some 2^18 tokens, each with a score and a type, and 2^19 merges."""
+
+MAX_TEXTS_BYTES = 256 << 20
+"""Of all texts of the metadata together."""
+
+MAX_RANK = 4
+
+Value = int | float | bool | str | list[Any]
+"""Of one key of the metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of tensors: so many columns of a row are one block of so many bytes."""
+
+    name: str
+    columns: int
+    nbytes: int
+
+
+TYPES: Mapping[int, BlockType] = MappingProxyType(
+    {
+        0: BlockType("F32", 1, 4),
+        1: BlockType("F16", 1, 2),
+        2: BlockType("Q4_0", 32, 18),
+        3: BlockType("Q4_1", 32, 20),
+        6: BlockType("Q5_0", 32, 22),
+        7: BlockType("Q5_1", 32, 24),
+        8: BlockType("Q8_0", 32, 34),
+        10: BlockType("Q2_K", 256, 84),
+        11: BlockType("Q3_K", 256, 110),
+        12: BlockType("Q4_K", 256, 144),
+        13: BlockType("Q5_K", 256, 176),
+        14: BlockType("Q6_K", 256, 210),
+        15: BlockType("Q8_K", 256, 292),
+        20: BlockType("IQ4_NL", 32, 18),
+        23: BlockType("IQ4_XS", 256, 136),
+        24: BlockType("I8", 1, 1),
+        25: BlockType("I16", 1, 2),
+        26: BlockType("I32", 1, 4),
+        27: BlockType("I64", 1, 8),
+        28: BlockType("F64", 1, 8),
+        30: BlockType("BF16", 1, 2),
+        39: BlockType("MXFP4", 32, 17),
+    }
+)
+"""By number (ggml.h, ``ggml_type``), those whose sizes are known here; not all of them can be served."""
+
+_SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
+    {
+        0: struct.Struct("<B"),
+        1: struct.Struct("<b"),
+        2: struct.Struct("<H"),
+        3: struct.Struct("<h"),
+        4: struct.Struct("<I"),
+        5: struct.Struct("<i"),
+        6: struct.Struct("<f"),
+        7: struct.Struct("<B"),
+        10: struct.Struct("<Q"),
+        11: struct.Struct("<q"),
+        12: struct.Struct("<d"),
+    }
+)
+_BOOL, _TEXT, _ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says of itself; tensors in the order of the file, by the file's own names."""
+
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, TensorInfo]
+
+
+def parse_gguf_header(raw: memoryview, where: str) -> GgufHeader:
+    """The header of the file whose bytes are ``raw``.
+
+    Raises ModelError, beginning with ``where``, for anything that contradicts the format or itself.
+    """
+    reader = _Reader(raw, where)
+    _check_version(reader)
+    tensor_count = reader.count("tensors", MAX_TENSORS, least_bytes=24)
+    key_count = reader.count("metadata keys", MAX_KEYS, least_bytes=13)
+    metadata: dict[str, Value] = {}
+    for _ in range(key_count):
+        key = reader.text("a key of the metadata", MAX_NAME_BYTES)
+        if key in metadata:
+            raise reader.refuse(f"the metadata key {key!r} stands twice")
+        metadata[key] = reader.value(key)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise reader.refuse(f"general.alignment must be a power of 2 up to {MAX_ALIGNMENT}, got {alignment!r}")
+    infos = [_tensor(reader) for _ in range(tensor_count)]
+    base = -(-reader.at // alignment) * alignment
+    return GgufHeader(MappingProxyType(metadata), MappingProxyType(_placed(reader, infos, base, alignment)))
+
+
+def _check_version(reader: _Reader) -> None:
+    start = bytes(reader.raw[:64])
+    if start.startswith(LFS_POINTER):
+        raise reader.refuse("a Git LFS pointer, not the file itself; fetch it with 'git lfs pull'")
+    if not start.startswith(MAGIC):
+        raise reader.refuse("not a GGUF file (it does not begin with 'GGUF')")
+    reader.at = len(MAGIC)
+    version = reader.scalar(_SCALARS[4], "the version")
+    if version in VERSIONS:
+        return
+    if version.to_bytes(4, "little")[::-1] in (v.to_bytes(4, "little") for v in VERSIONS):
+        raise reader.refuse("big-endian; only little-endian GGUF files can be read")
+    raise reader.refuse(f"GGUF version {version} is not known; versions 2 and 3 are")
+
+
+def _tensor(reader: _Reader) -> TensorInfo:
+    """One entry of the table; ``start`` is still an offset into the tensors' bytes."""
+    name = reader.text("a tensor's name", MAX_NAME_BYTES)
+
+    def refuse(reason: str) -> ModelError:
+        return reader.refuse(f"tensor {name!r}: {reason}")
+
+    rank = reader.scalar(_SCALARS[4], f"tensor {name!r}")
+    if not 1 <= rank <= MAX_RANK:
+        raise refuse(f"has {rank} dimensions; 1 to {MAX_RANK} can be")
+    extents = [reader.scalar(_SCALARS[10], f"tensor {name!r}") for _ in range(rank)]
+    number = reader.scalar(_SCALARS[4], f"tensor {name!r}")
+    offset = reader.scalar(_SCALARS[10], f"tensor {name!r}")
+    kind = TYPES.get(number)
+    if kind is None:
+        raise refuse(f"its type, number {number}, is not known")
+    if not all(extents) or math.prod(extents) >= 1 << 63:
+        raise refuse(f"bad dimensions {extents}")
+    if extents[0] % kind.columns:
+        raise refuse(f"{kind.name} comes in blocks of {kind.columns} columns, which {extents[0]} is no multiple of")
+    nbytes = math.prod(extents) // kind.columns * kind.nbytes
+    return TensorInfo(name, kind.name, tuple(reversed(extents)), offset, offset + nbytes)
+
+
+def _placed(reader: _Reader, infos: list[TensorInfo], base: int, alignment: int) -> dict[str, TensorInfo]:
+    """By name, with offsets in the file.  Raises ModelError for tensors that overlap or end outside it."""
+    end = 0
+    placed: dict[str, TensorInfo] = {}
+    for info in sorted(infos, key=lambda info: info.start):
+        if info.name in placed:
+            raise reader.refuse(f"tensor {info.name!r} stands twice")
+        if info.start % alignment:
+            raise reader.refuse(f"tensor {info.name!r} begins at {info.start}, no multiple of {alignment}")
+        if info.start < end:
+            raise reader.refuse(f"tensor {info.name!r} overlaps the tensor before it")
+        end = info.stop
+        if base + end > len(reader.raw):
+            raise reader.refuse(
+                f"truncated, tensor {info.name!r} ends at byte {base + end} and the file at {len(reader.raw)}"
+            )
+        placed[info.name] = TensorInfo(info.name, info.dtype, info.shape, base + info.start, base + info.stop)
+    return placed
+
+
+class _Reader:
+    """A place in the file; every step is checked against its end."""
+
+    def __init__(self, raw: memoryview, where: str) -> None:
+        self.raw = raw
+        self.where = where
+        self.at = 0
+        self._elements = 0  # of arrays so far
+        self._text_bytes = 0
+
+    def refuse(self, reason: str) -> ModelError:
+        return ModelError(f"{self.where}: {reason}")
+
+    def take(self, nbytes: int, what: str) -> int:
+        """The place of the next so many bytes, which are passed over."""
+        begin = self.at
+        if nbytes > len(self.raw) - begin:
+            raise self.refuse(f"truncated, {what} would end behind the file's {len(self.raw)} bytes")
+        self.at = begin + nbytes
+        return begin
+
+    def scalar(self, form: struct.Struct, what: str) -> Any:
+        (value,) = form.unpack_from(self.raw, self.take(form.size, what))
+        return value
+
+    def count(self, what: str, most: int, *, least_bytes: int) -> int:
+        """A number of things that have at least so many bytes each."""
+        found: int = self.scalar(_SCALARS[10], f"the number of {what}")
+        if found > most or found * least_bytes > len(self.raw) - self.at:
+            raise self.refuse(f"damaged, it says that it has {found} {what}")
+        return found
+
+    def text(self, what: str, most: int) -> str:
+        length: int = self.scalar(_SCALARS[10], what)
+        if length > most:
+            raise self.refuse(f"damaged, {what} would have {length} bytes")
+        self._text_bytes += length
+        if self._text_bytes > MAX_TEXTS_BYTES:
+            raise self.refuse(f"its texts have more than {MAX_TEXTS_BYTES >> 20} MiB together")
+        begin = self.take(length, what)
+        try:
+            return str(self.raw[begin : begin + length], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.refuse(f"{what} is not UTF-8") from error
+
+    def value(self, key: str) -> Value:
+        what = f"the metadata key {key!r}"
+        kind = self.scalar(_SCALARS[4], what)
+        if kind == _TEXT:
+            return self.text(what, MAX_TEXT_BYTES)
+        if kind == _ARRAY:
+            return self._array(what)
+        form = _SCALARS.get(kind)
+        if form is None:
+            raise self.refuse(f"{what} has a type that is not known, number {kind}")
+        value = self.scalar(form, what)
+        if kind != _BOOL:
+            found: int | float = value
+            return found
+        if value > 1:
+            raise self.refuse(f"{what} must be true or false, got {value}")
+        return bool(value)
+
+    def _length(self, what: str, *, least_bytes: int) -> int:
+        """Of an array.  Checked in sum before anything of it is read."""
+        length = self.count(f"elements of {what}", MAX_ELEMENTS, least_bytes=least_bytes)
+        self._elements += length
+        if self._elements > MAX_ELEMENTS:
+            raise self.refuse(f"its arrays have more than {MAX_ELEMENTS} elements together")
+        return length
+
+    def _array(self, what: str) -> list[Any]:
+        kind = self.scalar(_SCALARS[4], what)
+        if kind == _TEXT:
+            length = self._length(what, least_bytes=8)
+            return [self.text(what, MAX_TEXT_BYTES) for _ in range(length)]
+        form = _SCALARS.get(kind)
+        if form is None:
+            raise self.refuse(f"{what} is an array of a type that is not known, number {kind}")
+        length = self._length(what, least_bytes=form.size)
+        begin = self.take(length * form.size, what)
+        values = struct.unpack_from(f"<{length}{form.format[1:]}", self.raw, begin)
+        return [bool(value) for value in values] if kind == _BOOL else list(values)
+
+
+SUFFIX = ".gguf"
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies; a recipe in a config.json, so no tensor of a checkpoint."""
+
+_OUTSIDE: Mapping[str, str] = MappingProxyType(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+)
+_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+_LAYER_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+
+
+def is_gguf(path: Path) -> bool:
+    """Is this the name of a GGUF file, and no folder?"""
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
+
+
+def hugging_face_name(name: str) -> str:
+    """The tensor's name in a Hugging Face checkpoint; a name that is not known stays, and is refused by the layout."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is not None and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{_OUTSIDE[stem]}.{kind}" if stem in _OUTSIDE else name
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Metadata and tensors by their own names.  Raises ModelError."""
+    file = MappedFile(path)
+    try:
+        return parse_gguf_header(file.view(0, file.size), str(path))
+    finally:
+        file.close()
+
+
+class GgufFile:
+    """``reader.TensorFile`` for one GGUF file."""
+
+    is_compressed = False
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError if the file cannot be read or is not a sound GGUF file."""
+        self.path = path
+        self._file = MappedFile(path)
+        try:
+            header = parse_gguf_header(self._file.view(0, self._file.size), str(path))
+            self.tensors = _renamed(header, str(path))
+            self._heads = _turned(header)
+        except ModelError:
+            self.close()
+            raise
+
+    @property
+    def stamp(self) -> Stamp:
+        """See ``mapped.MappedFile.stamp``."""
+        return self._file.stamp
+
+    def turned_heads(self, info: TensorInfo) -> int | None:
+        """Into how many heads the tensor's rows fall, in each of which halves are interleaved; None for plain rows."""
+        return self._heads.get(info.name.rpartition(".")[0].rpartition(".")[2])
+
+    def place(self, info: TensorInfo) -> Place:
+        """Where the tensor's bytes lie."""
+        return self._file.place(info.start, info.stop)
+
+    def stored(self, info: TensorInfo) -> memoryview:
+        """The bytes in the file."""
+        return self._file.view(info.start, info.stop)
+
+    def raw(self, info: TensorInfo) -> memoryview:
+        """The same, with rows in the order of a Hugging Face checkpoint."""
+        heads = self.turned_heads(info)
+        if heads is None:
+            return self.stored(info)
+        rows = np.frombuffer(self.stored(info), np.uint8).reshape(info.shape[0], -1)
+        turned: NDArray[np.uint8] = rows[row_order(info.shape[0], heads)]
+        return turned.reshape(-1).data.toreadonly()
+
+    def coded(self, info: TensorInfo) -> Coded | None:
+        """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantised."""
+        kind = GGUF_QUANTS.get(info.dtype)
+        if kind is None or len(info.shape) != 2:
+            return None
+        n, k = info.shape
+        heads = self.turned_heads(info)
+        order = None if heads is None else row_order(n, heads)
+        raw_NB = np.frombuffer(self.stored(info), np.uint8).reshape(n, -1)
+
+        def read(first: int, stop: int) -> QuantRows:
+            return kind.rows(raw_NB[first:stop] if order is None else raw_NB[order[first:stop]])
+
+        matrix = QuantizedMatrix(n, k, kind.format, read)
+        return Coded(info.shape, (info.name,), lambda _: matrix)
+
+    def digest(self, info: TensorInfo) -> bytes:
+        """BLAKE3 of the bytes in the file."""
+        with self.stored(info) as raw:
+            return blake3(raw).digest()
+
+    def original(self, info: TensorInfo) -> Original | None:
+        """None: a GGUF file promises nothing."""
+        return None
+
+    def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
+        """None: nothing is compressed without loss."""
+        return None
+
+    def drop(self, info: TensorInfo) -> None:
+        """See ``mapped.MappedFile.drop``."""
+        self._file.drop(info.start, info.stop)
+
+    def close(self) -> None:
+        """Views that are still held stay valid."""
+        self._file.close()
+
+
+def row_order(rows: int, heads: int) -> NDArray[np.int64]:
+    """Which row of the file is row i of a Hugging Face checkpoint; [rows]."""
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _renamed(header: GgufHeader, where: str) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for info in header.tensors.values():
+        if info.name == ROPE_FACTORS:
+            continue
+        name = hugging_face_name(info.name)
+        if name in tensors:
+            raise ModelError(f"{where}: tensor {info.name!r}: there is another one that means {name!r}")
+        tensors[name] = replace(info, name=name)
+    return tensors
+
+
+def _turned(header: GgufHeader) -> dict[str, int]:
+    if header.metadata.get("general.architecture") != "llama":
+        return {}
+    heads = header.metadata.get("llama.attention.head_count")
+    kv_heads = header.metadata.get("llama.attention.head_count_kv", heads)
+    if type(heads) is not int or type(kv_heads) is not int:
+        return {}  # the configuration says what is wrong
+    return {"q_proj": heads, "k_proj": kv_heads}

@@ -1,0 +1,170 @@
+"""Can this folder be served, and as what?  Answered from ``config.json`` and the files' headers, before any process
+starts; weights are not read.  Every refusal says what is wrong and what would work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import ConfigError, ModelError
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.tensor_layout import WeightLayout
+from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.config_json import Fields, read_json_object, sampling_defaults
+from penstock.weights.families.registry import checkpoint_format, installed_names, named_architecture
+from penstock.weights.gguf.file import is_gguf
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER, SmallFiles, load_json, small_files
+from penstock.weights.pooling import read_with
+from penstock.weights.quantization.config import parse_quantization
+
+ComputeDtype = Literal["bf16", "fp32"]
+
+VOCABULARIES = (
+    *("tokenizer.json", "tekken.json", "tiktoken.model", "*.tiktoken", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "encoder.json"),
+)
+"""Files of which one must be there; the intake reads them before any process starts."""
+
+
+def inspect_model(path: str | Path) -> ModelSpec:
+    """The specification of the model in a Hugging Face folder or a GGUF file.
+
+    Raises ModelError if it cannot be served: unknown architecture, a variant that is not computed here, missing or
+    damaged files, tensors of other names, shapes or types than the configuration promises.
+    """
+    folder = Path(path)
+    files = small_files(folder)
+    fields = _fields(files, CONFIG)
+    _check_files(folder, files)
+    if fields is None:
+        raise ModelError(f"{folder}: has no {CONFIG}")
+    architecture = named_architecture(fields)
+    family, quantization = checkpoint_format(architecture, fields.where), parse_quantization(fields)
+    spec = read_with(family.parse(fields), architecture, fields, files)
+    with Checkpoint(folder, quantization) as checkpoint:
+        layout = family.layout(spec).found_in(checkpoint)
+        layout.check(checkpoint)
+        dtype = layout.widest_dtype(checkpoint)
+    generation = _fields(files, GENERATION_CONFIG)
+    return msgspec.structs.replace(
+        spec,
+        checkpoint_dtype=dtype,
+        parameters=layout.parameters,
+        eos_ids=_end_ids(spec, fields, generation),
+        bos_id=next(iter(fields.token_ids("bos_token_id")), None),
+        sampling=sampling_defaults({} if generation is None else generation.values),
+        quantization=quantization,
+    )
+
+
+def for_length(spec: ModelSpec, max_model_len: int) -> ModelSpec:
+    """The specification of the model that serves contexts of at most so many tokens.
+
+    Most are the same for any; some stretch their positions for longer ones, and have another fingerprint then.
+    """
+    return checkpoint_format(spec.architecture, spec.architecture).at_length(spec, max_model_len)
+
+
+def compute_dtype_for(spec: ModelSpec, wanted: str) -> ComputeDtype:
+    """The compute type for ``--dtype``: "auto" is bf16 for bf16 checkpoints and fp32 for all others.
+
+    Raises ConfigError for a type that there is not.
+    """
+    match wanted:
+        case "auto":
+            return "bf16" if spec.checkpoint_dtype == "bf16" else "fp32"
+        case "bf16":
+            return "bf16"
+        case "fp32":
+            return "fp32"
+        case _:
+            raise ConfigError(f"dtype {wanted!r} is not known; expected auto, bf16 or fp32")
+
+
+def _check_files(folder: Path, files: SmallFiles) -> None:
+    if is_gguf(folder):
+        files.read(TOKENIZER)  # refused here if it is not known
+        return
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    if not (folder / CONFIG).exists():
+        raise ModelError(f"{folder}: has no {CONFIG}; expected a Hugging Face model folder{_models_in(folder)}")
+    if not any(True for pattern in VOCABULARIES for _ in folder.glob(pattern)):
+        raise ModelError(
+            f"{folder}: has no vocabulary; copy it from the model's release: one of {', '.join(VOCABULARIES)}"
+        )
+
+
+def _models_in(folder: Path) -> str:
+    """Models that lie in it, for the error of somebody who named the folder around them."""
+    inside = sorted(
+        [*folder.glob("*.gguf"), *(path.parent for path in folder.glob(f"*/{CONFIG}"))],
+        key=lambda path: path.name,
+    )
+    return f"; did you mean {inside[0]}?" if inside else ""
+
+
+def _fields(files: SmallFiles, name: str) -> Fields | None:
+    values = load_json(files, name)
+    return None if values is None else Fields(values, files.path_of(name))
+
+
+def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tuple[int, ...]:
+    """``generation_config.json`` wins: chat models name their end-of-turn token there only."""
+    source = generation if generation is not None and generation.has("eos_token_id") else config
+    ids = source.token_ids("eos_token_id")
+    for token in ids:
+        if token >= spec.vocab:
+            raise source.refuse(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
+    return ids
+
+
+# MERGED: A model's outline: what it is and which tensors it has, from ``config.json`` alone, also where
+# MERGED: weights are missing or
+# MERGED: in a form that cannot be loaded here.
+
+CONFIG_NAME = "config.json"
+STORAGE = ("quantization_config", "compression_config", "auto_map")
+"""Fields about how weights are stored, or which code made them: an outline does not depend on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model without its weights."""
+
+    name: str
+    spec: ModelSpec
+    layout: WeightLayout
+    config: Fields  # of the part that writes text, with how its weights are stored
+
+
+def read_outline(path: Path) -> Outline:
+    """Of a folder or of a ``config.json``.  Raises ModelError if no family knows the architecture."""
+    file = path / CONFIG_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"{path}: has no {CONFIG_NAME}")
+    config = _text_part(Fields(read_json_object(file), str(file)))
+    architecture = named_architecture(config)
+    family = checkpoint_format(architecture, config.where)
+    plain = Fields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where)
+    spec = read_with(family.parse(plain), architecture, plain, _beside(file))
+    layout = family.layout(spec)
+    name = path.resolve().name if path.is_dir() else path.name
+    return Outline(name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config)
+
+
+def _beside(config: Path) -> SmallFiles | None:
+    return small_files(config.parent) if config.name == CONFIG_NAME else None
+
+
+def _text_part(config: Fields) -> Fields:
+    """The language model of a model that also sees or hears, if only that one is known here."""
+    inner = config.section("text_config")
+    if inner is None or named_architecture(config) in installed_names() or not inner.has("architectures"):
+        return config
+    storage = {name: config.values[name] for name in STORAGE if config.has(name)}
+    return Fields({**storage, **inner.values}, inner.where)

@@ -1,0 +1,193 @@
+"""GPTQ (arXiv:2210.17323) as AutoGPTQ and GPTQModel write it: codes of 4 or 8 bits, inputs first.
+
+``qweight`` [K bits / 32, N]: words of codes of one output; ``scales`` [G, N]; ``qzeros`` [G, N bits / 32]: zero points,
+stored less one by the first version of the format; ``g_idx`` [K]: the group of each column, in any order where columns
+were quantised by their weight in the activations (``desc_act``).  Files by and for other kernels (Marlin) are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.quantised import Minimum, QuantFormat, QuantizedMatrix, QuantRows, counted
+from penstock.weights.config_json import Fields
+from penstock.weights.quantization.base import Coded, Module, Scheme, column_order, group_of, unpacked
+
+GPTQ_ZEROS, GPTQ_SCALES, GPTQ_GROUPS = ".qzeros", ".scales", ".g_idx"
+WORD_BITS = 32
+
+
+class Gptq(Scheme, frozen=True, kw_only=True):
+    """``mixed``: the file gives some modules other bits, and their tensors' shapes say which."""
+
+    end: ClassVar[str] = ".qweight"
+    types: ClassVar[frozenset[str]] = frozenset({"I32"})
+
+    code_bits: int  # 4 or 8
+    group: int | None  # columns; None: all
+    zero_offset: int = 1  # is added to stored zero points
+    mixed: bool = False
+
+    def bits(self) -> float:
+        """See ``Scheme.bits``."""
+        return self.code_bits + ((16 + self.code_bits) / self.group if self.group else 0)
+
+    def coded(self, module: Module) -> tuple[str, Coded]:
+        """See ``Scheme.coded``."""
+        rows, n = self._matrix_shape(module, self.end)
+        groups, scaled = self._matrix_shape(module, GPTQ_SCALES)
+        zero_groups, zero_words = self._matrix_shape(module, GPTQ_ZEROS)
+        bits = WORD_BITS * zero_words // n if n else 0
+        if scaled != n or zero_groups != groups or bits * n != WORD_BITS * zero_words or bits not in (4, 8):
+            raise module.refuse(GPTQ_ZEROS, f"does not fit {n} outputs in {groups} groups of codes of 4 or 8 bits")
+        if bits != self.code_bits and not self.mixed:
+            raise module.refuse(
+                GPTQ_ZEROS, f"is of codes of {bits} bits, by quantization_config they have {self.code_bits}"
+            )
+        k = rows * WORD_BITS // bits
+        group = group_of(self.group, k)
+        if groups != -(-k // group):
+            raise module.refuse(
+                GPTQ_SCALES, f"has {groups} groups; {k} columns in groups of {group} are {-(-k // group)}"
+            )
+        if module.has(GPTQ_GROUPS):
+            module.info(GPTQ_GROUPS, "I32")
+            module.check_shape(GPTQ_GROUPS, (k,), "for as many columns")
+        sources = module.sources(self.end, GPTQ_SCALES, GPTQ_ZEROS, GPTQ_GROUPS)
+        return f"{module.name}.weight", Coded((n, k), sources, lambda _: self._matrix(module, (n, k), bits))
+
+    def _matrix_shape(self, module: Module, end: str) -> tuple[int, int]:
+        types = ("F16", "BF16", "F32") if end == GPTQ_SCALES else ("I32",)
+        shape = module.info(end, *types).shape
+        if len(shape) != 2:
+            raise module.refuse(end, f"has shape {list(shape)}, it must have two dimensions")
+        return shape[0], shape[1]
+
+    def _matrix(self, module: Module, shape: tuple[int, int], bits: int) -> QuantizedMatrix:
+        (n, k), group = shape, group_of(self.group, shape[1])
+        words_WN, scales_GN = module.array(self.end), module.array(GPTQ_SCALES)
+        order = column_order(module, GPTQ_GROUPS, k, group)
+        zeros_NG = self._zeros(module, bits)
+        middle = 1 << bits - 1
+        even = bool((zeros_NG == middle).all())
+        values = counted(bits, middle if even else 0)
+        form = QuantFormat(bits, values, group, module.scale(GPTQ_SCALES), Minimum.NONE if even else Minimum.ZERO_POINT)
+
+        def read(first: int, stop: int) -> QuantRows:
+            codes_NK = unpacked(words_WN[:, first:stop].T, bits)
+            if order is not None:
+                codes_NK = codes_NK[:, order]
+            return QuantRows(codes_NK, scales_GN[:, first:stop].T, None if even else zeros_NG[first:stop])
+
+        return QuantizedMatrix(n, k, form, read, order)
+
+    def _zeros(self, module: Module, bits: int) -> NDArray[np.uint8]:
+        """[N, G]"""
+        zeros_GN: NDArray[Any] = unpacked(module.array(GPTQ_ZEROS), bits).astype(np.uint16) + self.zero_offset
+        if int(zeros_GN.max(initial=0)) > np.iinfo(np.uint8).max:
+            raise module.refuse(GPTQ_ZEROS, "has a zero point of 256, which codes of 8 bits cannot have")
+        return np.ascontiguousarray(zeros_GN.T).astype(np.uint8)
+
+
+def parse_gptq(stored: Fields) -> tuple[Scheme, str]:
+    """The scheme; activations are not quantised.  Raises ModelError for what no tensor here would look like."""
+    bits = stored.size("bits")
+    if bits not in (4, 8):
+        raise stored.refuse(f"bits is {bits}; GPTQ of 4 or 8 bits can be served")
+    version = stored.get("checkpoint_format", str, stored.get("format", str, "gptq"))
+    if version not in ("gptq", "gptq_v2") or stored.get("is_marlin_format", bool, False):
+        raise stored.refuse(f"checkpoint_format is {version!r}; 'gptq' and 'gptq_v2' can be served")
+    if stored.get("pack_dtype", str, "int32") != "int32":
+        raise stored.refuse(f"pack_dtype is {stored.values['pack_dtype']!r}; 'int32' can be served")
+    offset = 1 if version == "gptq" else 0
+    return Gptq(code_bits=bits, group=group_size(stored), zero_offset=offset, mixed=stored.has("dynamic")), ""
+
+
+def group_size(stored: Fields) -> int | None:
+    """``group_size``, -1 for all columns.  Raises ModelError."""
+    size = stored.get("group_size", int, 128)
+    if size == -1:
+        return None
+    if size < 1:
+        raise stored.refuse(f"group_size must be a positive integer or -1, got {size}")
+    return size
+
+
+# MERGED: AWQ (arXiv:2306.00978) as AutoAWQ's version "gemm" writes it: codes of 4 bits, inputs first.
+# MERGED:
+# MERGED: ``qweight`` [K, N / 8]: words of eight outputs, of which nibble i is output ``ORDER[i]``; ``qzeros``
+# MERGED: [G, N / 8] in the
+# MERGED: same order; ``scales`` [G, N].
+
+
+BITS = 4
+OUTPUTS = 8
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs each nibble of a word is, from the lowest on."""
+
+AWQ_ZEROS, AWQ_SCALES = ".qzeros", ".scales"
+
+
+class Awq(Scheme, frozen=True, kw_only=True):
+    """Groups of so many columns; None: all."""
+
+    end: ClassVar[str] = ".qweight"
+    types: ClassVar[frozenset[str]] = frozenset({"I32"})
+
+    group: int | None
+
+    def bits(self) -> float:
+        """See ``Scheme.bits``."""
+        return BITS + ((16 + BITS) / self.group if self.group else 0)
+
+    def coded(self, module: Module) -> tuple[str, Coded]:
+        """See ``Scheme.coded``."""
+        shape = module.info(self.end, "I32").shape
+        if len(shape) != 2:
+            raise module.refuse(self.end, f"has shape {list(shape)}, it must have two dimensions")
+        k, words = shape
+        n, groups = words * OUTPUTS, -(-k // group_of(self.group, k))
+        module.scale(AWQ_SCALES)
+        module.check_shape(AWQ_SCALES, (groups, n), f"for {k} columns in groups of {group_of(self.group, k)}")
+        module.info(AWQ_ZEROS, "I32")
+        module.check_shape(AWQ_ZEROS, (groups, words), "as the scales say")
+        sources = module.sources(self.end, AWQ_SCALES, AWQ_ZEROS)
+        return f"{module.name}.weight", Coded((n, k), sources, lambda _: self._matrix(module, n, k))
+
+    def _matrix(self, module: Module, n: int, k: int) -> QuantizedMatrix:
+        words_KW, scales_GN = module.array(self.end), module.array(AWQ_SCALES)
+        zeros_GN = _outputs(module.array(AWQ_ZEROS))
+        form = QuantFormat(
+            BITS, counted(BITS, 0), group_of(self.group, k), module.scale(AWQ_SCALES), Minimum.ZERO_POINT
+        )
+
+        def read(first: int, stop: int) -> QuantRows:
+            begin = first // OUTPUTS
+            codes_KN = _outputs(words_KW[:, begin : -(-stop // OUTPUTS)])
+            own = slice(first - begin * OUTPUTS, stop - begin * OUTPUTS)
+            return QuantRows(
+                np.ascontiguousarray(codes_KN[:, own].T), scales_GN[:, first:stop].T, zeros_GN[:, first:stop].T
+            )
+
+        return QuantizedMatrix(n, k, form, read)
+
+
+def _outputs(words_KW: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """Codes with outputs in their order: [K, 8 W]."""
+    rows, words = words_KW.shape
+    codes = unpacked(words_KW, BITS).reshape(rows, words, OUTPUTS)
+    return codes[:, :, np.argsort(ORDER)].reshape(rows, words * OUTPUTS)
+
+
+def parse_awq(stored: Fields) -> tuple[Scheme, str]:
+    """The scheme; activations are not quantised.  Raises ModelError for other versions and bits."""
+    bits = stored.size("bits", stored.size("w_bit", BITS))
+    if bits != BITS:
+        raise stored.refuse(f"bits is {bits}; AWQ of 4 bits can be served")
+    version = stored.get("version", str, stored.get("format", str, "gemm")).lower()
+    if version != "gemm":
+        raise stored.refuse(f"version is {version!r}; 'gemm' can be served")
+    return Awq(group=group_size(stored)), ""
