@@ -1,7 +1,7 @@
 """From an architecture's name to the code that computes it: built-in, or an installed package's.
 
-The other half of a family, how its checkpoints are read, is in ``penstock.weights.families.registry``; an entry point of the
-group ``penstock.models`` offers both.
+The other half of a family, how its checkpoints are read, is in ``penstock.weights.families.registry``; an entry point
+of the group ``penstock.models`` offers both.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""compression: NEEDS A DOCSTRING."""
+"""Lossless compression of checkpoints (docs/format.md): the format, and the conversion of folders to it and back."""

@@ -1,1 +1,1 @@
-"""families: NEEDS A DOCSTRING."""
+"""Model families: each reads its ``config.json`` into ``weights.architecture`` and names its tensors."""

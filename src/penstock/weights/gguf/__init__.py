@@ -1,1 +1,1 @@
-"""gguf: NEEDS A DOCSTRING."""
+"""GGUF files, read as a Hugging Face folder would be: tensors, ``config.json`` and tokenizer."""
