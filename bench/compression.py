@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bundled import storyteller
-from penstock.kernels import _native, compression
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels import _native
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.checkpoint_reader import Checkpoint
 
 COLD_BYTES = 256 << 20

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import KvShape, StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from penstock.hashing import block_hashes
-from penstock.kernels.blocks import BlockIndex, hash_blocks, hash_chain
+from penstock.kernels.host_ops import BlockIndex, hash_blocks, hash_chain
 from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, decide
 from penstock.router.fleet import Fleet

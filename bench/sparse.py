@@ -27,10 +27,9 @@ from tokenizers import Tokenizer
 from penstock.bundled import storyteller
 from penstock.config.schema import EngineSettings
 from penstock.engine.models.registry import build_model
-from penstock.kernels.native import NativeOps, families
-from penstock.kernels.operands import KvShape, StepBatch
-from penstock.kernels.reference_sparse import chosen_blocks, likings
-from penstock.kernels.sparse import BLOCK_KEYS, Sparse
+from penstock.kernels.native.backend import NativeOps, families
+from penstock.kernels.operands import BLOCK_KEYS, KvShape, Sparse, StepBatch
+from penstock.kernels.reference.attention import chosen_blocks, likings
 from penstock.launch.sparse_attention import sparse_of
 from penstock.types import PAGE_TOKENS
 from penstock.weights.inspect import inspect_model

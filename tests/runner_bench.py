@@ -21,12 +21,11 @@ from penstock.engine.models.port import Model, encoder_of
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.adapters import AdapterRoom, Adapters
 from penstock.engine.runner.model_runner import Aids, ModelRunner
-from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.native.program import RecordedProgram
+from penstock.kernels.operands import Array, Sparse, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
 from penstock.kernels.select import make_ops
-from penstock.kernels.sparse import Sparse
 from penstock.types import (
     PAGE_TOKENS,
     AdapterRef,

@@ -13,12 +13,10 @@ import numpy as np
 from bench.gpu.figures import Check
 from numpy.typing import NDArray
 
-from penstock.kernels.draws import SampleRow
-from penstock.kernels.kinds import SILU
-from penstock.kernels.operands import COLUMN_UNIT, KvShape, StepBatch, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, SILU, KvShape, Routing, StepBatch, segment_ends
 from penstock.kernels.ops import Ops
-from penstock.kernels.reference_sampling import sample_row
-from penstock.kernels.routing import Routing
+from penstock.kernels.reference.sampling import sample_row
+from penstock.kernels.sampling import SampleRow
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
 TOLERANCE = 1.2e-2

@@ -16,11 +16,11 @@ from bench.gpu.checks import Double, Story, close, each, normal, same
 from bench.gpu.figures import Check
 from numpy.typing import NDArray
 
-from penstock.kernels.adapters import LowRank
 from penstock.kernels.compressed_gpu import compress_for_gpu
+from penstock.kernels.lora import LowRank
 from penstock.kernels.operands import KvShape, PackedLinear, StateShape, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantised import Minimum, QuantFormat, QuantizedMatrix, QuantRows, Scale
+from penstock.kernels.quantization import Minimum, QuantFormat, QuantizedMatrix, QuantRows, Scale
 
 EPS = 1e-6
 

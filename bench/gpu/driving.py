@@ -6,9 +6,9 @@ import numpy as np
 from bench.gpu.models import Made
 from numpy.typing import NDArray
 
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Ops, StepProgram
+from penstock.kernels.sampling import Picks
 from penstock.types import PAGE_TOKENS
 
 SPARE_BLOCKS = 4

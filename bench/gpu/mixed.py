@@ -14,9 +14,9 @@ from bench.gpu.figures import Check
 from bench.gpu.place import Place
 
 from penstock.kernels.ops import Ops
-from penstock.kernels.page_writing import CELLS, PageWriter, WritesPages
-from penstock.kernels.reference_attention import ReferenceKv, kv_over
-from penstock.kernels.reference_pages import permuted
+from penstock.kernels.page_export import CELLS, PageWriter, WritesPages
+from penstock.kernels.reference.attention import ReferenceKv, kv_over
+from penstock.kernels.reference.page_writer import permuted
 from penstock.types import PAGE_TOKENS
 
 REPEATS = 10

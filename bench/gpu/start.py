@@ -17,9 +17,9 @@ from bench.gpu.models import LLAMA_8B, TINY, Numbers
 from bench.gpu.place import Place
 
 from penstock.engine.models.registry import build_model
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Captures, Ops
+from penstock.kernels.sampling import Picks
 from penstock.weights.inspect import for_length, inspect_model, read_outline
 from penstock.weights.load import load_model
 from penstock.weights.manifest import Manifests

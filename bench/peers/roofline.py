@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
 
 READ = "read_gbs"
 READ_BYTES = 512 << 20

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from penstock.bundled import storyteller
-from penstock.kernels.native import families
+from penstock.kernels.native.backend import families
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.wire.keys import Keys
 

@@ -21,7 +21,7 @@ from ways import Told, Ways
 from whole_rows import check_rows, read_rows, rows_of
 
 from penstock.engine.core.request import Request
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.native.program import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression.convert import compress_folder

@@ -21,7 +21,7 @@ from penstock.hashing import picture_hash
 from penstock.intake.images.pixels import picture_of
 from penstock.intake.images.preparing import Seen, expanded
 from penstock.intake.images.recipe import read_recipe
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.native.program import RecordedProgram
 from penstock.types import PAGE_TOKENS, Picture, SamplingParams
 from penstock.weights.architecture.vision import SeeingDecoder
 from penstock.weights.model_files import small_files

@@ -22,8 +22,8 @@ from shrunk_models import LLAMA4
 from stored_formats import FORMS, Form, gptq
 from whole_rows import TOLERANCE, read_rows
 
-from penstock.kernels.native import NativeOps, families
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.native.backend import NativeOps, families
+from penstock.kernels.native.program import RecordedProgram
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.config_json import Fields

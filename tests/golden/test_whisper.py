@@ -16,8 +16,8 @@ from whole_rows import check_rows, rows_of
 
 from penstock.engine.core.request import Request
 from penstock.errors import ImageRefused, ModelError
+from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams, Sound
 from penstock.weights.compression.convert import compress_folder
 from penstock.weights.config_json import Fields

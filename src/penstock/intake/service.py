@@ -45,7 +45,7 @@ from penstock.intake.validate import (
     parse_detokenize,
     parse_tokenize,
 )
-from penstock.kernels.blocks import hash_blocks
+from penstock.kernels.host_ops import hash_blocks
 from penstock.types import (
     PAGE_TOKENS,
     AdapterRef,

@@ -6,17 +6,68 @@ Knows no operation; ``ops`` says what the letters in the names mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.groups import LayerGroup, layer_groups
-from penstock.kernels.kv_types import KV_TYPES
 from penstock.reach import EVERYTHING, Reach
-from penstock.types import PAGE_TOKENS
+from penstock.types import FP8_E4M3, PAGE_TOKENS
+
+# MERGED: What keys and values are kept in: the compute type, or codes of 8 bits.
+# MERGED:
+# MERGED: Codes (``fp8_e4m3``) are the E4M3 numbers of the OCP standard, with one power of two for each token
+# MERGED: and key-value head
+# MERGED: of a layer, for its key and for its value: the least with which the row's largest number does not
+# MERGED: exceed 448.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     a layer in a page | keys [G, 16, C] | values [G, 16, value_dim] | exponents of keys [G, 16] | of
+# MERGED: values [G, 16] |
+# MERGED:
+# MERGED: A byte e of the exponents, 20 to 253, says that a code c stands for E4M3(c) * 2^(e - 135); 255 that
+# MERGED: the row has
+# MERGED: something in it that is no number, or one beyond 1.75 * 2^126, and is NaN to whoever reads it.
+# MERGED: Codes and scale follow
+# MERGED: from that row alone, which is what law 1 asks for, and no number is ever cut off.  As scales are
+# MERGED: powers of two, a code's
+# MERGED: value is exact in the compute type, and it makes no difference to any bit whether keys are scaled or
+# MERGED: their scores,
+# MERGED: values or their weights.  Where values are the beginning of their keys (latent attention), there is
+# MERGED: one exponent for
+# MERGED: both.
+
+LEAST_EXPONENT: Final = 20
+"""So that the smallest code is a normal number in bf16."""
+
+MOST_EXPONENT: Final = 253
+NO_NUMBER: Final = 255
+
+
+@dataclass(frozen=True, slots=True)
+class KvType:
+    """Bytes of one number, and of what a token's row of them has beside."""
+
+    number_bytes: int
+    row_bytes: int = 0
+
+
+KV_TYPES: Mapping[str, KvType] = MappingProxyType(
+    {"bf16": KvType(2), "fp16": KvType(2), "fp32": KvType(4), FP8_E4M3: KvType(1, row_bytes=1)}
+)
+
+
+def numerics_with(numerics: str, kv_dtype: str | None) -> str:
+    """The numerics class of a backend that keeps keys and values in this; None: in its compute type."""
+    return numerics if kv_dtype is None else f"{numerics}-kv_{kv_dtype}"
+
 
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
@@ -233,3 +284,166 @@ class StepBatch:
         """The columns of one of ``groups`` groups."""
         width = self.table_SP.shape[1] // groups
         return self.table_SP[:, group * width : (group + 1) * width]
+
+
+# MERGED: Kinds of activation and gate: data that layers give to operations, the same for every backend.
+
+
+class Activation(StrEnum):
+    """A function of one value.  Names as in Hugging Face's ``hidden_act``."""
+
+    SILU = "silu"  # x / (1 + exp(-alpha x))
+    GELU = "gelu"  # x Phi(x), with the error function (arXiv:1606.08415)
+    GELU_TANH = "gelu_tanh"  # its approximation with tanh, "gelu_new" and "gelu_pytorch_tanh"
+    RELU = "relu"
+    RELU2 = "relu2"  # relu(x)^2 (arXiv:2109.08668)
+    NONE = "none"  # x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A gated unit (arXiv:2002.05202): ``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``."""
+
+    activation: Activation = Activation.SILU
+    alpha: float = 1.0  # of silu
+    limit: float = math.inf
+    shift: float = 0.0
+    interleaved: bool = False  # columns are gate, up, gate, up, ...; else all of gate, then all of up
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ValueError(f"the limit of a gate must be above 0, got {self.limit}")
+
+
+SILU = Gate()
+SWIGLU_OAI = Gate(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
+"""The gate of gpt-oss (arXiv:2508.10925)."""
+
+
+# MERGED: Routed experts as data: how they are chosen, what was chosen, and their weights.
+
+MAX_EXPERTS = 4096
+
+
+class Score(StrEnum):
+    """What makes an expert's logit its weight."""
+
+    SOFTMAX = "softmax"  # over all experts
+    SIGMOID = "sigmoid"
+    SOFTMAX_CHOSEN = "softmax_chosen"  # over the chosen ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How ``top_k`` of ``experts`` are chosen for a token, and what they weigh.
+
+    Chosen are the largest logits; where there is a bias (arXiv:2408.15664) or groups count by pairs, the largest scores
+    plus bias.  With groups, neighbouring experts are a group, and only the best ``groups_kept`` groups can be chosen
+    from (arXiv:2405.04434, arXiv:2412.19437).  Of equal ones the lower id is better.
+    """
+
+    experts: int
+    top_k: int
+    score: Score = Score.SOFTMAX
+    normalised: bool = False  # weights of the chosen are divided by their sum
+    groups: int = 1
+    groups_kept: int = 1
+    pairs: bool = False  # a group is as good as its best two experts together, else as its best
+    factor: float = 1.0  # of all weights
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts <= MAX_EXPERTS or self.groups < 1 or self.experts % self.groups:
+            raise ValueError(f"{self.experts} experts in {self.groups} groups: 1 to {MAX_EXPERTS}, in equal groups")
+        if not 1 <= self.groups_kept <= self.groups or not 1 <= self.top_k <= self.groups_kept * self.group_size:
+            raise ValueError(
+                f"{self.top_k} experts cannot be chosen from {self.groups_kept} groups of {self.group_size}"
+            )
+        if self.pairs and self.group_size < 2:
+            raise ValueError("groups of one expert have no best two")
+
+    @property
+    def group_size(self) -> int:
+        return self.experts // self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Each token's experts, best first, with their weights.  Opaque to layers."""
+
+    data: Any
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The experts of one layer, all of one shape: ``gate_up`` [2 I, K] and ``down`` [D, I] each.  Read-only."""
+
+    count: int
+    k: int
+    inner: int
+    n: int
+    data: Any
+    nbytes: int
+
+
+# MERGED: Sparse attention as data: which blocks of keys a token reads where it does not read all of them.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     blocks of 64   | sinks | ......... candidates ......... | window, up to the token's own |
+# MERGED:     read           |  all  | those that its queries like best |            all              |
+# MERGED:
+# MERGED: A query likes a block as much as the best of the block's four pages: its product with the mean of
+# MERGED: that page's keys.  Of
+# MERGED: the query heads that share keys the one that likes it most counts, so they read the same blocks.  Of
+# MERGED: blocks that are
+# MERGED: liked equally the earlier one is taken.
+# MERGED:
+# MERGED: The choice is each token's own.  It follows from the token's queries, its position and the keys
+# MERGED: before it, and blocks
+# MERGED: are cut by absolute position: so it is the same however a prompt is cut, whoever computes it,
+# MERGED: whether the token was
+# MERGED: written by a client or by the model (law 1).  That is also why the tokens of an answer are treated
+# MERGED: like those of a
+# MERGED: prompt: what is an answer today is the next turn's prompt.
+# MERGED:
+# MERGED: After MInference (arXiv:2407.02490), Quest (arXiv:2406.10774) and StreamingLLM (arXiv:2309.17453).
+# MERGED: Knows no kernel.
+
+BLOCK_KEYS = 64
+"""Keys of a block: what attention reduces at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """How much is read.  ``start`` is a position, everything else counts blocks of 64 keys."""
+
+    sinks: int  # at the beginning
+    window: int  # up to the token's own, which is one of them
+    chosen: int
+    start: int  # positions before it read everything
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "window", "chosen"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.start < 0:
+            raise ValueError(f"start must be at least 0, got {self.start}")
+
+    @property
+    def name(self) -> str:
+        """For people, and part of the name of what computes so."""
+        return f"sparse{self.sinks}.{self.window}.{self.chosen}.{self.start}"
+
+    @property
+    def keys(self) -> int:
+        """That a token reads at most, where it does not read all."""
+        return (self.sinks + self.window + self.chosen) * BLOCK_KEYS
+
+    def thins(self, position: int) -> bool:
+        """Are there blocks that this position leaves out?"""
+        return position >= self.start and position // BLOCK_KEYS >= self.sinks + self.window + self.chosen
+
+    def candidates(self, position: int) -> range:
+        """Blocks that a position chooses among: complete ones, before its window."""
+        return range(self.sinks, position // BLOCK_KEYS - self.window + 1)

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, Steps
+from penstock.kernels.sampling import Picks, Sampled, SampleRow
 
 
 class RecordingError(Exception):

@@ -65,14 +65,14 @@ def make_ops(
             f"kernel family {family or known[0]!r} keeps KV pages in the compute type; for {kv_dtype} take {TRITON!r} "
             f"on a GPU or {REFERENCE!r}"
         )
-    from penstock.kernels.native import NativeOps
+    from penstock.kernels.native.backend import NativeOps
 
     return NativeOps(family or known[0], compute_dtype, threads=threads)
 
 
 def _native_families() -> tuple[str, ...]:
     try:
-        from penstock.kernels.native import families
+        from penstock.kernels.native.backend import families
     except ImportError as error:
         raise KernelError(
             f"the kernel extension is not built ({error}); build it with 'pip install .' or with cmake in place"
@@ -82,7 +82,7 @@ def _native_families() -> tuple[str, ...]:
 
 def _reference(compute_dtype: str, device: str, kv_dtype: str | None) -> Ops:
     try:
-        from penstock.kernels.reference import ReferenceOps
+        from penstock.kernels.reference.backend import ReferenceOps
     except ImportError as error:
         raise KernelError(f"the reference kernels need torch, which is not installed ({error})") from error
     return ReferenceOps(compute_dtype=compute_dtype, device=device, kv_dtype=kv_dtype)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.kernels.kv_types import KV_TYPES
-from penstock.kernels.operands import KvShape
+from penstock.kernels.operands import KV_TYPES, KvShape
 from penstock.reach import Pieces
 from penstock.types import PAGE_TOKENS
 

@@ -8,7 +8,7 @@ https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 from __future__ import annotations
 
-from penstock.kernels.sums import xxh3_128
+from penstock.kernels.host_ops import xxh3_128
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId
 

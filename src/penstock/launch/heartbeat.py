@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from penstock.config.schema import Loan
-from penstock.kernels.cores import LINE_BYTES, LentCores, Seats
+from penstock.kernels.core_lending import LINE_BYTES, LentCores, Seats
 from penstock.types import Role, WorkerId, WorkerState
 
 SLOT_BYTES = 512

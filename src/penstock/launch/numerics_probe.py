@@ -18,7 +18,7 @@ from typing import IO
 from penstock import children
 from penstock.errors import KernelError, PenstockError
 from penstock.kernels.ops import Ops
-from penstock.kernels.page_writing import WritesPages, layout_of
+from penstock.kernels.page_export import WritesPages, layout_of
 from penstock.kernels.select import make_ops
 
 ASK_S = 120.0

@@ -37,7 +37,7 @@ from penstock.engine.models.registry import build_model, build_reader
 from penstock.engine.runner.adapters import AdapterRoom, Adapters
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.intake.service import ModelIntake
-from penstock.kernels.cores import Cores, KeptCores
+from penstock.kernels.core_lending import Cores, KeptCores
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout

@@ -36,10 +36,10 @@ from penstock.engine.service.peers import Peers
 from penstock.engine.service.stored import NoStore, StoredPages
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
-from penstock.kernels.cores import Cores
+from penstock.kernels.core_lending import Cores
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import CAPTURE_S, Captures, Ops, StepProgram
-from penstock.kernels.page_writing import WritesPages
+from penstock.kernels.page_export import WritesPages
 from penstock.kv.memory import KvFile, KvMemory
 from penstock.kv.seals import PageSeals
 from penstock.kv.store.setup import Place, StoreShare, open_tiers

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.blocks import BlockIndex
+from penstock.kernels.host_ops import BlockIndex
 from penstock.router.promises import Promises
 from penstock.types import BlockHash, RequestId
 from penstock.wire.messages import KvEvents

@@ -33,8 +33,8 @@ from penstock.errors import KernelError, ModelError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantised import QuantizedMatrix
-from penstock.kernels.stored import LoadFailed, Loading, StoredTensor, Watch
+from penstock.kernels.quantization import QuantizedMatrix
+from penstock.kernels.weight_source import LoadFailed, Loading, StoredTensor, Watch
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES, Checkpoint

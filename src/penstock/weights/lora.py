@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.config.schema import NamedAdapter
 from penstock.errors import ModelError
-from penstock.kernels.adapters import LowRank
+from penstock.kernels.lora import LowRank
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES

@@ -23,7 +23,7 @@ from bench.peers.work import decode_limit, prefill_flops, prefill_limit, weight_
 from tokenizers import Tokenizer
 
 from penstock.cli.benchmark.prompts import WORDS
-from penstock.kernels.native import NativeOps
+from penstock.kernels.native.backend import NativeOps
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.errors import PenstockError
 from penstock.kernels import _native
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression import convert
 from penstock.weights.inspect import inspect_model

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.kernels.memory import ALIGNMENT, WeightArena
+from penstock.kernels.native.memory import ALIGNMENT, WeightArena
 
 SANITIZED = "PENSTOCK_SANITIZED" in os.environ
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from quick_interpreter import quicken
 
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import KvShape, StepBatch
-from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.select import REFERENCE, TRITON, TRITON_INTERPRETER, make_ops
 from penstock.types import FP8_E4M3
 

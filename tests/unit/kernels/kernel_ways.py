@@ -14,10 +14,10 @@ from kernel_cases import Story, assert_same_bits
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
-from penstock.kernels.draws import Picks
+from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.sampling import Picks
 
 Parts = list[tuple[int, int, int]]
 """Tokens [start, end) of each named sequence."""

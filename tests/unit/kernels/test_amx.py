@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.native import families
+from penstock.kernels.native.backend import families
 from penstock.kernels.select import make_ops
 
 FAMILY = "amx_bf16"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hashing import block_hash, block_hashes
-from penstock.kernels.blocks import BlockIndex, hash_blocks, hash_chain, keys_of
+from penstock.kernels.host_ops import BlockIndex, hash_blocks, hash_chain, keys_of
 from penstock.types import BlockHash
 
 ROOT = BlockHash(bytes(range(32)))

@@ -12,9 +12,10 @@ from kernel_cases import assert_same_bits, make, normal
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError
-from penstock.kernels import _native, compression
+from penstock.kernels import _native
 from penstock.kernels.compressed import CompressedMatrix
-from penstock.kernels.native import families
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import families
 from penstock.kernels.operands import segment_ends
 
 ROWS = (*range(1, 20), 24, 25, 32, 33, 64, 191, 192, 193, 300)

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.kernels.operands import PackedLinear
-from penstock.kernels.stored import LoadFailed, StoredTensor
 from penstock.kernels.triton import weights
 from penstock.kernels.triton.weights import DeviceLoading
+from penstock.kernels.weight_source import LoadFailed, StoredTensor
 from penstock.weights.compression.format import Original, checksum, checksum_text
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}

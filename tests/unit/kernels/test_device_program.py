@@ -14,10 +14,10 @@ from kernel_cases import TRITONS
 from torch import Tensor
 
 from penstock.engine.runner import batch
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Captures, RunsAhead
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.sampling import Picks
 from penstock.kernels.select import REFERENCE, TRITON
 from penstock.kernels.triton import paged
 from penstock.kernels.triton.graphs import MOST_REFUSALS, AsItIs, Captured, CudaGraphs, Work

@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 from kernel_cases import NATIVE, assert_same_bits, make, normal
 
-from penstock.kernels import compression
-from penstock.kernels.draws import Picks
-from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
-from penstock.kernels.native import families
-from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch, segment_ends
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import families
+from penstock.kernels.operands import (
+    SILU,
+    SWIGLU_OAI,
+    Activation,
+    Array,
+    Gate,
+    KvShape,
+    PackedLinear,
+    StepBatch,
+    segment_ends,
+)
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.sampling import Picks
 
 WIDTH = 160
 INNER = 176

@@ -10,7 +10,7 @@ import pytest
 from kernel_cases import SLOW_TRITONS, TOLERANCE, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
 
-from penstock.kernels.adapters import LowRank
+from penstock.kernels.lora import LowRank
 from penstock.kernels.operands import PackedLinear, StepBatch, segment_ends
 
 K, N = 72, 90

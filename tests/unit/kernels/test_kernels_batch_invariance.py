@@ -10,8 +10,8 @@ import pytest
 from kernel_cases import EVERY, NATIVE, ON_GPU, Heads, Story, assert_same_bits, make, normal
 
 from penstock.kernels import _native
-from penstock.kernels.draws import SampleRow
 from penstock.kernels.operands import segment_ends
+from penstock.kernels.sampling import SampleRow
 
 BATCHES = (1, 2, 3, 7, 16, 17, 64, 300)
 

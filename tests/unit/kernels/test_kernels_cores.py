@@ -17,7 +17,7 @@ from kernel_cases import NATIVE, assert_same_bits, make, normal
 
 from penstock.config.schema import Loan
 from penstock.kernels import _native
-from penstock.kernels.cores import LINE_BYTES, LentCores, Seats
+from penstock.kernels.core_lending import LINE_BYTES, LentCores, Seats
 from penstock.kernels.operands import segment_ends
 from penstock.launch.heartbeat import CoreBoard
 from penstock.types import WorkerId

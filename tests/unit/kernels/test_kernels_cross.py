@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
+from penstock.kernels.sampling import Picks
 
 UNTIL = 1100  # 2 partitions of 512 keys and a part, which ends within a block of 64 and within a page
 BEGIN = 1104

@@ -14,15 +14,26 @@ from kernel_cases import EVERY, NATIVE, ON_GPU, TOLERANCE, assert_close, assert_
 from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
-from penstock.kernels import _native, compression
-from penstock.kernels.draws import Picks
-from penstock.kernels.kinds import SILU, SWIGLU_OAI, Gate
-from penstock.kernels.native import families
-from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch, segment_ends
+from penstock.kernels import _native
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import families
+from penstock.kernels.native.program import RecordedProgram
+from penstock.kernels.operands import (
+    SILU,
+    SWIGLU_OAI,
+    Array,
+    Gate,
+    KvShape,
+    PackedExperts,
+    PackedLinear,
+    Routing,
+    Score,
+    StepBatch,
+    segment_ends,
+)
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
-from penstock.kernels.routing import PackedExperts, Routing, Score
+from penstock.kernels.sampling import Picks
 
 ROUTINGS = {
     "mixtral": Routing(experts=8, top_k=2, normalised=True),

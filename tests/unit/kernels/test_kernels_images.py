@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from kernel_cases import NATIVE, SLOW_TRITONS, TOLERANCE, assert_close, assert_same_bits, make, normal
 
-from penstock.kernels.draws import Picks
+from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, GivenRows, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.sampling import Picks
 
 WIDTH, HEAD, TOKENS = 32, 16, 21
 INV_FREQ = 1e4 ** -(np.arange(8) / 8)

@@ -33,10 +33,9 @@ from test_kernels_latent import SHAPES, Latent, LatentStory
 from test_triton_attention import assert_the_same_however_read
 
 from penstock.errors import KernelError
-from penstock.kernels.kv_types import KV_TYPES, LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER
-from penstock.kernels.native import families
-from penstock.kernels.operands import KvShape, StateShape
-from penstock.kernels.reference_kv_codes import decoded, encoded
+from penstock.kernels.native.backend import families
+from penstock.kernels.operands import KV_TYPES, LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER, KvShape, StateShape
+from penstock.kernels.reference.attention import decoded, encoded
 from penstock.kernels.select import REFERENCE, make_ops
 from penstock.kv.layout import KvLayout
 from penstock.types import FP8_E4M3

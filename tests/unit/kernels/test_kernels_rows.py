@@ -12,12 +12,11 @@ import pytest
 from kernel_cases import NATIVE, SLOW_TRITONS, TOLERANCE, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
 
-from penstock.kernels.draws import Picks
-from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
-from penstock.kernels.operands import Array, KvShape, StepBatch
+from penstock.kernels.native.program import RecordedProgram
+from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, Array, Gate, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.sampling import Picks
 
 WIDTH = 52
 

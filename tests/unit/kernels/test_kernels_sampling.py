@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kernel_cases import EVERY, ON_GPU, make, normal
 
 from penstock.kernels import _native
-from penstock.kernels.draws import SampleRow
-from penstock.kernels.philox import gumbel, philox4x32
-from penstock.kernels.reference_sampling import kept_ids, sample_row, with_logprobs
+from penstock.kernels.reference.sampling import kept_ids, sample_row, with_logprobs
+from penstock.kernels.sampling import SampleRow, gumbel, philox4x32
 
 NATIVE_NAMES = [name for name in EVERY if name[0] != "reference" and name[1] == "fp32"]
 

@@ -13,8 +13,8 @@ from kernel_cases import INTERPRETED, TRITONS, make, normal
 
 from penstock.errors import KernelError
 from penstock.kernels import _native, select
-from penstock.kernels.memory import StepBuffers, WeightArena
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
+from penstock.kernels.native.memory import StepBuffers, WeightArena
 from penstock.kernels.select import TRITON, TRITON_INTERPRETER, available_families, make_ops
 
 
@@ -103,7 +103,7 @@ def test_a_forked_child_makes_its_own_threads() -> None:
     code = """
 import os, sys
 import numpy as np
-from penstock.kernels.native import NativeOps
+from penstock.kernels.native.backend import NativeOps
 ops = NativeOps(sys.argv[1], "fp32", threads=3)
 weight = ops.pack_linear(np.ones((512, 512), np.float32))
 def child():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from test_kernels_attention import Layer, mixed, rounded
 
 from penstock.kernels import _native
-from penstock.kernels.sparse import BLOCK_KEYS, Sparse
+from penstock.kernels.operands import BLOCK_KEYS, Sparse
 
 SPARSE = Sparse(sinks=1, window=2, chosen=2, start=350)
 UNROTATED = Way(rotated=0)

@@ -11,11 +11,11 @@ import pytest
 from kernel_cases import EVERY, INTERPRETED, NATIVE, TOLERANCE, TRITONS, assert_close, assert_same_bits, make, normal
 from numpy.typing import NDArray
 
-from penstock.kernels.draws import Picks
+from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, KvShape, StateShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.sampling import Picks
 
 WITH_TRITON = [*EVERY, *(pytest.param(*pair, marks=pytest.mark.long) for pair in TRITONS if INTERPRETED)]
 """On a GPU memory is not the host's: there ``test_triton_states`` asks."""

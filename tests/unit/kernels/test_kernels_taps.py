@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from kernel_cases import EVERY, NATIVE, SLOW_PAIRS, assert_same_bits, make, normal
 
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import Array, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.sampling import Picks
 
 WIDTH, VOCAB = 32, 40
 TAPPED = (0, 1)

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.kernels import _native, compression, sums
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels import _native, host_ops
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import PackedLinear
-from penstock.kernels.stored import LoadFailed, StoredTensor
+from penstock.kernels.weight_source import LoadFailed, StoredTensor
 from penstock.weights.compression.format import PIECE_BYTES, Original, checksum, checksum_text
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
@@ -48,23 +49,23 @@ def rows_of(ops: NativeOps, weight: PackedLinear) -> NDArray[np.float32]:
 @settings(max_examples=200)
 @given(data=st.binary(max_size=3000))
 def test_xxh3_is_the_one_of_the_library(data: bytes) -> None:
-    assert sums.xxh3_128(data) == xxhash.xxh3_128_digest(data)
+    assert host_ops.xxh3_128(data) == xxhash.xxh3_128_digest(data)
 
 
 def test_xxh3_at_every_length_that_takes_another_path() -> None:
     raw = np.random.default_rng(1).integers(0, 256, 1 << 18, np.uint8).tobytes()
     for size in [*range(300), 1023, 1024, 1025, 1088, 1089, 2048, 4095, 65536, len(raw)]:
-        assert sums.xxh3_128(raw[:size]) == xxhash.xxh3_128_digest(raw[:size]), size
+        assert host_ops.xxh3_128(raw[:size]) == xxhash.xxh3_128_digest(raw[:size]), size
 
 
 def test_small_records_are_summed_with_their_seed() -> None:
     raw = np.random.default_rng(2).integers(0, 256, 128, np.uint8).tobytes()
     for size in range(97, 129):
         for seed in (0, 1, size << 20, (1 << 64) - 1):
-            assert sums.xxh3_64(raw[:size], seed) == xxhash.xxh3_64_intdigest(raw[:size], seed), (size, seed)
+            assert host_ops.xxh3_64(raw[:size], seed) == xxhash.xxh3_64_intdigest(raw[:size], seed), (size, seed)
     for size in (0, 96, 129):
         with pytest.raises(ValueError, match="97 to 128"):
-            sums.xxh3_64(bytes(size), 0)
+            host_ops.xxh3_64(bytes(size), 0)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
@@ -148,7 +149,7 @@ def test_a_file_that_ends_too_early_names_the_tensor(descriptor: int) -> None:
 
 def test_what_watch_raises_ends_the_load_and_its_threads(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watcher that is called at once: before the end, or with the end."""
-    monkeypatch.setattr("penstock.kernels.loading.WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr("penstock.kernels.native.weights.WATCH_EVERY_S", 0.0)
     raw = np.zeros(64 << 20, np.uint8)
     os.pwrite(descriptor, raw.data, 0)
     ops = NativeOps(families()[0], "bf16")

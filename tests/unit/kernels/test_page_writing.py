@@ -11,7 +11,7 @@ from kernel_cases import COMPUTE, TRITONS, families, make, normal, on_gpu
 
 from penstock.errors import KernelError
 from penstock.kernels.operands import KvShape, StateShape, StepBatch
-from penstock.kernels.page_writing import CELLS, ROWS, WritesPages, layout_of
+from penstock.kernels.page_export import CELLS, ROWS, WritesPages, layout_of
 from penstock.kernels.select import REFERENCE
 from penstock.reach import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS

@@ -12,7 +12,7 @@ from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels import _native
 from penstock.kernels.operands import segment_ends
-from penstock.kernels.quantised import QuantFormat, QuantizedMatrix, Scale
+from penstock.kernels.quantization import QuantFormat, QuantizedMatrix, Scale
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 70, 200)
 TOLERANCE = {"bf16": 2e-3, "fp32": 2e-5}

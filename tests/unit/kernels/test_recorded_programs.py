@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY, NATIVE, make, normal
 
-from penstock.kernels import compression
-from penstock.kernels.draws import Picks, SampleRow
+from penstock.kernels.native import compression
+from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.sampling import Picks, SampleRow
 
 WIDTH = 32
 

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from test_kernels_attention import plain_attention
 from test_kernels_latent import Latent, LatentStory
 
-from penstock.kernels.operands import KvShape, StepBatch
-from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.operands import KvShape, Sparse, StepBatch
+from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.triton.paged import Tile, TritonAttention
 
 LATENT = Latent(3, 30, 16, 6)

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels.compressed_gpu import compress_for_gpu
-from penstock.kernels.kinds import SILU, SWIGLU_OAI
-from penstock.kernels.operands import segment_ends
-from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.routing import Routing, Score
+from penstock.kernels.operands import SILU, SWIGLU_OAI, Routing, Score, segment_ends
+from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.triton import compressed as triton_compressed
 from penstock.kernels.triton import experts as grouping
 from penstock.kernels.triton.experts import Groups

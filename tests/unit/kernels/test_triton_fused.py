@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels.compressed_gpu import compress_for_gpu
-from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation, Gate
-from penstock.kernels.operands import KvShape, StepBatch, segment_ends
+from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, Gate, KvShape, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.triton import fused_products, fusing
 from penstock.kernels.triton.fusing import FusingOps

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
 from penstock.errors import KernelError
-from penstock.kernels import compression
 from penstock.kernels.compressed_gpu import GpuMatrix, compress_for_gpu
+from penstock.kernels.native import compression
 from penstock.kernels.operands import PackedLinear, segment_ends
-from penstock.kernels.quantised import E2M1, QuantFormat, Scale
+from penstock.kernels.quantization import E2M1, QuantFormat, Scale
 
 SHARED_BYTES = 227 << 10
 """Of one program on an H200."""

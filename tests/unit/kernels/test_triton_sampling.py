@@ -11,9 +11,8 @@ import torch
 from kernel_cases import NATIVE, TRITONS, assert_same_bits, make, normal
 from test_kernels_sampling import BASE, RULES, ids_of, mask_of
 
-from penstock.kernels.draws import Picks, SampleRow
-from penstock.kernels.philox import gumbel
-from penstock.kernels.reference_sampling import kept_ids, sample_row
+from penstock.kernels.reference.sampling import kept_ids, sample_row
+from penstock.kernels.sampling import Picks, SampleRow, gumbel
 from penstock.kernels.triton.head import TritonHead
 
 EXTREMES = (1_459_666, 1_786_955)

@@ -17,10 +17,10 @@ from nobody_waits import nobody_waits
 from numpy.typing import NDArray
 from test_kernels_states import CELL, STATES, Delta, Stack, wanted
 
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StateShape, StepBatch
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.reference.backend import ReferenceOps
+from penstock.kernels.sampling import Picks
 from penstock.kernels.triton.program import DeviceProgram
 
 LENGTHS = (34, 3)

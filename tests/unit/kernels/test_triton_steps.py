@@ -15,12 +15,10 @@ from nobody_waits import Trapped, WaitedError, nobody_waits
 from quant_cases import FORMATS, matrix_of
 from torch import Tensor
 
-from penstock.kernels.adapters import LowRank
 from penstock.kernels.compressed_gpu import compress_for_gpu
-from penstock.kernels.kinds import SILU
-from penstock.kernels.operands import StepBatch, segment_ends
+from penstock.kernels.lora import LowRank
+from penstock.kernels.operands import SILU, Routing, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.routing import Routing
 from penstock.kernels.triton.adapters import MOST_PARTS, MOST_RANK
 from penstock.kernels.triton.program import DeviceProgram
 from penstock.types import SamplingParams

@@ -13,7 +13,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels import _native, without_native
+from penstock.kernels import _native, host_ops_fallback
 from penstock.types import BlockHash
 
 ROOT = BlockHash(bytes(range(32)))
@@ -36,7 +36,7 @@ OPS = st.lists(
 @settings(max_examples=40)
 @given(OPS, st.integers(0, 1))
 def test_the_index_is_the_same(ops: list[tuple[str, int, int, int]], asked: int) -> None:
-    both = [_native.BlockIndex(40, 5), without_native.BlockIndex(40, 5)]
+    both = [_native.BlockIndex(40, 5), host_ops_fallback.BlockIndex(40, 5)]
     owners = [[index.open() for _ in range(3)] for index in both]
     for verb, who, seed, length in ops:
         blocks = chain(30, seed)
@@ -60,7 +60,7 @@ def test_the_index_is_the_same(ops: list[tuple[str, int, int, int]], asked: int)
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", [_native.BlockIndex, without_native.BlockIndex])
+@pytest.mark.parametrize("kind", [_native.BlockIndex, host_ops_fallback.BlockIndex])
 def test_limits_are_the_same(kind: Any) -> None:
     index = kind(1, 1)
     assert (index.open(), index.open()) == (0, None)
@@ -73,29 +73,29 @@ def test_hashes_and_seals_are_the_same() -> None:
     tokens = tuple(range(70, 130))
     for first, last in ((0, 60), (16, 48), (3, 18)):
         expected = _native.hash_blocks(ROOT, tokens, first, last)
-        assert without_native.hash_blocks(ROOT, tokens, first, last) == expected
+        assert host_ops_fallback.hash_blocks(ROOT, tokens, first, last) == expected
     for parent, given_tokens, last in ((b"short", tokens, 16), (ROOT, tokens, 61), (ROOT, (1,) * 15 + (2**32,), 16)):
         with pytest.raises(ValueError):  # noqa: PT011
-            without_native.hash_blocks(BlockHash(parent), given_tokens, 0, last)
+            host_ops_fallback.hash_blocks(BlockHash(parent), given_tokens, 0, last)
     rows = np.empty((2, 2, 32), np.uint8)
     ids = np.arange(32, dtype=np.uint32)
     _native.hash_chain(ROOT, ids, rows[0])
-    without_native.hash_chain(ROOT, ids, rows[1])
+    host_ops_fallback.hash_chain(ROOT, ids, rows[1])
     assert rows[0].tobytes() == rows[1].tobytes()
     page, into = os.urandom(300), bytearray(300)
-    assert without_native.xxh3_128(memoryview(page)) == _native.xxh3_128(memoryview(page))
-    assert without_native.xxh3_64(memoryview(page)[:120], 7) == _native.xxh3_64(memoryview(page)[:120], 7)
+    assert host_ops_fallback.xxh3_128(memoryview(page)) == _native.xxh3_128(memoryview(page))
+    assert host_ops_fallback.xxh3_64(memoryview(page)[:120], 7) == _native.xxh3_64(memoryview(page)[:120], 7)
     with pytest.raises(ValueError, match="97 to 128"):
-        without_native.xxh3_64(memoryview(page), 7)
+        host_ops_fallback.xxh3_64(memoryview(page), 7)
     expected = _native.seal_page(memoryview(page), b"own")
-    assert without_native.seal_page(memoryview(page), b"own") == expected
-    assert without_native.copy_page(memoryview(page), memoryview(into), b"own") == expected
+    assert host_ops_fallback.seal_page(memoryview(page), b"own") == expected
+    assert host_ops_fallback.copy_page(memoryview(page), memoryview(into), b"own") == expected
     assert into == page
     for wrong in (b"", bytes(1025)):
         with pytest.raises(ValueError, match="1 to 1024"):
-            without_native.seal_page(memoryview(page), wrong)
+            host_ops_fallback.seal_page(memoryview(page), wrong)
     with pytest.raises(ValueError, match="other sizes"):
-        without_native.copy_page(memoryview(page), memoryview(bytearray(9)), b"own")
+        host_ops_fallback.copy_page(memoryview(page), memoryview(bytearray(9)), b"own")
 
 
 def test_without_the_extension_sums_name_what_they_need() -> None:
@@ -105,7 +105,7 @@ import sys
 sys.modules["penstock.kernels._native"] = sys.modules["xxhash"] = None
 import penstock.cli.doctor
 try:
-    import penstock.kernels.sums
+    import penstock.kernels.host_ops
 except ImportError as error:
     print(error)
 """
@@ -119,8 +119,8 @@ def test_a_service_can_be_put_together_without_the_extension() -> None:
 import sys
 sys.modules["penstock.kernels._native"] = None
 import penstock.launch.compose, penstock.launch.worker_process, penstock.launch.gateway_process
-from penstock.kernels.blocks import BlockIndex
-assert BlockIndex.__module__ == "penstock.kernels.without_native"
+from penstock.kernels.host_ops import BlockIndex
+assert BlockIndex.__module__ == "penstock.kernels.host_ops_fallback"
 """
     _run(code)
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from triton_compiled import compile_only
 
-from penstock.kernels.draws import SampleRow
-from penstock.kernels.kinds import SILU, SWIGLU_OAI, Activation
-from penstock.kernels.operands import KvShape, StateShape, StepBatch
+from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, KvShape, StateShape, StepBatch
+from penstock.kernels.sampling import SampleRow
 from penstock.kernels.triton.backend import TritonOps
 from penstock.kernels.triton.paged import TritonAttention
 from penstock.types import FP8_E4M3

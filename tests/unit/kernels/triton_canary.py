@@ -9,9 +9,7 @@ from quant_cases import FORMATS, matrix_of
 from triton_compiled import Compiled, compile_only
 
 from penstock.kernels.compressed_gpu import compress_for_gpu
-from penstock.kernels.kinds import SILU
-from penstock.kernels.operands import KvShape, StepBatch, segment_ends
-from penstock.kernels.routing import Routing, Score
+from penstock.kernels.operands import SILU, KvShape, Routing, Score, StepBatch, segment_ends
 from penstock.kernels.triton.backend import TritonOps
 from penstock.kernels.triton.fusing import FusingOps
 

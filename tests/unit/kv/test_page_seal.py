@@ -10,9 +10,9 @@ import pytest
 import xxhash
 
 from penstock.errors import PageCorrupt
-from penstock.kernels import without_native
+from penstock.kernels import host_ops_fallback
+from penstock.kernels.host_ops import Arrivals, copy_page, seal_page
 from penstock.kernels.operands import KvShape
-from penstock.kernels.pages import Arrivals, copy_page, seal_page
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.port import PageSeal
 from penstock.types import ModelIdentity, PageId, RequestId
@@ -108,7 +108,7 @@ def test_a_wrong_size_is_corrupt(size: int) -> None:
         SEAL.copy(frame(bytes(16)), memoryview(bytes(size)), memoryview(bytearray(LAYOUT.page_bytes)))
 
 
-@pytest.mark.parametrize("kind", [Arrivals, without_native.Arrivals], ids=["native", "without"])
+@pytest.mark.parametrize("kind", [Arrivals, host_ops_fallback.Arrivals], ids=["native", "without"])
 @pytest.mark.parametrize("size", [64, 255, 256, 257, 1023, 65536 + 40, 300_000])
 def test_pages_that_come_over_a_socket_are_hashed_on_the_way(size: int, kind: type[Arrivals]) -> None:
     sent, into = [os.urandom(size) for _ in range(3)], [bytearray(size) for _ in range(3)]
@@ -137,7 +137,7 @@ def test_pages_that_come_over_a_socket_are_hashed_on_the_way(size: int, kind: ty
             gone.take(-1, 1.0)
 
 
-@pytest.mark.parametrize("kind", [Arrivals, without_native.Arrivals], ids=["native", "without"])
+@pytest.mark.parametrize("kind", [Arrivals, host_ops_fallback.Arrivals], ids=["native", "without"])
 def test_nothing_is_written_once_arrivals_are_stopped(kind: type[Arrivals]) -> None:
     into = bytearray(100)
     one, other = socket.socketpair()

@@ -9,8 +9,8 @@ from penstock.bundled import storyteller
 from penstock.config.load import load_serve
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
-from penstock.kernels.native import NativeOps, families
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.native.backend import NativeOps, families
+from penstock.kernels.operands import Sparse
 from penstock.launch.sparse_attention import numerics_of, read_sparsely, sparse_line
 from penstock.weights.architecture.spec import Pooler, Pooling
 from penstock.weights.fingerprint import Fingerprint

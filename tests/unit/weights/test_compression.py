@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels import compression
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import PackedLinear
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression import format

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from penstock import kernels
 from penstock.cli.main import main
 from penstock.errors import KernelError, ModelError
-from penstock.kernels import compression
 from penstock.kernels.compressed_gpu import MAX_VALUES, GpuMatrix, compress_for_gpu
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native import compression
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression import format
 from penstock.weights.compression.format import GPU, Original, checksum, pieces
@@ -112,7 +112,7 @@ def test_without_the_extension_a_model_for_processors_is_refused_in_words(monkey
     small = compression.for_cpu(coded(gaussian(64, 512)))
     assert small is not None
     monkeypatch.delattr(kernels, "compression")
-    monkeypatch.setitem(sys.modules, "penstock.kernels.compression", None)
+    monkeypatch.setitem(sys.modules, "penstock.kernels.native.compression", None)
     with pytest.raises(ModelError, match=r"here: compressed for processors, .*--for gpu"):
         list(format.decode_parts(small, "here"))
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ModelError
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import KvShape
+from penstock.kernels.operands import Activation, KvShape
 from penstock.weights.architecture.decoder import Decoder, Mlp
 from penstock.weights.architecture.mla import Latent
 from penstock.weights.architecture.rope import Linear

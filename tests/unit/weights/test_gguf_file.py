@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter
 
 from penstock.errors import ModelError
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.config_json import Fields
 from penstock.weights.gguf import file

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Type
 
 from penstock.errors import ModelError
 from penstock.kernels import _native
-from penstock.kernels.native import NativeOps, families
-from penstock.kernels.quantised import dequantised
+from penstock.kernels.native.backend import NativeOps, families
+from penstock.kernels.quantization import dequantised
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.gguf.quants import GGUF_QUANTS

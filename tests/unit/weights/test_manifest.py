@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ModelError
-from penstock.kernels.native import NativeOps, families
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights import load as weights_load
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression.convert import compress_folder

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.operands import Sparse
 from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling, Scores
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression import convert

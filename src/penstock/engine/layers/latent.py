@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm, RmsNorm
-from penstock.kernels.operands import Array, PackedLinear, StepBatch
+from penstock.kernels.operands import Array, PackedLinear, Sparse, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kernels.sparse import Sparse
 
 
 @dataclass(frozen=True, slots=True)

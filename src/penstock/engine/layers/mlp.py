@@ -7,8 +7,7 @@ from typing import Protocol
 
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.norm import Norm
-from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.operands import Array
+from penstock.kernels.operands import Activation, Array, Gate
 from penstock.kernels.ops import Ops
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.norm import Norm
-from penstock.kernels.kinds import Gate
-from penstock.kernels.operands import Array, PackedLinear
+from penstock.kernels.operands import Array, Gate, PackedExperts, PackedLinear, Routing
 from penstock.kernels.ops import Ops
-from penstock.kernels.routing import PackedExperts, Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import Array
+from penstock.kernels.operands import Activation, Array
 from penstock.kernels.ops import Ops
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.models.port import Model
-from penstock.kernels.adapters import AdapterTable
+from penstock.kernels.lora import AdapterTable
 from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 

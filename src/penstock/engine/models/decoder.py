@@ -18,10 +18,8 @@ from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.moe import RoutedExperts, SharedExpert
 from penstock.engine.models.vision import ImageEncoder
-from penstock.kernels.kinds import Gate
-from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.operands import Array, Gate, Sparse, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kernels.sparse import Sparse
 from penstock.weights.architecture import decoder as forms
 from penstock.weights.architecture.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
 from penstock.weights.architecture.gated_delta_net import Delta

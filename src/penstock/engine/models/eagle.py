@@ -18,8 +18,7 @@ from penstock.engine.layers.attention import SelfAttention
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import GatedMlp
 from penstock.engine.layers.norm import RmsNorm
-from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
+from penstock.kernels.operands import Activation, Array, Gate, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.eagle import LoadedHead
 from penstock.weights.load import LoadedModel

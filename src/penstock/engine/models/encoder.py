@@ -15,8 +15,7 @@ from penstock.engine.layers.attention import WholeAttention
 from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import PlainMlp
 from penstock.engine.layers.norm import LayerNorm, NoNorm
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.operands import Activation, Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.encoder import Encoder
 from penstock.weights.architecture.spec import ModelSpec, Pooler

@@ -16,8 +16,7 @@ from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
 from penstock.engine.layers.norm import LayerNorm, Norm, RmsNorm
 from penstock.errors import ImageRefused
-from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.operands import Array
+from penstock.kernels.operands import Activation, Array, Gate
 from penstock.kernels.ops import Ops
 from penstock.types import Medium, Picture
 from penstock.weights.architecture.vision import Vision

@@ -24,8 +24,7 @@ from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import PlainMlp
 from penstock.engine.layers.norm import LayerNorm
 from penstock.errors import ImageRefused
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.operands import Activation, Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.types import Medium, Sound
 from penstock.weights.architecture.spec import ModelSpec

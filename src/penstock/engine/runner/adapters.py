@@ -21,7 +21,7 @@ from pathlib import Path
 from penstock.engine.models.adapted import AdaptedModel
 from penstock.engine.models.port import Model
 from penstock.errors import AdapterRefused, ModelError
-from penstock.kernels.adapters import NO_ADAPTER, AdapterTable, PackedAdapter
+from penstock.kernels.lora import NO_ADAPTER, AdapterTable, PackedAdapter
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.types import AdapterRef

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.engine.runner.constraint import Constraint
 from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import Matcher
-from penstock.kernels.draws import SampleRow
+from penstock.kernels.sampling import SampleRow
 from penstock.types import Grammar, SamplingParams
 
 if TYPE_CHECKING:

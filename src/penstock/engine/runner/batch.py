@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from penstock.engine.core.plan import Drawn
 from penstock.engine.images.turns import turns
 from penstock.engine.runner.span import Span, token_logprob
-from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, GivenRows, StepBatch
+from penstock.kernels.sampling import Picks, Sampled, SampleRow
 from penstock.reach import blocks_of
 from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.core.plan import Drawn
 from penstock.engine.core.speculation import standing
 from penstock.engine.runner.answer import Answer
-from penstock.kernels.draws import Sampled
+from penstock.kernels.sampling import Sampled
 from penstock.types import TokenLogprob
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from penstock.engine.core.blocks import BlockPool
 from penstock.engine.core.plan import PageDone
-from penstock.kernels.page_writing import PageWriter, Writing
+from penstock.kernels.page_export import PageWriter, Writing
 from penstock.kv.transfer.effects import Offer
 from penstock.types import PageId
 from penstock.wire.messages import TokenItem

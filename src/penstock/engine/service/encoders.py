@@ -18,7 +18,7 @@ from penstock.clock import Clock
 from penstock.engine.service.held import ImageReadiness
 from penstock.engine.service.peers import Peers
 from penstock.errors import ImageRefused
-from penstock.kernels.sums import xxh3_128
+from penstock.kernels.host_ops import xxh3_128
 from penstock.types import Medium, ModelIdentity, PlacedImage
 from penstock.wire.codec import MAX_PAYLOAD_BYTES
 from penstock.wire.messages import EncodeImage, ImageAlive, ImageEncoded, PageSource

@@ -16,7 +16,7 @@ from penstock.clock import Clock
 from penstock.engine.core.request import Request
 from penstock.engine.service.fitness import unfit_first
 from penstock.engine.service.peers import Peers
-from penstock.kernels.page_writing import PageWriter
+from penstock.kernels.page_export import PageWriter
 from penstock.kv.transfer.drive import post, post_pulls
 from penstock.kv.transfer.effects import (
     FirstToken,

@@ -16,9 +16,9 @@ from penstock.clock import Clock
 from penstock.engine.core.plan import Row
 from penstock.engine.spec.contexts import CONTEXT_PAGES, Context, Contexts, table_of
 from penstock.engine.spec.guides import Feed, Guide
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Ops
+from penstock.kernels.sampling import Picks
 from penstock.types import RequestId
 
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.adapters import LowRank, PackedAdapter, PackedLowRank, checked_parts
+from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.triton.arithmetic import UNFUSED, rounded
 from penstock.kernels.triton.experts import Groups, group_of, rows_of

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import triton
 import triton.language as tl
 
-from penstock.kernels.kinds import Activation
+from penstock.kernels.operands import Activation
 from penstock.kernels.triton.form import INTERPRETED
 
 UNFUSED: Mapping[str, bool] = MappingProxyType({"enable_fp_fusion": False})

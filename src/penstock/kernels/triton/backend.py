@@ -12,13 +12,11 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.kernels.kv_types import numerics_with
-from penstock.kernels.operands import PackedLinear
+from penstock.kernels.operands import PackedLinear, numerics_with
 from penstock.kernels.ops import StepProgram, Steps
-from penstock.kernels.reference import COMPUTE_TYPES, ReferenceOps
-from penstock.kernels.reference_attention import ReferenceKv
-from penstock.kernels.reference_tiles import RowTiles, TorchForm
-from penstock.kernels.stored import Loading
+from penstock.kernels.reference.attention import ReferenceKv
+from penstock.kernels.reference.backend import COMPUTE_TYPES, ReferenceOps
+from penstock.kernels.reference.tiles import RowTiles, TorchForm
 from penstock.kernels.triton.form import TritonForm, numerics_of
 from penstock.kernels.triton.fusing import FusedSteps
 from penstock.kernels.triton.graphs import AsItIs, CudaGraphs
@@ -32,6 +30,7 @@ from penstock.kernels.triton.rows import TritonRows
 from penstock.kernels.triton.staging import Draws
 from penstock.kernels.triton.states import TritonStates
 from penstock.kernels.triton.weights import DeviceLoading
+from penstock.kernels.weight_source import Loading
 
 
 class TritonOps(ReferenceOps):

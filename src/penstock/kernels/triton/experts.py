@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.operands import PackedLinear
-from penstock.kernels.reference_experts import Chosen, ReferenceExperts
-from penstock.kernels.routing import PackedExperts
+from penstock.kernels.operands import PackedExperts, PackedLinear
+from penstock.kernels.reference.experts import Chosen, ReferenceExperts
 from penstock.kernels.triton.arithmetic import UNFUSED
 from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.matmul import FEW_ROWS, Operand, keeps_apart, multiprocessors, whole

@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.reference_tiles import TorchForm
+from penstock.kernels.reference.tiles import TorchForm
 
 VERSION = 2
 """Of the kernels' bits: part of the numerics class, raised with every change that a sum could notice."""

@@ -29,9 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.kinds import Gate
-from penstock.kernels.operands import StepBatch
-from penstock.kernels.reference_attention import ReferenceKv, ReferenceRope
+from penstock.kernels.operands import Gate, StepBatch
+from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.arithmetic import KIND_NUMBERS, UNFUSED, gate_of, rounded, turned_pair
 from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.matmul import (

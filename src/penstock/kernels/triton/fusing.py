@@ -20,10 +20,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from penstock.kernels.kinds import SILU, Gate
-from penstock.kernels.operands import Array, PackedLinear, StepBatch
+from penstock.kernels.operands import SILU, Array, Gate, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops, Steps
-from penstock.kernels.reference_attention import ReferenceKv, ReferenceRope
+from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.fused_products import Heads, Places, gated_product, slots_of, written_product
 from penstock.kernels.triton.matmul import Operand

@@ -20,8 +20,8 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.draws import Sampled, SampleRow
-from penstock.kernels.reference_sampling import GREEDY_BELOW
+from penstock.kernels.reference.sampling import GREEDY_BELOW
+from penstock.kernels.sampling import Sampled, SampleRow
 from penstock.kernels.triton.arithmetic import UNFUSED
 from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.sampling import best, floors, masked, noise, normalisers, offers

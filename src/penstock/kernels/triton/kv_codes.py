@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.kv_types import LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER
+from penstock.kernels.operands import LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER
 from penstock.kernels.triton.arithmetic import rounded
 
 _LEAST = tl.constexpr(LEAST_EXPONENT)

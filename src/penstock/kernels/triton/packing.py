@@ -17,10 +17,9 @@ from torch import Tensor
 
 from penstock.errors import KernelError
 from penstock.kernels.compressed_gpu import AnyCompressed, GpuMatrix
-from penstock.kernels.operands import PackedLinear
-from penstock.kernels.quantised import QuantizedMatrix, fits
-from penstock.kernels.reference_model import ReferenceModel
-from penstock.kernels.routing import PackedExperts
+from penstock.kernels.operands import PackedExperts, PackedLinear
+from penstock.kernels.quantization import QuantizedMatrix, fits
+from penstock.kernels.reference.backend import ReferenceModel
 from penstock.kernels.triton.adapters import TritonAdapters
 from penstock.kernels.triton.compressed import compressed_weights, fits_gpu, workspace_of
 from penstock.kernels.triton.experts import stacked_experts
@@ -104,7 +103,7 @@ def _for_gpu(part: AnyCompressed) -> GpuMatrix | None:
     if isinstance(part, GpuMatrix):
         return part
     try:
-        from penstock.kernels.compression import for_gpu
+        from penstock.kernels.native.compression import for_gpu
     except ImportError as error:
         raise KernelError(
             "weights in the CPU's compressed layout are decoded by the kernel extension, which is not built; build it, "

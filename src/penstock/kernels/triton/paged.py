@@ -17,9 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock.kernels.operands import KvShape, StepBatch
-from penstock.kernels.reference_attention import ReferenceKv
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.operands import KvShape, Sparse, StepBatch
+from penstock.kernels.reference.attention import ReferenceKv
 from penstock.kernels.triton.arithmetic import UNFUSED
 from penstock.kernels.triton.attention import LOG2_E, PARTITION_KEYS, attend, join
 from penstock.kernels.triton.form import TritonForm

@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.adapters import AdapterTable
-from penstock.kernels.kinds import Gate
-from penstock.kernels.operands import PackedLinear, StepBatch
-from penstock.kernels.reference_tiles import numpy_of
-from penstock.kernels.routing import PackedExperts, Routes, Routing
+from penstock.kernels.lora import AdapterTable
+from penstock.kernels.operands import Gate, PackedExperts, PackedLinear, Routes, Routing, StepBatch
+from penstock.kernels.reference.tiles import numpy_of
 from penstock.kernels.triton.adapters import TritonAdapters
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.form import TritonForm

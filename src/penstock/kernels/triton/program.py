@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.draws import Picks, Sampled, SampleRow
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import CAPTURE_S, Ops, Steps
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.sampling import Picks, Sampled, SampleRow
 from penstock.kernels.triton.graphs import AsItIs, Replays
 from penstock.kernels.triton.staging import DeviceArrays, Draws, Pinned, Returned, StepShape, buckets, by_group
 from penstock.types import PAGE_TOKENS

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.reference_attention import ReferenceKv, ReferenceRope
+from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.arithmetic import UNFUSED, turned_pair
 from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.kv_codes import exponent_of, kept, sizes_of

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.reference_experts import Chosen
-from penstock.kernels.routing import Routing, Score
+from penstock.kernels.operands import Routing, Score
+from penstock.kernels.reference.experts import Chosen
 from penstock.kernels.triton.arithmetic import UNFUSED
 from penstock.kernels.triton.form import TritonForm
 

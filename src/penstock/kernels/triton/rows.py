@@ -21,9 +21,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.operands import StepBatch
-from penstock.kernels.reference_tiles import numpy_of
+from penstock.kernels.operands import SILU, Activation, Gate, StepBatch
+from penstock.kernels.reference.tiles import numpy_of
 from penstock.kernels.triton.arithmetic import KIND_NUMBERS, UNFUSED, activated, gate_of, rounded, sigmoid, tanh
 from penstock.kernels.triton.form import TritonForm
 

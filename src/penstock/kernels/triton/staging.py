@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
+from penstock.kernels.sampling import Picks
 
 ALIGNED = 64
 """Words: 256 bytes, as the device's allocator aligns."""

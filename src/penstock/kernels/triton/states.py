@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.reference_attention import ReferenceKv
+from penstock.kernels.reference.attention import ReferenceKv
 from penstock.kernels.triton.arithmetic import UNFUSED, sigmoid
 from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.rope import SEQUENCES, sequence_of

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.compressed import PANEL_ROWS, CompressedMatrix
+from penstock.kernels.host_ops import xxh3_128
 from penstock.kernels.operands import PackedLinear
-from penstock.kernels.stored import PIECE_BYTES, LoadFailed, StoredTensor, Watch
-from penstock.kernels.sums import xxh3_128
+from penstock.kernels.weight_source import PIECE_BYTES, LoadFailed, StoredTensor, Watch
 
 CHUNK_BYTES = 16 << 20
 """Read, checked and sent at once: long enough for the bus, short enough that reading and sending overlap."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.kernels.sums import xxh3_64
+from penstock.kernels.host_ops import xxh3_64
 from penstock.kv.store.port import PageKey
 from penstock.kv.store.seal import PROOF_BYTES
 from penstock.types import BlockHash

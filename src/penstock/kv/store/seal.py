@@ -23,7 +23,7 @@ from typing import Any
 from blake3 import blake3
 
 from penstock.errors import ConfigError, PageCorrupt
-from penstock.kernels.pages import copy_page, seal_page
+from penstock.kernels.host_ops import copy_page, seal_page
 from penstock.kv.layout import KvLayout
 from penstock.kv.store.port import PageKey
 from penstock.types import ModelIdentity

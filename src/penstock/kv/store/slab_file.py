@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.kernels.sums import xxh3_128
+from penstock.kernels.host_ops import xxh3_128
 from penstock.kv.layout import KvLayout
 from penstock.kv.store.directory import MAX_WRITERS, area_bytes
 from penstock.types import ModelIdentity

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.errors import PageCorrupt
-from penstock.kernels.pages import copy_page, seal_page
+from penstock.kernels.host_ops import copy_page, seal_page
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.types import ModelIdentity, PageId, RequestId

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from penstock.config.limits import HandOverConfig
 from penstock.errors import ConfigError, ProtocolError
-from penstock.kernels.pages import Arrivals
+from penstock.kernels.host_ops import Arrivals
 from penstock.kv.transfer import tcp_frames as frames
 from penstock.kv.transfer.port import CORRUPT, PageSeal, Wanted
 from penstock.kv.transfer.tcp_wire import HUNG_UP, Wire

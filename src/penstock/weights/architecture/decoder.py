@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import COLUMN_UNIT, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, Activation, segment_ends
 from penstock.weights.architecture.gated_delta_net import Delta, DeltaPlace
 from penstock.weights.architecture.mla import Latent, LatentPlace
 from penstock.weights.architecture.moe import GatedSharedMoe, Moe, MoeNames, MoePlace

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import COLUMN_UNIT, KvShape, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, Activation, KvShape, segment_ends
 from penstock.weights.architecture.spec import Details, ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
 

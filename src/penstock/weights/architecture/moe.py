@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.kernels.kinds import SILU, Gate
-from penstock.kernels.operands import COLUMN_UNIT, segment_ends
-from penstock.kernels.routing import Routing
+from penstock.kernels.operands import COLUMN_UNIT, SILU, Gate, Routing, segment_ends
 from penstock.weights.architecture.spec import Details
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
 

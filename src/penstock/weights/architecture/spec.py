@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.kernels.operands import KvShape
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.operands import KvShape, Sparse
 from penstock.types import Task
 from penstock.weights.config_json import SamplingDefaults
 from penstock.weights.quantization.config import Quantization

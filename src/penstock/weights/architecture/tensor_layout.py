@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels.quantised import QuantizedMatrix
+from penstock.kernels.quantization import QuantizedMatrix
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.quantization.base import Coded
 

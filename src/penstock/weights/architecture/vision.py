@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.kernels.kinds import Activation
+from penstock.kernels.operands import Activation
 from penstock.weights.architecture.decoder import Decoder
 from penstock.weights.architecture.spec import Details
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector

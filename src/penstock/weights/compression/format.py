@@ -36,8 +36,8 @@ from penstock.kernels.compressed_gpu import (
     table_bytes,
     words_bytes,
 )
-from penstock.kernels.stored import PIECE_BYTES
-from penstock.kernels.sums import xxh3_128
+from penstock.kernels.host_ops import xxh3_128
+from penstock.kernels.weight_source import PIECE_BYTES
 from penstock.weights.safetensors_header import DTYPE_BYTES, MAX_RANK, TensorInfo
 
 # MERGED: Lossless compression of bf16 matrices: the sections of a compressed tensor, and the oracle in NumPy.
@@ -59,7 +59,7 @@ PLANE_BYTES = 24
 
 def compress_matrix(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
     """The matrix (bf16 bits) compressed by the kernels, or None if that would not be smaller."""
-    from penstock.kernels import compression  # headers can be read where the extension is not built
+    from penstock.kernels.native import compression  # headers can be read where the extension is not built
 
     return compression.compress(weight_NK)
 
@@ -73,7 +73,7 @@ def decode_parts(matrix: AnyCompressed, where: str) -> Iterator[NDArray[np.uint1
         if isinstance(matrix, GpuMatrix):
             yield from map(np.ascontiguousarray, matrix.decoded())
         else:
-            from penstock.kernels import compression
+            from penstock.kernels.native import compression
 
             yield from compression.decoded(matrix)
     except ImportError as error:

@@ -10,9 +10,7 @@ import math
 import re
 from dataclasses import replace
 
-from penstock.kernels.kinds import Gate
-from penstock.kernels.operands import KvShape
-from penstock.kernels.routing import Score
+from penstock.kernels.operands import Gate, KvShape, Score
 from penstock.weights.architecture import decoder
 from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm
 from penstock.weights.architecture.mla import Latent

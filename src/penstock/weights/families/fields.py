@@ -9,9 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import KvShape
-from penstock.kernels.routing import Routing
+from penstock.kernels.operands import Activation, KvShape, Routing
 from penstock.reach import EVERYTHING, Reach
 from penstock.weights.architecture.decoder import Attention, Decoder, Layer
 from penstock.weights.architecture.gated_delta_net import Delta

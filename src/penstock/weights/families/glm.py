@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.kernels.kinds import Gate
-from penstock.kernels.routing import Score
+from penstock.kernels.operands import Gate, Score
 from penstock.weights.architecture import decoder
 from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm, QkNorm
 from penstock.weights.architecture.moe import Moe

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.kernels.kinds import SWIGLU_OAI, Gate
-from penstock.kernels.routing import Score
+from penstock.kernels.operands import SWIGLU_OAI, Gate, Score
 from penstock.weights.architecture import decoder
 from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm
 from penstock.weights.architecture.moe import Moe, MoeNames

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.routing import Score
+from penstock.kernels.operands import Activation, Gate, Score
 from penstock.weights.architecture import decoder
 from penstock.weights.architecture.decoder import Attention, Decoder, Layer, Mlp, Names, Norm, QkNorm, Temperature
 from penstock.weights.architecture.moe import Moe, MoeNames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.kernels.kinds import Gate
+from penstock.kernels.operands import Gate
 from penstock.weights.architecture import decoder
 from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm
 from penstock.weights.architecture.moe import Moe, MoeNames

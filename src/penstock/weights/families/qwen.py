@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.operands import STATE_UNIT
+from penstock.kernels.operands import STATE_UNIT, Activation, Gate
 from penstock.weights.architecture import decoder
 from penstock.weights.architecture.decoder import Attention, Decoder, GatedAttention, Layer, Mlp, Names, Norm, QkNorm
 from penstock.weights.architecture.gated_delta_net import Delta

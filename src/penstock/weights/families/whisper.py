@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.kernels.kinds import Activation
-from penstock.kernels.operands import COLUMN_UNIT, KvShape, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, Activation, KvShape, segment_ends
 from penstock.types import PAGE_TOKENS
 from penstock.weights.architecture.spec import Details, ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Rows, Vector, WeightLayout

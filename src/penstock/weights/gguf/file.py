@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
-from penstock.kernels.quantised import QuantizedMatrix, QuantRows
+from penstock.kernels.quantization import QuantizedMatrix, QuantRows
 from penstock.weights.compression.format import Original
 from penstock.weights.files import MappedFile, Place, Stamp
 from penstock.weights.gguf.quants import GGUF_QUANTS

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantised import E2M1, Minimum, QuantFormat, QuantRows, Scale, counted
+from penstock.kernels.quantization import E2M1, Minimum, QuantFormat, QuantRows, Scale, counted
 
 Blocks = NDArray[np.uint8]
 """[rows, blocks, bytes of a block]"""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels.quantised import QuantizedMatrix, Scale
+from penstock.kernels.quantization import QuantizedMatrix, Scale
 from penstock.weights.safetensors_header import TensorInfo
 
 NUMBERS: Mapping[str, np.dtype[Any]] = MappingProxyType(

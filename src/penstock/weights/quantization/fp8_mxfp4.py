@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantised import (
+from penstock.kernels.quantization import (
     E2M1,
     UNIT_COLUMNS,
     Minimum,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantised import Minimum, QuantFormat, QuantizedMatrix, QuantRows, counted
+from penstock.kernels.quantization import Minimum, QuantFormat, QuantizedMatrix, QuantRows, counted
 from penstock.weights.config_json import Fields
 from penstock.weights.quantization.base import Coded, Module, Scheme, column_order, group_of, unpacked
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from penstock.engine.models.eagle import build_head
-from penstock.kernels.draws import Picks
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.program import DirectProgram
+from penstock.kernels.sampling import Picks
 from penstock.kernels.select import make_ops
 from penstock.weights.eagle import inspect_head, load_head
 from penstock.weights.inspect import inspect_model

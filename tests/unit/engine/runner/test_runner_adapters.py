@@ -12,9 +12,9 @@ import pytest
 from penstock.engine.core.request import Request
 from penstock.engine.runner.adapters import AdapterRoom, Adapters
 from penstock.errors import AdapterRefused, ModelError
-from penstock.kernels.adapters import NO_ADAPTER, PackedAdapter
-from penstock.kernels.native import families
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.lora import NO_ADAPTER, PackedAdapter
+from penstock.kernels.native.backend import families
+from penstock.kernels.native.program import RecordedProgram
 from penstock.types import AdapterRef, SamplingParams
 from penstock.weights.compression.convert import compress_folder
 from penstock.weights.lora import Adapter

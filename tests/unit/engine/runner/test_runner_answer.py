@@ -12,7 +12,7 @@ from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Arrive
 from penstock.engine.core.request import Request
 from penstock.engine.runner.answer import Answer, Answers, Counts
-from penstock.kernels.draws import SampleRow
+from penstock.kernels.sampling import SampleRow
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 
 PENALISED = SamplingParams(seed=9, max_tokens=500, repetition_penalty=1.2, frequency_penalty=0.5, choice=2)

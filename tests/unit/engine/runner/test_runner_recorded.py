@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.core.request import Request
-from penstock.kernels.native import families
-from penstock.kernels.recording import RecordedProgram
+from penstock.kernels.native.backend import families
+from penstock.kernels.native.program import RecordedProgram
 from penstock.types import SamplingParams
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.request import Request
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.operands import Sparse
 from penstock.types import SamplingParams
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model

@@ -13,7 +13,7 @@ from penstock.engine.service import kv_log, sunk
 from penstock.engine.service.asks import Gateway
 from penstock.engine.service.bulletins import Bulletins
 from penstock.engine.service.sunk import LOOKED_AT, Sunk
-from penstock.kernels.blocks import keys_of
+from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.memory import MemoryHub

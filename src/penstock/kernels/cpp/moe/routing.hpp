@@ -9,7 +9,7 @@ constexpr int kMaxExperts = 4096;
 
 enum class Score : int { kSoftmax = 0, kSigmoid = 1, kSoftmaxChosen = 2 };
 
-// How experts are chosen, in the words of kernels/kinds.py's Routing.
+// How experts are chosen, in the words of kernels/operands.py's Routing.
 struct Routing {
   int experts;
   int top_k;

@@ -9,8 +9,8 @@ from ml_dtypes import bfloat16
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.adapters import LowRank, PackedAdapter, PackedLowRank, checked_parts
-from penstock.kernels.memory import WeightArena
+from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
+from penstock.kernels.native.memory import WeightArena
 from penstock.kernels.operands import Array, PackedLinear
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}

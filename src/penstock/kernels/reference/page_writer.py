@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.page_writing import CELLS, ROWS, Writing
-from penstock.kernels.reference_attention import ReferenceKv
+from penstock.kernels.page_export import CELLS, ROWS, Writing
+from penstock.kernels.reference.attention import ReferenceKv
 from penstock.types import PAGE_TOKENS
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import _native
-from penstock.kernels.adapters import AdapterTable
-from penstock.kernels.draws import Picks, Sampled, SampleRow
-from penstock.kernels.kinds import SILU, Activation, Gate
-from penstock.kernels.native_arguments import (
+from penstock.kernels.lora import AdapterTable
+from penstock.kernels.native.arguments import (
     ACTIVATIONS,
     NativeKv,
     attention_rule,
@@ -25,11 +23,21 @@ from penstock.kernels.native_arguments import (
     routing_words,
     sampled,
 )
-from penstock.kernels.operands import Array, PackedLinear, StepBatch
+from penstock.kernels.operands import (
+    SILU,
+    Activation,
+    Array,
+    Gate,
+    PackedExperts,
+    PackedLinear,
+    Routes,
+    Routing,
+    Sparse,
+    StepBatch,
+)
 from penstock.kernels.ops import Ops, Steps
 from penstock.kernels.program import RecordingError
-from penstock.kernels.routing import PackedExperts, Routes, Routing
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.sampling import Picks, Sampled, SampleRow
 
 
 class Value:

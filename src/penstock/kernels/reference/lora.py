@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.adapters import LowRank, PackedAdapter, PackedLowRank, checked_parts
+from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.operands import PackedLinear
 
 

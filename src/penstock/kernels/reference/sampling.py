@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.draws import Sampled, SampleRow
-from penstock.kernels.philox import gumbel
+from penstock.kernels.sampling import Sampled, SampleRow, gumbel
 
 GREEDY_BELOW = 1e-5
 """Below this temperature the most likely token is taken."""

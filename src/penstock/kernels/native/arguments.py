@@ -12,12 +12,19 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.draws import Sampled, SampleRow
-from penstock.kernels.kinds import Activation, Gate
-from penstock.kernels.memory import StepBuffers
-from penstock.kernels.operands import Array, KvShape, PackedLinear
-from penstock.kernels.routing import PackedExperts, Routing, Score
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.native.memory import StepBuffers
+from penstock.kernels.operands import (
+    Activation,
+    Array,
+    Gate,
+    KvShape,
+    PackedExperts,
+    PackedLinear,
+    Routing,
+    Score,
+    Sparse,
+)
+from penstock.kernels.sampling import Sampled, SampleRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,89 @@ Knows nothing about batches: ``reference`` calls it tile by tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.operands import KvShape, StepBatch
-from penstock.kernels.reference_kv_codes import decoded, encoded
-from penstock.kernels.reference_sparse import read_keys
-from penstock.kernels.sparse import Sparse
+from penstock.kernels.operands import BLOCK_KEYS, LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER, KvShape, Sparse, StepBatch
 from penstock.types import PAGE_TOKENS
+
+# MERGED: The oracle's codes of keys and values (``kv_types``), by torch's own E4M3.
+# MERGED:
+# MERGED: Knows rows of numbers; not pages.  This module imports torch.
+
+_LARGEST = 448.0 / 512
+"""What of a number's significand, from 1/2 on, is the largest code's."""
+
+
+def encoded(x_HC: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes [..., C] and exponents [...] of fp32 rows [..., C], to nearest even."""
+    largest_H = x_HC.abs().amax(-1)
+    significand_H, exponent_H = torch.frexp(largest_H)
+    exponent_H = exponent_H + 126 + (significand_H > _LARGEST)
+    exponent_H = torch.where(largest_H > 0, exponent_H, LEAST_EXPONENT).clamp(min=LEAST_EXPONENT)
+    exponent_H = torch.where(largest_H.isfinite() & (exponent_H <= MOST_EXPONENT), exponent_H, NO_NUMBER).int()
+    codes_HC = (x_HC * _power(262 - exponent_H)[..., None]).to(torch.float8_e4m3fn)
+    return codes_HC.view(torch.uint8), exponent_H.to(torch.uint8)
+
+
+def decoded(codes_HC: Tensor, exponents_H: Tensor) -> Tensor:
+    """fp32 [..., C]; NaN where there is no number."""
+    scale_H = torch.where(exponents_H == NO_NUMBER, torch.nan, _power(exponents_H.int()))
+    return codes_HC.view(torch.float8_e4m3fn).float() * 2**-8 * scale_H[..., None]
+
+
+def _power(biased: Tensor) -> Tensor:
+    """2^(biased - 127), exactly; of 255, infinity."""
+    return (biased << 23).view(torch.float32)
+
+
+# MERGED: The oracle's sparse attention: which keys the 16 positions of one aligned tile read.  See
+# MERGED: ``kernels.sparse``.
+# MERGED:
+# MERGED: Knows nothing about pages: it is given all keys up to the tile's end.
+
+BLOCK_PAGES = BLOCK_KEYS // PAGE_TOKENS
+
+
+def likings(q_GMC: Tensor, k_GNC: Tensor, dtype: torch.dtype) -> Tensor:
+    """How much each position of a tile likes each whole block before its end, [G, 16, blocks]; mean keys are rounded
+    to ``dtype`` as keys are.  A group's rows are its heads, one after another."""
+    groups, keys, dims = k_GNC.shape
+    pages = keys // BLOCK_KEYS * BLOCK_PAGES
+    means_GPC = k_GNC[:, : pages * PAGE_TOKENS].view(groups, pages, PAGE_TOKENS, dims).mean(2).to(dtype).float()
+    products_GMP = q_GMC.contiguous() @ means_GPC.transpose(1, 2)
+    by_head = products_GMP.view(groups, -1, PAGE_TOKENS, pages // BLOCK_PAGES, BLOCK_PAGES)
+    return by_head.amax(dim=(1, 4))
+
+
+def chosen_blocks(liked_GB: Tensor, position: int, sparse: Sparse) -> Tensor:
+    """bool [G, blocks up to the position's own]: what it reads, by its likings of whole blocks."""
+    own = position // BLOCK_KEYS
+    if not sparse.thins(position):
+        return torch.ones((len(liked_GB), own + 1), dtype=torch.bool, device=liked_GB.device)
+    read_GB = torch.zeros((len(liked_GB), own + 1), dtype=torch.bool, device=liked_GB.device)
+    read_GB[:, : sparse.sinks] = True
+    read_GB[:, own - sparse.window + 1 :] = True
+    candidates = sparse.candidates(position)
+    order_GB = torch.sort(liked_GB[:, candidates.start : candidates.stop], dim=-1, descending=True, stable=True).indices
+    read_GB.scatter_(1, order_GB[:, : sparse.chosen] + candidates.start, True)
+    return read_GB
+
+
+def read_keys(q_GMC: Tensor, k_GNC: Tensor, first: int, sparse: Sparse, dtype: torch.dtype) -> Tensor:
+    """bool [G, M, N]: which keys the rows of the tile that begins at position ``first`` read."""
+    groups, keys = k_GNC.shape[:2]
+    read_GSN = torch.ones((groups, PAGE_TOKENS, keys), dtype=torch.bool, device=k_GNC.device)
+    if sparse.thins(first + PAGE_TOKENS - 1):
+        liked_GSB = likings(q_GMC, k_GNC, dtype)
+        for own in range(PAGE_TOKENS):
+            read_GB = chosen_blocks(liked_GSB[:, own], first + own, sparse)
+            read_GSN[:, own] = read_GB.repeat_interleave(BLOCK_KEYS, dim=1)[:, :keys]
+    return read_GSN.repeat(1, q_GMC.shape[1] // PAGE_TOKENS, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +258,60 @@ def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, rule
     out_GMC = weights_GMN @ v_GNC
     out_THC = out_GMC.view(groups, heads // groups, PAGE_TOKENS, -1).permute(2, 0, 1, 3).flatten(1, 2)
     return out_THC[slot : slot + count]
+
+
+# MERGED: The oracle's attention without a cache: one sequence after the other, each as a whole.
+# MERGED:
+# MERGED: What a sequence gives depends on its own shapes only, whatever stands beside it.  This module
+# MERGED: imports torch.
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """See ``Ops.attention``."""
+
+    heads: int
+    kv_heads: int
+    rule: Rule
+    causal: bool
+    bias: Tensor | None  # [H, 2 R + 1]
+
+    def attend(
+        self,
+        qkv_TN: Tensor,
+        starts_S1: NDArray[np.int32],
+        rope: ReferenceRope | None,
+        rows_T: NDArray[np.int32] | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """[T, H C]; queries, keys and values are rounded to ``dtype`` before they meet."""
+        heads, kv_heads = self.heads, self.kv_heads
+        if rows_T is None:  # each token's place in its sequence
+            rows_T = np.arange(len(qkv_TN), dtype=np.int32) - np.repeat(starts_S1[:-1], np.diff(starts_S1))
+        places_T = torch.from_numpy(rows_T.astype(np.int64)).to(qkv_TN.device)
+        qkv_THC = qkv_TN.view(len(qkv_TN), heads + 2 * kv_heads, -1)
+        q_THC, k_TGC, v_TGC = qkv_THC.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
+        q_THC, k_TGC = rotated(q_THC, rope, places_T), rotated(k_TGC, rope, places_T)
+        out_THC = qkv_TN.new_empty(q_THC.shape, dtype=dtype)
+        for begin, end in pairwise(starts_S1.tolist()):
+            if begin < end:
+                own = (x_THC[begin:end].to(dtype).float().transpose(0, 1) for x_THC in (q_THC, k_TGC, v_TGC))
+                out_THC[begin:end] = self._sequence(*(x_HTC.contiguous() for x_HTC in own)).transpose(0, 1).to(dtype)
+        return out_THC.flatten(1)
+
+    def _sequence(self, q_HTC: Tensor, k_GTC: Tensor, v_GTC: Tensor) -> Tensor:
+        repeat = self.heads // self.kv_heads
+        k_HTC, v_HTC = (x_GTC.repeat_interleave(repeat, dim=0) for x_GTC in (k_GTC, v_GTC))
+        scores_HTT = (q_HTC @ k_HTC.transpose(1, 2)) * self.rule.scale
+        if self.rule.softcap is not None:
+            scores_HTT = torch.tanh(scores_HTT / self.rule.softcap) * self.rule.softcap
+        places_T = torch.arange(scores_HTT.shape[-1], device=scores_HTT.device)
+        apart_TT = places_T[None] - places_T[:, None]  # key - position
+        if self.bias is not None:
+            reach = self.bias.shape[1] // 2
+            scores_HTT = scores_HTT + self.bias[:, apart_TT.clamp(-reach, reach) + reach]
+        hidden_TT = apart_TT > 0 if self.causal else torch.zeros_like(apart_TT, dtype=torch.bool)
+        if self.rule.window is not None:
+            hidden_TT = hidden_TT | (apart_TT.abs() >= self.rule.window)
+        weights_HTT = torch.softmax(scores_HTT.masked_fill(hidden_TT, -torch.inf), dim=-1)
+        return weights_HTT @ v_HTC

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.operands import PackedLinear
-from penstock.kernels.routing import PackedExperts, Routing, Score
+from penstock.kernels.operands import PackedExperts, PackedLinear, Routing, Score
 
 
 @dataclass(frozen=True, slots=True)

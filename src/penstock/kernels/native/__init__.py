@@ -1,0 +1,1 @@
+"""native: NEEDS A DOCSTRING."""

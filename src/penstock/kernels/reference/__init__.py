@@ -1,0 +1,1 @@
+"""reference: NEEDS A DOCSTRING."""
