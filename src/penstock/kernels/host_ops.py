@@ -1,6 +1,6 @@
-"""Hashed blocks in C++: chains of hashes (cpp/host/blake3.hpp), and who holds which block (cpp/host/block_index.hpp).
+"""What services need of the C++ extension besides kernels: block hashes, the block index, page copies and checksums.
 
-The hashes are those of ``hashing``; the index knows them by their first bytes, and owners by numbers.
+Without the extension (a host whose GPU computes), ``host_ops_fallback`` gives the same results, many times slower.
 """
 
 from __future__ import annotations
@@ -11,58 +11,58 @@ from typing import cast
 from penstock.types import BlockHash
 
 try:
-    from penstock.kernels._native import BlockIndex, hash_chain
-    from penstock.kernels._native import hash_blocks as native_hash_blocks
-except ImportError:  # not built: enough for a GPU, slowly
-    from penstock.kernels.host_ops_fallback import BlockIndex, hash_chain  # type: ignore[assignment]
-    from penstock.kernels.host_ops_fallback import hash_blocks as native_hash_blocks
+    from penstock.kernels import _native as _host
+    from penstock.kernels._native import Arrivals, BlockIndex, copy_page, hash_chain, seal_page
+except ImportError:  # not built: enough for a GPU
+    from penstock.kernels import host_ops_fallback as _host  # type: ignore[no-redef]
+    from penstock.kernels.host_ops_fallback import (  # type: ignore[assignment]
+        Arrivals,
+        BlockIndex,
+        copy_page,
+        hash_chain,
+        seal_page,
+    )
 
-__all__ = ["KEY_BYTES", "BlockIndex", "hash_blocks", "hash_chain", "keys_of"]
+__all__ = [
+    "KEY_BYTES",
+    "Arrivals",
+    "BlockIndex",
+    "copy_page",
+    "hash_blocks",
+    "hash_chain",
+    "keys_of",
+    "seal_page",
+    "xxh3_64",
+    "xxh3_128",
+]
 
 KEY_BYTES = 8
-"""Of a block's hash in the index and in what workers tell of their caches."""
+"""Bytes of a block's hash in the block index and in KV events."""
 
 
 def hash_blocks(parent: BlockHash, tokens: Sequence[int], first: int, last: int) -> list[BlockHash]:
-    """Hashes of the full blocks of the tuple or list ``tokens[first:last]``, as ``hashing.block_hashes`` gives them.
+    """Hashes of the full blocks of the tuple or list ``tokens[first:last]``, equal to ``hashing.block_hashes``
+    (cpp/host/blake3.hpp).
 
     Raises ValueError for bounds outside ``tokens`` and ids of more than 32 bits, OverflowError for negative ids.
     """
-    return cast(list[BlockHash], native_hash_blocks(parent, tokens, first, last))
+    return cast(list[BlockHash], _host.hash_blocks(parent, tokens, first, last))
 
 
 def keys_of(hashes: Iterable[BlockHash]) -> bytes:
-    """What the index takes: the first ``KEY_BYTES`` of each hash, one after the other."""
+    """The index's keys: the first ``KEY_BYTES`` of each hash, one after the other."""
     return b"".join([block[:KEY_BYTES] for block in hashes])
 
 
-# MERGED: KV pages as bytes, checked and copied, or taken from a socket, in one pass (C++:
-# MERGED: cpp/python/module_pages.cpp).
-# MERGED:
-# MERGED: Knows nothing of who sends them, or why.
-
-try:
-    from penstock.kernels._native import Arrivals, copy_page, seal_page  # noqa: F401
-except ImportError:  # not built: enough for a GPU, whose pages stay where they are
-    from penstock.kernels.host_ops_fallback import Arrivals, copy_page, seal_page  # type: ignore[assignment]  # noqa: F401
-
-
-# MERGED: Checksums against damage, not against malice: XXH3 in C++ (cpp/host/xxh3.hpp), at the speed of
-# MERGED: memory.
-# MERGED:
-# MERGED: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.  Knows nothing of what is summed.
-
-try:
-    from penstock.kernels import _native as _sums
-except ImportError:  # not built: enough for a GPU
-    from penstock.kernels import host_ops_fallback as _sums  # type: ignore[no-redef]
-
-
 def xxh3_128(data: bytes | memoryview) -> bytes:
-    """XXH3-128 with seed 0 of bytes that lie in one piece: 16 bytes, big-endian.  Others may run Python meanwhile."""
-    return _sums.xxh3_128(memoryview(data))
+    """XXH3-128 with seed 0 of contiguous bytes: 16 bytes, big-endian.  Releases the interpreter's lock.
+
+    A checksum against damage, not against malice (cpp/host/xxh3.hpp,
+    https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
+    """
+    return _host.xxh3_128(memoryview(data))
 
 
 def xxh3_64(data: bytes | memoryview, seed: int) -> int:
     """XXH3-64 of 97 to 128 bytes, with a seed of 64 bits.  Raises ValueError for another length."""
-    return _sums.xxh3_64(memoryview(data), seed)
+    return _host.xxh3_64(memoryview(data), seed)

@@ -1,1 +1,1 @@
-"""native: NEEDS A DOCSTRING."""
+"""The C++ backend: one kernel family of this processor, on NumPy arrays."""
