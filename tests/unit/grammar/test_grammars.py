@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from msgspec import structs
 
 from grammar_world import BYTES, END, admits, allowed, compiled, grammar_of, schema_grammar, wander
 from penstock.errors import GrammarRefused
+from penstock.grammar import matcher as matching
 from penstock.grammar.matcher import CompiledGrammar, mask_words
 from penstock.grammar.tools import CallShape, Tool, tool_call_grammar
 from penstock.grammar.vocabulary import token_trie
+from penstock.types import Grammar, GrammarKind
 
 CHOICES = ["yes", "no.", "a|b", "a\nb", "é😀", "(x)[y]{z}^$*+?\\", "#&-~/ ", "<|end|>"]
 EBNF = 'root ::= "a" item*\nitem ::= [0-9]+ ","'
@@ -175,3 +178,43 @@ def test_every_answer_begins_with_the_mask_that_was_made_when_compiling(kind: st
     one.give_back(1)
     assert one.write_mask(words)
     assert words.tobytes() == first == one.mask()[: words.nbytes]
+
+
+PROPERTIES = schema_grammar(
+    {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(40)}, "additionalProperties": False}
+)
+AMBIGUOUS = Grammar(kind=GrammarKind.LARK, text='start: x\nx: "a" | x x | x x x')
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "grammar", "text", "reason"),
+    [
+        ("MAX_GRAMMAR_SIZE", 100, PROPERTIES, "", r"grammar size \(number of symbols\) too big .* 100"),
+        ("FIRST_LEXER_FUEL", 10, PROPERTIES, "", r"\(grammar\) too big .* 10"),
+        ("MAX_LEXER_STATES", 5, PROPERTIES, '{"p1": "abc", ', "too many states: .* >= 5"),
+        ("STEP_LEXER_FUEL", 10, PROPERTIES, '{"p1": "abc", ', "too many expressions"),
+        ("STEP_MAX_ITEMS", 20, AMBIGUOUS, "aaaaaaaa", "Too many items .limit 20"),
+        ("MAX_ITEMS_IN_ROW", 10, PROPERTIES, '{"p1": "abc", ', "Current row has .* max is 10"),
+        ("MAX_ITEMS_IN_ROW_OF_RULES", 10, AMBIGUOUS, "aaaaaaaa", "Current row has .* max is 10"),
+    ],
+)
+def test_each_bound_of_a_grammar_is_one(
+    monkeypatch: pytest.MonkeyPatch, bound: str, value: int, grammar: Grammar, text: str, reason: str
+) -> None:
+    """What compiles and is followed as it is, is refused in the bound's own words once it is beyond it."""
+
+    def follow() -> str | None:
+        try:
+            following = compiled(grammar).matcher()
+        except GrammarRefused as refused:
+            return str(refused)
+        for token in text.encode():
+            if following.take([token]):
+                following.mask()
+        return following.failure
+
+    assert follow() is None
+    monkeypatch.setattr(matching, bound, value)
+    failure = follow()
+    assert failure is not None
+    assert re.search(reason, failure), failure

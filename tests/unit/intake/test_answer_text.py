@@ -98,6 +98,15 @@ def test_pieces_joined_do_not_depend_on_batches(
     assert [token.logprob for token in whole["logprobs"]] == [-float(i) for i in range(len(whole["logprobs"]))]
 
 
+@pytest.mark.parametrize(("completes_with", "counts"), [(2, False), (3, False), (4, True)])
+def test_a_stop_string_counts_when_it_completes_behind_min_tokens(completes_with: int, counts: bool):
+    (letter,), (stop,) = ids("a"), ids("b")
+    tokens = [letter] * (completes_with - 1) + [stop] + [letter] * 3
+    whole = joined(run(Wanted(stops=("b",), min_tokens=3), batches(tokens, range(1, 9), FinishReason.LENGTH)))
+    assert whole["text"] == "a" * (completes_with - 1) + ("" if counts else "baaa")
+    assert whole["finish"] is (FinishReason.STOP if counts else FinishReason.LENGTH)
+
+
 def test_a_stop_string_over_several_tokens():
     pieces = run(Wanted(stops=("\n\nThe",)), batches(ids("A fox.\n\nThe end"), range(1, 20), FinishReason.LENGTH))
     assert joined(pieces)["text"] == "A fox."

@@ -40,6 +40,7 @@ def header(
     start: bytes = b"GGUF\x03\0\0\0",
     counts: tuple[int, int] | None = None,
     data: int = 0,
+    alignment: int = 32,
 ) -> bytes:
     """A GGUF file by hand.  A tensor is (name, dimensions, type, offset)."""
     keys, tensors = keys or [], tensors or []
@@ -49,7 +50,7 @@ def header(
     for name, extents, number, offset in tensors:
         raw += text(name) + struct.pack("<I", len(extents)) + struct.pack(f"<{len(extents)}Q", *extents)
         raw += struct.pack("<IQ", number, offset)
-    return raw + bytes(-len(raw) % 32) + bytes(data)
+    return raw + bytes(-len(raw) % alignment) + bytes(data)
 
 
 F32 = ("a", (8,), 0, 0)
@@ -99,6 +100,14 @@ def test_a_sound_header() -> None:
 def test_what_is_wrong_is_named(raw: bytes, reason: str) -> None:
     with pytest.raises(ModelError, match=r"^f\.gguf: .*" + reason):
         parse_gguf_header(memoryview(raw), "f.gguf")
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 32, 64, 128, 4096])
+def test_tensors_begin_where_the_files_own_alignment_says(alignment: int) -> None:
+    key = ("general.alignment", U32, struct.pack("<I", alignment))
+    raw = header([key], [F32], data=64, alignment=alignment)
+    (info,) = parse_gguf_header(memoryview(raw), "f.gguf").tensors.values()
+    assert (info.start, info.stop) == (len(raw) - 64, len(raw) - 32)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])

@@ -145,6 +145,15 @@ def test_min_tokens_gives_way_where_nothing_but_the_end_is_left(bench: RunnerBen
     assert len(finish(bench, bench.request(PROMPT, longer))) > 10
 
 
+@pytest.mark.parametrize("least", [1, 2, 5])
+def test_stop_tokens_of_a_constrained_answer_are_drawn_from_min_tokens_on(bench: RunnerBench, least: int) -> None:
+    eager = SamplingParams(
+        seed=5, max_tokens=30, temperature=0.0, min_tokens=least, stop_token_ids=(END,), logit_bias={END: 100.0},
+        grammar=grammar_of("regex", "a*"),
+    )  # fmt: skip
+    assert finish(bench, bench.request(PROMPT, eager)) == [ord("a")] * least + [END]
+
+
 class Broken:
     """A matcher that gives up after some tokens, as one does whose bounds are reached."""
 
@@ -181,6 +190,33 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
         for token in drawn.tokens:
             request.append(token)
     assert request.output == [*alone[:7], END]
+
+
+def test_a_draft_that_runs_into_a_bound_leaves_the_answer_as_it_was(bench: RunnerBench) -> None:
+    """What the matcher was given of the draft, and gave up at, is not the answer's: it begins anew."""
+
+    def broken(grammar: Grammar) -> Broken:
+        return Broken(compiled(grammar).matcher(), 6)
+
+    letters = SamplingParams(seed=1, max_tokens=90, temperature=0.0, grammar=grammar_of("regex", "[a-z]{30}"))
+    answers = []
+    for drafts in (False, True):
+        runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=Aids(matcher_of=broken))  # type: ignore[arg-type]
+        request = bench.request(PROMPT, letters)
+        drawn: Drawn = Drawn()
+        while not drawn.cut:
+            guess: tuple[int, ...] = ()
+            if drafts and len(request.output) == 4:
+                wrong = ord("x") if answers[0][4] != ord("x") else ord("y")
+                guess = (wrong,) * 4
+            row = Row(request, request.computed, request.missing, True, guess)
+            (drawn,) = runner.run(Plan(rows=(row,)))
+            request.computed = row.start + row.count + len(drawn.tokens) - 1
+            for token in drawn.tokens:
+                request.append(token)
+        answers.append(list(request.output))
+    assert answers[1] == answers[0]
+    assert len(answers[0]) == 8, "six tokens that the matcher takes, one that it gives up at, and the end"
 
 
 class Told:
