@@ -20,16 +20,8 @@ import numpy as np
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, prior_for
-from penstock.engine.core.plan import (
-    Arrive,
-    Drawn,
-    FirstToken,
-    Granted,
-    Outcome,
-    PagesArrived,
-    Plan,
-    Released,
-)
+from penstock.engine.core.events import Arrive, FirstToken, Granted, PagesArrived, Released
+from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams
 

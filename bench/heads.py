@@ -28,14 +28,11 @@ from tokenizers import Tokenizer
 
 from penstock.bundled import storyteller
 from penstock.clock import Clock, MonotonicClock
-from penstock.engine.core.plan import Drawn, Row
-from penstock.engine.core.speculation import Speculator
+from penstock.engine.core.plan import Drawn, Row, Speculator
 from penstock.engine.models.eagle import build_head
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.spec.contexts import CONTEXT_TOKENS
-from penstock.engine.spec.drafter import Drafter
-from penstock.engine.spec.guides import HeadGuide
+from penstock.engine.spec.drafter import CONTEXT_TOKENS, Drafter, HeadGuide
 from penstock.engine.spec.speculator import DraftSpeculator
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams

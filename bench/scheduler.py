@@ -14,7 +14,8 @@ from collections.abc import Callable
 from time import perf_counter
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Drawn, Plan
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.hashing import block_hashes
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams

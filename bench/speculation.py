@@ -30,9 +30,9 @@ from penstock.bundled import storyteller
 from penstock.clock import Clock, MonotonicClock
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, prior_for
-from penstock.engine.core.plan import Arrive, Drawn, Event, Outcome, Plan, Row
+from penstock.engine.core.events import Arrive, Event
+from penstock.engine.core.plan import Drawn, Outcome, Plan, Row, Speculator, standing
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.speculation import Speculator, standing
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner

@@ -13,10 +13,10 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from penstock.engine.core.holding import Holding
-from penstock.engine.core.plan import Arrive, Drawn, Plan, Row
-from penstock.engine.core.request import Request
-from penstock.engine.images.stage import ImageStage
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.request import Holding, Request
+from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.models.port import Model, encoder_of
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.adapters import AdapterRoom, Adapters

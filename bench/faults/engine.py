@@ -9,9 +9,10 @@ from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.blocks import Leaks
 from penstock.engine.core.cost import StepCost, prior_for
-from penstock.engine.core.plan import Arrive, Event, Outcome, Plan
+from penstock.engine.core.events import Arrive, Event
+from penstock.engine.core.plan import Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.images.stage import ImageStage
+from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import encoder_of
 from penstock.engine.models.registry import build_model

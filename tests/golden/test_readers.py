@@ -16,9 +16,9 @@ from reader_cases import CASES, Case
 from shrunk_models import CONFIGS
 from transformers import AutoModel
 
-from penstock.engine.core.holding import Holding
-from penstock.engine.core.plan import Arrive, Plan, Row
-from penstock.engine.core.request import Request
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Plan, Row
+from penstock.engine.core.request import Holding, Request
 from penstock.engine.models.registry import build_reader
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.kernels.select import make_ops

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Cancelled, Drawn, Event, Outcome, Plan
+from penstock.engine.core.events import Arrive, Cancelled, Event
+from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null import NullRunner, null_token

@@ -8,17 +8,8 @@ from random import Random
 import pytest
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import (
-    Arrive,
-    Cancelled,
-    FirstToken,
-    Granted,
-    Outcome,
-    PagesArrived,
-    Plan,
-    Released,
-    ReturnedRequest,
-)
+from penstock.engine.core.events import Arrive, Cancelled, FirstToken, Granted, PagesArrived, Released
+from penstock.engine.core.plan import Outcome, Plan, ReturnedRequest
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.runner.null import NullRunner
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams

@@ -14,7 +14,8 @@ from task import WARM_STEPS, Task, prefill_rates, serve
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost, prior_for
-from penstock.engine.core.plan import Arrive, Cancelled, Event, Outcome, Plan
+from penstock.engine.core.events import Arrive, Cancelled, Event
+from penstock.engine.core.plan import Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from penstock.clock import Clock
-from penstock.engine.core.plan import Drawn, Event, Outcome, Plan
+from penstock.engine.core.events import Event
+from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.runner.port import Runner
 

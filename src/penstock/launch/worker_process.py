@@ -20,11 +20,11 @@ from penstock.config.limits import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost import StepCost, prior_for
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.images.stage import ImageStage
+from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.port import Model, Reader, encoder_of
 from penstock.engine.runner.adapters import Adapters
-from penstock.engine.runner.constraint import Patience
+from penstock.engine.runner.answer import Patience
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.engine.runner.port import Runner

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.config.limits import RoutingConfig
-from penstock.engine.core.plan import Cancelled, Outcome, ReturnedRequest
+from penstock.engine.core.events import Cancelled
+from penstock.engine.core.plan import Outcome, ReturnedRequest
 from penstock.engine.core.request import Request
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.endings import Patience

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.engine.core.plan import FirstToken, Granted, Outcome, PageDone, PagesArrived, Progress, Released
+from penstock.engine.core.events import FirstToken, Granted, PagesArrived, Released
+from penstock.engine.core.plan import Outcome, PageDone, Progress
 from penstock.engine.core.request import Request
 from penstock.sim.events import Agenda
 from penstock.sim.worker import SimWorker

@@ -15,7 +15,8 @@ from statistics import median
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost import StepCost
-from penstock.engine.core.plan import Arrive, Cancelled, Plan
+from penstock.engine.core.events import Arrive, Cancelled
+from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_words import conversations, fleet, seen, simulated, trace
 
-from penstock.engine.core.plan import Arrive, Drawn
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn
 from penstock.engine.core.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.router.decide import How, decide

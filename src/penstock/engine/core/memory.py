@@ -22,18 +22,52 @@ Knows nothing about budgets or the order of service.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import Protocol
 
 from penstock.engine.core.blocks import BlockPool, Leaks, Lease, Shortfall
-from penstock.engine.core.guard import PageGuard, Trust
-from penstock.engine.core.holding import Holding, all_pages
 from penstock.engine.core.prefix import PrefixCache
-from penstock.engine.core.request import Request
+from penstock.engine.core.request import Holding, Request, all_pages
 from penstock.errors import ConfigError
 from penstock.hashing import block_hash, image_marks
 from penstock.reach import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
 from penstock.types import BlockHash, Leg, PageId
+
+# MERGED: Whether a cached page is still what it was when it was filled: the port that the page memory asks.
+
+
+class PageGuard(Protocol):
+    """Knows the content of full and final pages by a checksum (``kv.seals``)."""
+
+    pages_per_turn: int
+    """Pages that may be looked at between two steps, one at least: everybody waits meanwhile."""
+
+    page_s: float
+    """About how long one takes."""
+
+    def seal(self, page: PageId) -> None:
+        """This page is full and final now."""
+        ...
+
+    def intact(self, page: PageId) -> bool:
+        """Is it what it was when it was sealed?"""
+        ...
+
+
+class Trust:
+    """Checks nothing: for pages that this process cannot read."""
+
+    pages_per_turn = sys.maxsize
+    page_s = 0.0
+
+    def seal(self, page: PageId) -> None:
+        """See ``PageGuard``."""
+
+    def intact(self, page: PageId) -> bool:
+        """See ``PageGuard``."""
+        return True
 
 
 class Refusal(Enum):

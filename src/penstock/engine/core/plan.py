@@ -8,152 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from penstock.types import (
-    UNCLAIMED,
-    AdapterRef,
-    BlockHash,
-    Claim,
     FinishReason,
-    Leg,
-    Medium,
-    PlacedImage,
-    PoolingParams,
     RequestId,
-    SamplingParams,
     TokenLogprob,
 )
-from penstock.wire.messages import PageSource
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
 
 
-class GrammarInUse(Protocol):
-    """A compiled grammar; it is there for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
-
-    def matcher(self) -> Any:
-        """At the beginning of an answer."""
-        ...
-
-
 # --- events: what happened -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrive:
-    """A request came.  A later epoch replaces an earlier one, an earlier or equal one is ignored."""
-
-    id: RequestId
-    epoch: int
-    leg: Leg
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    arrival: float  # order of service among the requests of one tenant and class
-    root: BlockHash
-    hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
-    emitted: Sequence[int] = ()  # output tokens that the client has already
-    claim: Claim = UNCLAIMED
-    open_ended: bool = False  # nobody named a length: it is given back where it becomes too long for this worker
-    expected: int = 0  # of one that is open-ended: so many tokens more will probably be written
-    images: Sequence[PlacedImage] = ()
-    pictures: Sequence[Medium] = ()  # one an image, where the prompt is read
-    encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
-    pooling: PoolingParams | None = None
-    adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
-    ahead: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
-    in_use: GrammarInUse | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
-    apart: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """leg=prefill: the decode worker has room for all pages; the request may be admitted now."""
-
-    id: RequestId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagesArrived:
-    """leg=decode: ``computed`` tokens now stand in this worker's own, verified pages (never decreases)."""
-
-    id: RequestId
-    epoch: int
-    computed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
-    """leg=decode: the prefill worker's token; with it and all pages, decoding goes on here.
-
-    ``finish`` is set when that token was also the last: the request ends without a word to the gateway.
-    """
-
-    id: RequestId
-    epoch: int
-    token: int
-    finish: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeHere:
-    """leg=decode: what another worker computed is too slow to come.  What has not come is computed here, like any
-    prompt; the answer goes on behind ``token``, which that worker drew."""
-
-    id: RequestId
-    epoch: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """leg=prefill: the receiver has the pages (or its lease ended); free what was held for it."""
-
-    id: RequestId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
-    """Forget the request in whatever state, unless a later epoch of it is here."""
-
-    id: RequestId
-    epoch: int
-
-
-class How(Enum):
-    """What an answer that is being written does next (``moving``)."""
-
-    KEEP = auto()  # its pages: another worker copies them
-    STOP = auto()  # until the other has everything
-    GO_ON = auto()  # here
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
-    """An answer that is being written here is to go on elsewhere."""
-
-    id: RequestId
-    epoch: int
-    how: How
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """leg=decode: everything of an answer that moved is here; ``tokens`` are those of it from ``index`` on."""
-
-    id: RequestId
-    epoch: int
-    index: int
-    tokens: tuple[int, ...]
-
-
-Event = Arrive | Granted | PagesArrived | FirstToken | ComputeHere | Released | Cancelled | Moving | Joined
 
 
 # --- plan: what to compute now ---------------------------------------------------------------------------------------
@@ -242,3 +111,40 @@ class Outcome:
     progress: list[Progress] = field(default_factory=list["Progress"])
     pages_done: list[PageDone] = field(default_factory=list["PageDone"])
     late: int = 0  # rows that drew nothing, as their masks were late
+
+
+# MERGED: What the scheduler asks of whoever guesses tokens, and when a guess stands.
+# MERGED:
+# MERGED: Guesses are a means to compute more tokens in a step and nothing else: which tokens an answer has
+# MERGED: never depends on
+# MERGED: them.
+
+
+class Speculator(Protocol):
+    """Guesses for rows that each compute one token; see ``engine.spec``."""
+
+    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+        """Draft tokens for each row, to follow its token; nothing at all when none is worth its time."""
+        ...
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        """A step of such rows, with or without drafts, was computed in so long."""
+        ...
+
+    def forget(self, request: RequestId) -> None:
+        """The request has left; an unknown one is no error."""
+        ...
+
+
+def standing(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many of the ``drawn`` tokens stand.
+
+    ``drawn[i]`` was drawn after ``draft[:i]``, so it stands when all of these were drawn before it.  The first always
+    does.
+    """
+    count = 1
+    for guessed, token in zip(draft, drawn, strict=False):
+        if guessed != token:
+            break
+        count += 1
+    return count

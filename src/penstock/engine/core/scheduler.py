@@ -12,44 +12,148 @@ It knows no roles, no peers and no messages: those are the worker's service.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import assert_never
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core import moving
 from penstock.engine.core.blocks import Leaks
 from penstock.engine.core.cost import StepCost
-from penstock.engine.core.draft import Draft
-from penstock.engine.core.fairness import FairClock
-from penstock.engine.core.load import Load, load_of
-from penstock.engine.core.memory import PageMemory
-from penstock.engine.core.micro_batches import MicroBatches
-from penstock.engine.core.pace import Pace
-from penstock.engine.core.plan import (
+from penstock.engine.core.events import (
     Arrive,
     Cancelled,
     ComputeHere,
-    Drawn,
     Event,
     FirstToken,
     Granted,
+    How,
     Joined,
     Moving,
-    Outcome,
-    PageDone,
     PagesArrived,
-    Plan,
-    Progress,
     Released,
-    Row,
 )
-from penstock.engine.core.planner import Planner
+from penstock.engine.core.memory import PageMemory
+from penstock.engine.core.micro_batches import MicroBatches
+from penstock.engine.core.pace import Pace
+from penstock.engine.core.plan import Drawn, Outcome, PageDone, Plan, Progress, Row, Speculator
+from penstock.engine.core.planner import Draft, Planner
+from penstock.engine.core.queue import FairClock
 from penstock.engine.core.request import Request, Status
-from penstock.engine.core.speculation import Speculator
 from penstock.engine.core.table import RequestTable
 from penstock.errors import ConfigError
 from penstock.reach import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
 from penstock.wire.messages import TOO_LONG
+
+# MERGED: An answer that moves to another worker while it is written: what that means for its request, at
+# MERGED: either end.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     here      RUNNING --KEEP--> RUNNING, gives no page back --STOP--> HANDOVER --forgotten: it goes
+# MERGED: on there
+# MERGED:                  ^                                                       |
+# MERGED:                  +------------------------- GO_ON -----------------------+        it goes on here
+# MERGED: after all
+# MERGED:
+# MERGED:     there     RESERVED, with room for what is written meanwhile --Joined--> RUNNING
+# MERGED:
+# MERGED: Pure; knows neither pages' content nor who the other worker is.
+
+
+def turned(table: RequestTable, request: Request, how: How) -> None:
+    """Do as an event ``Moving`` says.  What does not fit the request's state is late, and no error."""
+    if request.leg is Leg.PREFILL:
+        return
+    match how:
+        case How.KEEP:
+            request.kept = True
+        case How.STOP if request.status is Status.RUNNING:
+            table.stop(request)
+        case How.GO_ON:
+            request.kept = False
+            if request.status is Status.HANDOVER:
+                table.go_on(request)
+        case _:
+            pass
+
+
+def joined(table: RequestTable, request: Request, event: Joined) -> Progress | None:
+    """All pages are here, and the tokens that were written meanwhile: go on behind them.
+
+    Returns the tokens that nobody told the gateway of from here.  What does not fit what this worker knows and has room
+    for is given back.
+    """
+    known = len(request.output) - event.index
+    fresh = event.tokens[known:]
+    if not 0 <= known <= len(event.tokens) or request.known + len(fresh) - 1 > request.room:
+        table.give_back(request, "pages_lost: tokens that do not fit")
+        table.forget(request)
+        return None
+    index, finish = len(request.output), None
+    request.first_token = True
+    for token in fresh:
+        finish = request.append(token)
+    request.computed = request.known - 1
+    if finish is None:
+        table.memory.settle(request)
+        table.start(request)
+    else:
+        table.forget(request)
+    return Progress(request, index, fresh, (), finish) if fresh else None
+
+
+# MERGED: How busy an engine is, counted from its table of requests.  Pure; knows neither steps nor seconds.
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy this engine is."""
+
+    running: int  # take part in steps
+    awaiting: int  # leg=decode: have pages, wait for what the prefill worker computes
+    handing_over: int  # computed, or stopped to go on elsewhere: wait for the receiver
+    queued: int  # have no pages yet
+    tokens_in_flight: int  # known tokens still to compute, and output tokens asked for or expected
+    prompt_tokens: int  # known tokens still to compute before an answer begins or goes on; none of hand-overs to here
+    prompt_pairs: int  # (query, key) pairs of their attention
+    batch_tokens: int  # of prompt_tokens, those of batch work
+    batch_pairs: int  # the same of prompt_pairs
+    answers: int  # requests whose answers are written here, or will be
+    context_tokens: int  # known tokens of those
+    pages_used: int
+    pages_free: int  # cached ones included
+
+
+def load_of(table: RequestTable) -> Load:
+    """As of now.  O(requests)."""
+    pool = table.memory.pool
+    in_flight = answers = context_tokens = 0
+    tokens, pairs = [0, 0], [0, 0]  # of prompts: of the first class, of those after it
+    for request in table.all.values():
+        missing = request.missing
+        in_flight += missing
+        if request.leg is not Leg.PREFILL:
+            in_flight += request.left
+            answers += 1
+            context_tokens += request.known
+        if missing > 1 and request.leg is not Leg.DECODE:
+            tokens[request.rank > 0] += missing
+            pairs[request.rank > 0] += missing * request.computed + missing * (missing + 1) // 2
+    return Load(
+        running=len(table.running),
+        awaiting=len(table.reserved),
+        handing_over=len(table.all) - table.queued - len(table.running) - len(table.reserved),
+        queued=table.queued,
+        tokens_in_flight=in_flight,
+        prompt_tokens=sum(tokens),
+        prompt_pairs=sum(pairs),
+        batch_tokens=tokens[1],
+        batch_pairs=pairs[1],
+        answers=answers,
+        context_tokens=context_tokens,
+        pages_used=pool.leased,
+        pages_free=pool.available,
+    )
 
 
 class Scheduler:
@@ -123,7 +227,7 @@ class Scheduler:
             case ComputeHere():
                 self._compute_here(request, event.token)
             case Moving():
-                moving.turned(self._table, request, event.how)
+                turned(self._table, request, event.how)
             case Joined():
                 self._joined(request, event)
             case _:
@@ -197,7 +301,7 @@ class Scheduler:
     def _joined(self, request: Request, event: Joined) -> None:
         if request.status is not Status.RESERVED or request.first_token:
             return
-        told = moving.joined(self._table, request, event)
+        told = joined(self._table, request, event)
         if told is not None:
             self._pending.progress.append(told)
         if request.id in self._table.running:

@@ -13,10 +13,9 @@ A request that leaves gives everything back in the same call.  Knows nothing of 
 
 from __future__ import annotations
 
-from penstock.engine.core.fairness import FairClock
 from penstock.engine.core.memory import PageMemory
 from penstock.engine.core.plan import ReturnedRequest
-from penstock.engine.core.queue import WaitingQueue
+from penstock.engine.core.queue import FairClock, WaitingQueue
 from penstock.engine.core.request import Request, Status
 from penstock.types import Leg, RequestId
 

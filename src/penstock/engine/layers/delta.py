@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.layers.linear import Output
-from penstock.engine.layers.norm import Norm, RmsNorm
+from penstock.engine.layers.norm import Norm, Output, RmsNorm
 from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.layers.linear import Linear, Output
-from penstock.engine.layers.norm import Norm, RmsNorm
+from penstock.engine.layers.norm import Linear, Norm, Output, RmsNorm
 from penstock.kernels.operands import Array, PackedLinear, Sparse, StepBatch
 from penstock.kernels.ops import Ops
 

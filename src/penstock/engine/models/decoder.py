@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.engine.layers import norm as norms
 from penstock.engine.layers.attention import AttentionBlock, GatedAttention, HeadNorms, SelfAttention, WholeAttention
 from penstock.engine.layers.delta import DeltaNet
 from penstock.engine.layers.latent import LatentAttention, QueryDown
-from penstock.engine.layers.linear import Linear, Output
-from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
-from penstock.engine.layers.moe import RoutedExperts, SharedExpert
+from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp, RoutedExperts, SharedExpert
+from penstock.engine.layers.norm import Linear, Output
+from penstock.engine.models.port import Model
 from penstock.engine.models.vision import ImageEncoder
-from penstock.kernels.operands import Array, Gate, Sparse, StepBatch
+from penstock.errors import ModelError
+from penstock.kernels.operands import Array, Gate, PackedLinear, Sparse, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture import decoder as forms
 from penstock.weights.architecture.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
@@ -26,7 +28,7 @@ from penstock.weights.architecture.gated_delta_net import Delta
 from penstock.weights.architecture.mla import Latent
 from penstock.weights.architecture.moe import Moe
 from penstock.weights.architecture.rope import Rope
-from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.spec import ModelSpec, Pooler
 from penstock.weights.architecture.vision import SeeingDecoder
 
 
@@ -343,3 +345,30 @@ def numbers_of(decoder: Decoder) -> list[int]:
 def has_axes(attention: Attention) -> bool:
     """Do the columns of a head follow more positions than one?"""
     return attention.rope is not None and attention.rope.axes is not None
+
+
+# MERGED: A decoder that only reads: its last layer's states, normed, and a head over labels if it has one.
+# MERGED:
+# MERGED: Causal ones go through KV pages like any prompt, in pieces if need be.
+
+
+class ReadingDecoder:
+    """See ``engine.models.port.Reader``."""
+
+    def __init__(self, decoder: Model, pooler: Pooler, score: PackedLinear | None) -> None:
+        """Raises ModelError for a model that is no decoder of ours."""
+        if not isinstance(decoder, DecoderModel):
+            raise ModelError("an installed package's model writes text, and gives no vectors")
+        self.pooler = pooler
+        self._decoder = decoder
+        self._score = score
+
+    def states(self, ops: Ops, batch: StepBatch, second_T: NDArray[np.int32], kv: Array) -> Array | None:
+        """compute [R, D]; it knows no second text."""
+        hidden_RD = self._decoder.forward(ops, batch, kv)
+        return None if hidden_RD is None else self._decoder.norm(ops, hidden_RD)
+
+    def scores(self, ops: Ops, states_RD: Array) -> Array:
+        """See ``engine.models.port.Reader``."""
+        assert self._score is not None, "a model without labels"
+        return ops.linear(states_RD, self._score)

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.layers.attention import SelfAttention
-from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import GatedMlp
-from penstock.engine.layers.norm import RmsNorm
+from penstock.engine.layers.norm import Linear, Output, RmsNorm
 from penstock.kernels.operands import Activation, Array, Gate, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.eagle import LoadedHead

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.layers.attention import WholeAttention
-from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import PlainMlp
-from penstock.engine.layers.norm import LayerNorm, NoNorm
+from penstock.engine.layers.norm import LayerNorm, Linear, NoNorm, Output
 from penstock.kernels.operands import Activation, Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.encoder import Encoder

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.engine.models import decoder, encoder, reader, whisper
+from penstock.engine.models import decoder, encoder, whisper
 from penstock.engine.models.port import Model, Reader
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
@@ -49,7 +49,7 @@ def build_reader(loaded: LoadedModel, ops: Ops, max_positions: int) -> Reader:
     if spec.pooler is None:
         raise ModelError(f"{spec.architecture}: writes text, and gives no vectors")
     if spec.architecture not in ENCODERS:
-        return reader.ReadingDecoder(build_model(loaded, ops, max_positions), spec.pooler, loaded.weights.get("score"))
+        return decoder.ReadingDecoder(build_model(loaded, ops, max_positions), spec.pooler, loaded.weights.get("score"))
     _check_positions(spec, max_positions)
     return encoder.build(spec, loaded.weights)
 

@@ -12,9 +12,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
-from penstock.engine.layers.norm import LayerNorm, Norm, RmsNorm
+from penstock.engine.layers.norm import LayerNorm, Linear, Norm, Output, RmsNorm
 from penstock.errors import ImageRefused
 from penstock.kernels.operands import Activation, Array, Gate
 from penstock.kernels.ops import Ops

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.layers.attention import SelfAttention, WholeAttention
-from penstock.engine.layers.linear import Linear, Output
 from penstock.engine.layers.mlp import PlainMlp
-from penstock.engine.layers.norm import LayerNorm
+from penstock.engine.layers.norm import LayerNorm, Linear, Output
 from penstock.errors import ImageRefused
 from penstock.kernels.operands import Activation, Array, StepBatch
 from penstock.kernels.ops import Ops

@@ -14,17 +14,120 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn
-from penstock.engine.images.turns import turns
-from penstock.engine.runner.span import Span, token_logprob
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.kernels.sampling import Picks, Sampled, SampleRow
 from penstock.reach import blocks_of
 from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
 
 if TYPE_CHECKING:
-    from penstock.engine.core.holding import Holding
     from penstock.engine.core.plan import Row
-    from penstock.engine.core.request import Request
+    from penstock.engine.core.request import Holding, Request
+
+from typing import TYPE_CHECKING
+
+from penstock.engine.core.plan import standing
+from penstock.engine.runner.answer import Answer
+from penstock.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.engine.core.plan import Row
+
+
+# MERGED: Positions of three axes for rotary attention (M-RoPE, arXiv:2409.12191): frame, row and column.
+# MERGED:
+# MERGED: Text counts all three up alike.  An image's tokens share one frame and count their rows and columns
+# MERGED: from where the image
+# MERGED: begins; text behind it goes on above the largest of these.  So no axis is ever ahead of the
+# MERGED: position.
+
+
+def turns(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.int32]:
+    """[stop - start, 3] of the tokens from ``start`` on of a text with these images, from left to right."""
+    turns_T3 = np.repeat(np.arange(start, stop, dtype=np.int32)[:, None], 3, axis=1)
+    saved = 0  # positions that the images so far have taken less than tokens
+    for image in images:
+        if image.at >= stop:
+            break
+        begin = image.at - saved
+        first, last = max(start, image.at), min(stop, image.end)
+        if first < last:
+            own = np.arange(first - image.at, last - image.at, dtype=np.int32)
+            places_T3 = np.stack((np.zeros_like(own), own // image.columns, own % image.columns), axis=1)
+            turns_T3[first - start : last - start] = begin + places_T3
+        saved += image.rows * image.columns - max(image.rows, image.columns)
+        behind = max(start, image.end)
+        if behind < stop:
+            turns_T3[behind - start :] = np.arange(behind, stop, dtype=np.int32)[:, None] - saved
+    return turns_T3
+
+
+# MERGED: Consecutive tokens of one request in one step, and what a run has brought it so far.
+
+
+class Span:
+    """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far.
+
+    ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
+    """
+
+    __slots__ = ("answer", "draft", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
+
+    def __init__(self, row: Row, answer: Answer) -> None:
+        self.answer = answer
+        self.samples = row.samples
+        self.draft = row.draft
+        self.begin(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
+
+    def begin(self, start: int, tokens: Sequence[int]) -> None:
+        """These tokens from ``start`` on; nothing is brought yet."""
+        self.start = start
+        self.tokens = tokens
+        self.drawn: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def draws(self) -> range:
+        """Positions that tokens are drawn for."""
+        return range(self.stop - len(self.draft), self.stop + 1) if self.samples else range(0)
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """Prompt tokens that these tokens predict and whose log-probabilities were asked for."""
+        if not self.answer.request.wants_prompt_logprobs:
+            return ()
+        return self.answer.request.prompt[self.start + 1 : self.stop + 1]
+
+    def advance(self) -> None:
+        """Go on with the token just drawn."""
+        self.start = self.stop
+        self.tokens = self.drawn[-1:]
+
+    def result(self) -> Drawn:
+        """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
+        constraint = self.answer.constraint if self.samples else None
+        if constraint is not None and constraint.late:
+            return Drawn(prompt_logprobs=tuple(self.prompt_logprobs), late=True)
+        count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
+        if constraint is not None and constraint.stands is not None:
+            count = min(count, constraint.stands + 1)
+        cut_at = None if constraint is None else constraint.cut_at
+        cut = cut_at is not None and (not self.draft or cut_at < count)
+        if cut_at is not None and self.draft:
+            count = min(count, cut_at + 1)
+        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
+
+
+def token_logprob(one: Sampled) -> TokenLogprob:
+    """A row that asked for log-probabilities has them."""
+    assert one.logprob is not None
+    return TokenLogprob(one.token, one.logprob, one.top)
+
 
 SPARE_BLOCKS = 8
 """Columns of a group's page table beyond those that a step needs, for the steps after it."""

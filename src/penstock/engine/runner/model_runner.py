@@ -12,20 +12,116 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Drawn, Plan
-from penstock.engine.images.stage import ImageStage
+from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.models.port import CrossReading, Model
 from penstock.engine.runner.adapters import Adapters
-from penstock.engine.runner.answer import Answers, no_grammars
-from penstock.engine.runner.asked import go_on, look_ahead, score
-from penstock.engine.runner.batch import StepArrays
-from penstock.engine.runner.constraint import MaskThreads, Patience
-from penstock.engine.runner.crossing import SourceWriter
-from penstock.engine.runner.span import Span
+from penstock.engine.runner.answer import Answers, MaskThreads, Patience, no_grammars
+from penstock.engine.runner.batch import Images, Span, StepArrays, token_logprob
 from penstock.grammar.matcher import Matcher
-from penstock.kernels.operands import Array
+from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, RunsAhead, StepProgram
-from penstock.types import Grammar, RequestId
+from penstock.reach import blocks_of
+from penstock.types import PAGE_TOKENS, Grammar, RequestId
+
+# MERGED: The first tokens of sequences that stand for an encoder's rows: their keys and values go to the
+# MERGED: pages before a step
+# MERGED: computes the tokens behind them.
+# MERGED:
+# MERGED: What is written depends on the rows alone, so nothing is computed of one position that another
+# MERGED: position changes: chunks
+# MERGED: may begin and end anywhere.  Knows the model only as ``CrossReading``.
+
+
+class SourceWriter:
+    """One for a worker."""
+
+    def __init__(self, model: CrossReading, images: Images, ops: Ops, kv: Array) -> None:
+        self._model = model
+        self._images = images
+        self._ops = ops
+        self._kv = kv
+
+    def wanted(self, rows: Sequence[Row]) -> bool:
+        """Does a row have tokens that stand for an encoder's rows?"""
+        source = self._model.source
+        return any(row.start < source for row in rows)
+
+    def write(self, rows: Sequence[Row]) -> list[Row | None]:
+        """Have done with those tokens; what is left of each row, None where nothing is."""
+        source = self._model.source
+        begun = [row for row in rows if row.start < source]
+        ends = [min(row.start + row.count, source) for row in begun]
+        values = [
+            self._images.rows(row.request.images[0], row.request.pictures, 0)[row.start : end]
+            for row, end in zip(begun, ends, strict=True)
+        ]
+        rows_TD = self._ops.compute(np.concatenate(values))
+        self._model.write_source(self._ops, rows_TD, _batch(begun, ends), self._kv)
+        return [_behind(row, source) for row in rows]
+
+
+def _behind(row: Row, source: int) -> Row | None:
+    """The part of a row from position ``source`` on."""
+    if row.start >= source:
+        return row
+    count = row.start + row.count - source
+    return Row(row.request, source, count, row.samples, row.draft) if count > 0 else None
+
+
+def _batch(rows: Sequence[Row], ends: Sequence[int]) -> StepBatch:
+    """Positions and pages of these rows' first tokens."""
+    positions_T = np.concatenate(
+        [np.arange(row.start, end, dtype=np.int32) for row, end in zip(rows, ends, strict=True)]
+    )
+    starts_S1 = np.cumsum([0, *(end - row.start for row, end in zip(rows, ends, strict=True))]).astype(np.int32)
+    table_SP = np.zeros((len(rows), blocks_of(max(ends), PAGE_TOKENS)), np.int32)
+    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        (own,) = row.request.held
+        blocks = blocks_of(end, PAGE_TOKENS)
+        table_SP[index, :blocks] = own.pages[:blocks]
+    none = np.empty(0, np.int32)
+    return StepBatch(np.zeros_like(positions_T), positions_T, starts_S1, table_SP, none)
+
+
+# MERGED: What some rows of a step ask for beside a token: masks of grammars before it is drawn, scores of
+# MERGED: prompt tokens after.
+# MERGED:
+# MERGED: Knows spans and operations, not which runner has them.
+
+SCORED_ROWS = 64
+"""Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
+
+
+def look_ahead(spans: Sequence[Span], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
+    """Work out masks beside the step that they are for; what is returned waits for them, for so long as
+    ``MaskThreads.patience`` says if rows may sit the step out."""
+    work = [
+        (span.answer.constraint, tuple(span.drawn), span.draft) for span in spans if span.answer.constraint is not None
+    ]
+    return masks.begin(work, may_sit_out=may_sit_out).finish if work else None
+
+
+def go_on(spans: Sequence[Span], masks: MaskThreads) -> None:
+    """A step has drawn: where masks are slow, the next ones are worked out from now on."""
+    for span in spans:
+        if span.answer.constraint is not None and span.answer.constraint.slow:
+            masks.go_on(span.answer.constraint, span.result().tokens)
+
+
+def score(model: Model, ops: Ops, spans: Sequence[Span], hidden_RD: Array) -> None:
+    """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""
+    begin = 0
+    for span in spans:
+        targets_R = np.array(span.targets, np.int32)
+        top = span.answer.request.sampling.prompt_logprobs or 0
+        for first in range(0, len(targets_R), SCORED_ROWS):
+            piece_R = targets_R[first : first + SCORED_ROWS]
+            rows_R = np.arange(begin + first, begin + first + len(piece_R), dtype=np.int32)
+            logits_RV = model.logits(ops, ops.rows(hidden_RD, rows_R))
+            scored = ops.token_logprobs(logits_RV, piece_R, top)
+            span.prompt_logprobs.extend(token_logprob(one) for one in scored)
+        begin += len(targets_R)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

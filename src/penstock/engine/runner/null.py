@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from math import log
 
-from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.plan import Drawn, Plan, Row, standing
 from penstock.engine.core.request import Request
-from penstock.engine.core.speculation import standing
 from penstock.types import RequestId, SamplingParams, TokenLogprob
 
 

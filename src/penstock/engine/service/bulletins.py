@@ -17,8 +17,9 @@ meanwhile is told to them behind the last slice, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import inf
 
 import msgspec
@@ -26,11 +27,166 @@ import msgspec
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.prefix import PrefixCache
 from penstock.engine.service.asks import Gateway
-from penstock.engine.service.kv_log import KvLog
-from penstock.engine.service.sunk import Nearest, Sunk
-from penstock.types import BlockHash
-from penstock.wire.messages import Hello, KvEvents, Report
+from penstock.types import BlockHash, WorkerId
+from penstock.wire.messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
 from penstock.wire.transport import Listener
+
+# MERGED: Which blocks this worker's cache has given up that a tier below it still has: so gateways know what
+# MERGED: a hit costs here.
+# MERGED:
+# MERGED: A tier tells nobody what it drops, so some of the blocks are looked at again now and then; until
+# MERGED: then they are a guess,
+# MERGED: as all that gateways know of caches.  Knows names and numbers of tiers, no pages.
+
+MOST_SUNK = 1 << 18
+"""Blocks that are known to be below; those that sank first are forgotten beyond that."""
+
+LOOKED_AT = 8
+"""Blocks that are looked at again at a time."""
+
+Nearest = Callable[[Sequence[BlockHash]], Sequence[int]]
+"""The number of the nearest tier that has each block: 1, 2...; 0: none."""
+
+
+class Sunk:
+    """Changes come out as (block, tier); 0: it is in none, and not in the cache."""
+
+    def __init__(self, nearest: Nearest) -> None:
+        self._nearest = nearest
+        self._tiers: dict[BlockHash, int] = {}  # looked at longest ago first
+
+    def rose(self, block: BlockHash) -> None:
+        """The cache has it again."""
+        self._tiers.pop(block, None)
+
+    def left(self, blocks: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, int]]:
+        """The cache has given these up.  The tiers are asked once for all of them."""
+        # All that may have to go are found in one walk: the front of a dict from which much was taken is slow to find.
+        oldest = iter(list(islice(self._tiers, max(0, len(self._tiers) + len(blocks) - MOST_SUNK))))
+        for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
+            if tier:
+                self._tiers[block] = tier
+                if len(self._tiers) > MOST_SUNK:
+                    forgotten = next(oldest, None) or next(iter(self._tiers))
+                    del self._tiers[forgotten]
+                    yield forgotten, 0
+            yield block, tier
+
+    def look(self) -> Iterator[tuple[BlockHash, int]]:
+        """What has changed of some since they were looked at last."""
+        blocks = list(islice(self._tiers, LOOKED_AT))
+        for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
+            before = self._tiers.pop(block)
+            if tier:
+                self._tiers[block] = tier
+            if tier != before:
+                yield block, tier
+
+    def all(self) -> Mapping[BlockHash, int]:
+        """Every block, and its tier."""
+        return self._tiers
+
+
+# MERGED: What changes in this worker's prefix cache and below it, told to gateways: numbered, batched, and
+# MERGED: whole again when
+# MERGED: asked for.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     blocks become known or are evicted --note--> changed --take (once a step)--> KvEvents 7, 8, 9 …
+# MERGED:     a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts:
+# MERGED: all that is known
+# MERGED:
+# MERGED: Within a batch only a block's last word counts, so the order in it does not matter.  Knows the names
+# MERGED: of blocks, not
+# MERGED: their pages; and nothing about connections.
+
+_NOWHERE = -1
+
+
+class KvLog:
+    """The log of one incarnation.  ``known`` lists all blocks that the cache has now; ``lower`` those that only one of
+    the lower ``tiers`` has, with the number of the nearest: 1, 2, ..."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: int,
+        known: Callable[[], Iterable[BlockHash]],
+        lower: Callable[[], Mapping[BlockHash, int] | Iterable[tuple[BlockHash, int]]] = tuple,
+        tiers: int = 0,
+    ) -> None:
+        self._worker = worker
+        self._incarnation = incarnation
+        self._known = known
+        self._lower = lower
+        self._tiers = tiers
+        self._changed: dict[bytes, int] = {}  # -> the nearest tier: 0 is the cache
+        self.sequence = 0  # of the last message that was taken
+
+    def __len__(self) -> int:
+        return len(self._changed)
+
+    def note(self, block: BlockHash, known: bool) -> None:
+        """A block is in the cache from now on, or is not any more."""
+        self._changed[block[:KV_KEY_BYTES]] = 0 if known else _NOWHERE
+
+    def sank(self, block: BlockHash, tier: int) -> None:
+        """A block that the cache does not have is in this lower tier from now on, and in none that is nearer."""
+        self._changed[block[:KV_KEY_BYTES]] = tier
+
+    def take(self) -> list[KvEvents]:
+        """What has changed since the last call, in order of its numbers."""
+        if not self._changed:
+            return []
+        changed, self._changed = self._changed, {}
+        by_tier: dict[int, list[bytes]] = {}
+        for key, tier in changed.items():
+            by_tier.setdefault(tier, []).append(key)
+        messages = []
+        for start in range(0, max(map(len, by_tier.values())), KV_EVENT_BLOCKS):
+            self.sequence += 1
+            messages.append(
+                self._message(
+                    {tier: keys[start : start + KV_EVENT_BLOCKS] for tier, keys in by_tier.items()}, self.sequence
+                )
+            )
+        return messages
+
+    def snapshot(self) -> Iterator[KvEvents]:
+        """Everything as it stands after message ``sequence``, in parts.  To be called with nothing left to ``take``.
+
+        Names are copied at once (some 10 ns a block); each part is made when it is asked for.  What changes between
+        two parts is in the changes behind ``sequence``, and may or may not be in a part: told after all parts, those
+        changes are the last word either way.
+        """
+        lower = self._lower()
+        tiers = lower if isinstance(lower, Mapping) else dict(lower)
+        return self._parts(self.sequence, list(self._known()), list(tiers), tiers)
+
+    def _parts(
+        self, sequence: int, known: list[BlockHash], below: list[BlockHash], tiers: Mapping[BlockHash, int]
+    ) -> Iterator[KvEvents]:
+        told = chain(((tiers.get(block, _NOWHERE), block) for block in below), ((0, block) for block in known))
+        parts = max(1, -(-(len(known) + len(below)) // KV_EVENT_BLOCKS))
+        for part in range(parts):
+            by_tier: dict[int, list[bytes]] = {}
+            for tier, block in islice(told, KV_EVENT_BLOCKS):
+                by_tier.setdefault(tier, []).append(block[:KV_KEY_BYTES])
+            yield self._message(by_tier, sequence, part=part, parts=parts)
+
+    def _message(self, by_tier: Mapping[int, list[bytes]], sequence: int, *, part: int = 0, parts: int = 0) -> KvEvents:
+        return KvEvents(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            sequence=sequence,
+            stored=b"".join(by_tier.get(0, ())),
+            removed=b"".join(by_tier.get(_NOWHERE, ())),
+            sunk=tuple(b"".join(by_tier.get(tier, ())) for tier in range(1, self._tiers + 1)),
+            part=part,
+            parts=parts,
+        )
+
 
 COUNTERS_S = 10.0
 """Between two reports to a gateway with all counters; those between them hold only what has changed."""

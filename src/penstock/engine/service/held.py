@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Arrive, Cancelled, Event, GrammarInUse
+from penstock.engine.core.events import Arrive, Cancelled, Event, GrammarInUse
 from penstock.engine.service.fitness import UNFIT
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
 from penstock.types import AdapterRef, Grammar, Medium, RequestId

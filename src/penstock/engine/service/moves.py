@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.engine.core.plan import How, Moving, Outcome
+from penstock.engine.core.events import How, Moving
+from penstock.engine.core.plan import Outcome
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.asks import Ask, Asks, Gateway

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.images.stage import Counters
+from penstock.engine.encoder_stage import Counters
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState

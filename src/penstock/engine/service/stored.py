@@ -21,8 +21,8 @@ from enum import Enum
 
 from penstock.clock import Clock
 from penstock.engine.core.blocks import Label
+from penstock.engine.core.events import Arrive
 from penstock.engine.core.imports import Import, Imports
-from penstock.engine.core.plan import Arrive
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.bulletins import Bulletins

@@ -15,7 +15,7 @@ from engine_world import World
 from glass_model import ROOT, answer, prompt_of
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive
+from penstock.engine.core.events import Arrive
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 TOO_SMALL_FOR_TWO = {"pages": 7, "max_model_len": 20}

@@ -10,20 +10,10 @@ from itertools import accumulate
 from glass_model import Answer, GlassRunner, answer, context_of, extend
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import (
-    Arrive,
-    Cancelled,
-    ComputeHere,
-    FirstToken,
-    Granted,
-    Outcome,
-    PagesArrived,
-    Plan,
-    Released,
-)
+from penstock.engine.core.events import Arrive, Cancelled, ComputeHere, FirstToken, Granted, PagesArrived, Released
+from penstock.engine.core.plan import Outcome, Plan, Speculator
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.speculation import Speculator
 from penstock.reach import most_blocks
 from penstock.types import FinishReason, Leg, RequestId
 

@@ -14,9 +14,8 @@ from functools import reduce
 from itertools import accumulate
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.plan import Drawn, Plan, Row, standing
 from penstock.engine.core.request import Request
-from penstock.engine.core.speculation import standing
 from penstock.types import BlockHash, FinishReason, RequestId, SamplingParams, TokenLogprob
 
 VOCAB = 11

@@ -15,9 +15,8 @@ from engine_world import World
 from glass_model import GlassRunner, context_of, extend
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.holding import Holding
 from penstock.engine.core.plan import Drawn, Outcome, Plan, Row
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.request import Holding, Request, Status
 
 
 class MicroBatchWorld(World):

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Drawn, Row
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Row
 from penstock.engine.core.request import Request, Status
 from penstock.hashing import block_hashes
 from penstock.reach import EVERYTHING, Reach, most_pages

@@ -4,7 +4,8 @@ long prompt's, and nothing is used that was not looked at."""
 from __future__ import annotations
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Drawn, Plan
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.hashing import block_hashes
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams

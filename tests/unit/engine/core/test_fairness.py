@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.fairness import REMEMBERED_LINES, FairClock
-from penstock.engine.core.plan import Arrive, Drawn
-from penstock.engine.core.queue import WaitingQueue
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn
+from penstock.engine.core.queue import REMEMBERED_LINES, FairClock, WaitingQueue
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass

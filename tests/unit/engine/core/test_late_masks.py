@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Drawn, Plan, Row
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Grammar, GrammarKind, Leg, RequestId, SamplingParams
 

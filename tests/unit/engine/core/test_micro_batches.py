@@ -16,7 +16,8 @@ from micro_batch_world import MicroBatchWorld
 from test_any_interleaving import MOVES, Move, apply, configs, moves
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Cancelled, Drawn, Plan
+from penstock.engine.core.events import Arrive, Cancelled
+from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_script import TOO_SMALL_FOR_TWO, check, shown_outcome, shown_plan
 
-from penstock.engine.core.plan import Cancelled
+from penstock.engine.core.events import Cancelled
 from penstock.types import RequestId
 
 

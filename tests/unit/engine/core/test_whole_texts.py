@@ -8,7 +8,8 @@ import pytest
 from glass_model import ROOT, prompt_of
 
 from penstock.config.schema import PoolingConfig, SchedulerConfig
-from penstock.engine.core.plan import Arrive, Drawn, Outcome, Plan
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import FinishReason, Leg, PoolingParams, RequestId, SamplingParams
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Arrive
-from penstock.engine.images.stage import ImageStage
+from penstock.engine.core.events import Arrive
+from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash

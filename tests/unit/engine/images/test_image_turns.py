@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.images.turns import turns
+from penstock.engine.runner.batch import turns
 from penstock.types import PlacedImage
 
 

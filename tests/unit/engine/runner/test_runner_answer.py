@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.holding import Holding
-from penstock.engine.core.plan import Arrive
-from penstock.engine.core.request import Request
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.request import Holding, Request
 from penstock.engine.runner.answer import Answer, Answers, Counts
 from penstock.kernels.sampling import SampleRow
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams

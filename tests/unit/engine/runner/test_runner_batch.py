@@ -6,12 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.holding import Holding
-from penstock.engine.core.plan import Arrive, Row
-from penstock.engine.core.request import Request
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Row
+from penstock.engine.core.request import Holding, Request
 from penstock.engine.runner.answer import Answer
-from penstock.engine.runner.batch import StepArrays
-from penstock.engine.runner.span import Span
+from penstock.engine.runner.batch import Span, StepArrays
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 
 SAMPLING = SamplingParams(seed=0, max_tokens=100)

@@ -14,7 +14,7 @@ import pytest
 from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
-from penstock.engine.runner.constraint import Constraint, MaskJob, MaskThreads, Patience
+from penstock.engine.runner.answer import Constraint, MaskJob, MaskThreads, Patience
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.grammar.matcher import Matcher
 from penstock.grammar.worker import Grammars

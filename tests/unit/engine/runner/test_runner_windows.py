@@ -15,7 +15,8 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Event, Outcome, Plan
+from penstock.engine.core.events import Arrive, Event
+from penstock.engine.core.plan import Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.core.blocks import BlockPool
-from penstock.engine.core.holding import Holding
-from penstock.engine.core.plan import Arrive, PageDone
-from penstock.engine.core.request import Request
-from penstock.engine.service.departures import Departures
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import PageDone
+from penstock.engine.core.request import Holding, Request
+from penstock.engine.service.hand_overs import Departures
 from penstock.kv.transfer.effects import Offer
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 from penstock.wire.messages import TokenItem

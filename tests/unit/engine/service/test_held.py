@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.core.plan import Arrive, Cancelled, Event, Granted, PagesArrived
+from penstock.engine.core.events import Arrive, Cancelled, Event, Granted, PagesArrived
 from penstock.engine.service.held import MAX_CHECKED_PER_TURN, Held, NoAdapters, PagesHere, Ready
 from penstock.errors import AdapterRefused, GrammarRefused, QueueFull
 from penstock.grammar.matcher import Matcher

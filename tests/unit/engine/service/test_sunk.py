@@ -9,10 +9,9 @@ import pytest
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.blocks import BlockPool
 from penstock.engine.core.prefix import PrefixCache
-from penstock.engine.service import kv_log, sunk
+from penstock.engine.service import bulletins as service_bulletins
 from penstock.engine.service.asks import Gateway
-from penstock.engine.service.bulletins import Bulletins
-from penstock.engine.service.sunk import LOOKED_AT, Sunk
+from penstock.engine.service.bulletins import LOOKED_AT, Bulletins, Sunk
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
@@ -62,7 +61,7 @@ def test_what_a_tier_drops_is_found_out_in_time() -> None:
 
 
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunk, "MOST_SUNK", 2)
+    monkeypatch.setattr(service_bulletins, "MOST_SUNK", 2)
     below = Below()
     below.tiers = dict.fromkeys(BLOCKS, 1)
     known = Sunk(below.nearest)
@@ -161,7 +160,7 @@ class Followers:
 def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_log, "KV_EVENT_BLOCKS", 4)
+    monkeypatch.setattr(service_bulletins, "KV_EVENT_BLOCKS", 4)
     on = Followers("abc")
     prefix = PrefixCache(BlockPool(64))
     bulletins = Bulletins(on.config, prefix, on.listener, lambda: report_of(on.config))
@@ -209,7 +208,7 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
 
 def test_who_asks_again_while_it_is_told_hears_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway asks once a second for as long as something is lacking, and a large cache takes longer to be told."""
-    monkeypatch.setattr(kv_log, "KV_EVENT_BLOCKS", 1)
+    monkeypatch.setattr(service_bulletins, "KV_EVENT_BLOCKS", 1)
     on = Followers("a")
     prefix = PrefixCache(BlockPool(64))
     bulletins = Bulletins(on.config, prefix, on.listener, lambda: report_of(on.config))

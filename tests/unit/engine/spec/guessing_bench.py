@@ -8,16 +8,14 @@ from pathlib import Path
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Arrive, Drawn, Event, Outcome, Plan, Row
+from penstock.engine.core.events import Arrive, Event
+from penstock.engine.core.plan import Drawn, Outcome, Plan, Row, Speculator
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.speculation import Speculator
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.eagle import EagleHead, build_head
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import Aids, ModelRunner
-from penstock.engine.spec.contexts import CONTEXT_TOKENS
-from penstock.engine.spec.drafter import Drafter
-from penstock.engine.spec.guides import Guide, HeadGuide, ModelGuide
+from penstock.engine.spec.drafter import CONTEXT_TOKENS, Drafter, Guide, HeadGuide, ModelGuide
 from penstock.grammar.matcher import CompiledGrammar
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.kernels.select import make_ops

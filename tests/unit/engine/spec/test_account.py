@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.engine.spec.account import EXPLORED, FIRST, MOST, Account
+from penstock.engine.spec.gain import EXPLORED, FIRST, MOST, Account
 
 
 def test_what_is_lost_is_bounded() -> None:

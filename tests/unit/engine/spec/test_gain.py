@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.spec.gain import LEAST_GAIN, Acceptance, Depths, StepTimes, best_depth, worthwhile
-from penstock.engine.spec.lookup import LONGEST_MATCH
+from penstock.engine.spec.speculator import LONGEST_MATCH
 
 chains = st.lists(
     st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda c: tuple(sorted(c, reverse=True))), min_size=1, max_size=4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.spec.lookup import CANDIDATES, LONGEST_MATCH, Guess, Lookup
+from penstock.engine.spec.speculator import CANDIDATES, LONGEST_MATCH, Guess, Lookup
 
 texts = st.lists(st.integers(0, 3), max_size=120)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.engine.core.plan import Arrive, Drawn, Row
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.plan import Drawn, Row, Speculator
 from penstock.engine.core.request import Request
-from penstock.engine.core.speculation import Speculator
 from penstock.engine.spec.speculator import DraftSpeculator, LookupSpeculator
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams
 
