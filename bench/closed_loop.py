@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.events import Arrive, FirstToken, Granted, PagesArrived, Released
 from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler

@@ -31,7 +31,7 @@ import numpy as np
 
 from penstock.config.limits import SchedulingConfig
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.events import Arrive
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.core.scheduler import Scheduler

@@ -32,8 +32,8 @@ from penstock.engine.core.plan import Drawn, Row, Speculator
 from penstock.engine.models.eagle import build_head
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.spec.drafter import CONTEXT_TOKENS, Drafter, HeadGuide
-from penstock.engine.spec.speculator import DraftSpeculator
+from penstock.engine.spec.draft_model import CONTEXT_TOKENS, Drafter, HeadGuide
+from penstock.engine.spec.proposer import DraftSpeculator
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint

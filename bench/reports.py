@@ -30,10 +30,10 @@ import zmq
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.blocks import BlockPool
-from penstock.engine.core.prefix import PrefixCache
-from penstock.engine.service.asks import Asks, Gateway
-from penstock.engine.service.bulletins import Bulletins
+from penstock.engine.core.page_pool import BlockPool
+from penstock.engine.core.prefix_cache import PrefixCache
+from penstock.engine.service.gateways import Asks, Gateway
+from penstock.engine.service.kv_events import Bulletins
 from penstock.launch import event_loop
 from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import Outside, RouterService

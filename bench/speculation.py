@@ -29,15 +29,15 @@ from tokenizers import Tokenizer
 from penstock.bundled import storyteller
 from penstock.clock import Clock, MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.events import Arrive, Event
 from penstock.engine.core.plan import Drawn, Outcome, Plan, Row, Speculator, standing
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
+from penstock.engine.runner.interface import Runner
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.runner.port import Runner
-from penstock.engine.spec.speculator import LookupSpeculator
+from penstock.engine.spec.proposer import LookupSpeculator
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model

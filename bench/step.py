@@ -32,12 +32,12 @@ from typing import Any
 from penstock.bundled import storyteller
 from penstock.clock import MonotonicClock
 from penstock.config.schema import HandOverConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.service.mailbox import HandOver, WorkerMailbox
+from penstock.engine.service.worker_service import HandOver, WorkerMailbox
 from penstock.hashing import chain_root
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops

@@ -28,14 +28,14 @@ from types import FrameType
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import HandOverConfig, KvStoreConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost import StepCost
+from penstock.engine.core.cost_model import StepCost
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
-from penstock.engine.runner.null import NullRunner
-from penstock.engine.service.hand_overs import HandOver
-from penstock.engine.service.held import PagesHere, Ready
-from penstock.engine.service.mailbox import WorkerMailbox
-from penstock.engine.service.stored import StoredPages
+from penstock.engine.runner.null_runner import NullRunner
+from penstock.engine.service.kv_prefetch import StoredPages
+from penstock.engine.service.kv_transfer import HandOver
+from penstock.engine.service.readiness import PagesHere, Ready
+from penstock.engine.service.worker_service import WorkerMailbox
 from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import Matcher
 from penstock.hashing import block_hashes, chain_root

@@ -17,9 +17,9 @@ from penstock.engine.core.events import Arrive
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Holding, Request
 from penstock.engine.encoder_stage import ImageStage
-from penstock.engine.models.port import Model, encoder_of
+from penstock.engine.models.interface import Model, encoder_of
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.adapters import AdapterRoom, Adapters
+from penstock.engine.runner.lora import AdapterRoom, Adapters
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, Sparse, StepBatch

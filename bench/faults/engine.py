@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from penstock.bundled import storyteller
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.blocks import Leaks
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.events import Arrive, Event
+from penstock.engine.core.page_pool import Leaks
 from penstock.engine.core.plan import Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.loop import EngineLoop
-from penstock.engine.models.port import encoder_of
+from penstock.engine.models.interface import encoder_of
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.adapters import AdapterRoom, Adapters
+from penstock.engine.runner.lora import AdapterRoom, Adapters
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.select import make_ops

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.models.port import Model
+from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
 from penstock.kernels.compressed import PANEL_ROWS
 from penstock.kernels.ops import Ops

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from penstock.config.schema import GatewayConfig
-from penstock.engine.runner.null import null_token
+from penstock.engine.runner.null_runner import null_token
 from penstock.errors import PenstockError
 from penstock.hashing import block_hashes, chain_root
 from penstock.kv.layout import KvLayout

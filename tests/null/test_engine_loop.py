@@ -14,7 +14,7 @@ from penstock.engine.core.events import Arrive, Cancelled, Event
 from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
-from penstock.engine.runner.null import NullRunner, null_token
+from penstock.engine.runner.null_runner import NullRunner, null_token
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams
 
 VOCAB = 50

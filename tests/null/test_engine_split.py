@@ -11,7 +11,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.events import Arrive, Cancelled, FirstToken, Granted, PagesArrived, Released
 from penstock.engine.core.plan import Outcome, Plan, ReturnedRequest
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.runner.null import NullRunner
+from penstock.engine.runner.null_runner import NullRunner
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams
 
 ROOT = BlockHash(bytes(32))

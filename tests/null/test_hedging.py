@@ -8,7 +8,7 @@ import pytest
 from tests.late_pages import LateCarrier
 
 from null.worker_stage import WINDOWED, Stage, StageWorker, expected
-from penstock.engine.service.hand_overs import OwnPace
+from penstock.engine.service.kv_transfer import OwnPace
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.effects import Outrun
 from penstock.types import RequestId, Role

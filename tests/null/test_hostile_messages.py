@@ -19,7 +19,7 @@ from tests.message_samples import MESSAGES
 from penstock.clock import VirtualClock
 from penstock.config.limits import SuperviseConfig
 from penstock.config.schema import GatewayConfig
-from penstock.engine.service.held import REFUSERS
+from penstock.engine.service.readiness import REFUSERS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from penstock.engine.service.moves import MOST_STOPPED_S
+from penstock.engine.service.migration import MOST_STOPPED_S
 from penstock.errors import Conflict, UnknownWorker
 from penstock.types import Duty, Leg, Role, WorkerState
 from penstock.wire.duties import Assign, Relieve

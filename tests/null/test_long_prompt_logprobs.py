@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.engine.service import asks
+from penstock.engine.service import gateways
 from penstock.errors import RequestError
 from penstock.intake.answer import ChoiceText
 from penstock.types import TokenBatch
@@ -25,7 +25,7 @@ FRAME_BYTES = 6000
 @pytest.fixture
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", FRAME_BYTES)
-    monkeypatch.setattr(asks, "LOGPROBS_AT_ONCE", 100, raising=False)
+    monkeypatch.setattr(gateways, "LOGPROBS_AT_ONCE", 100, raising=False)
 
 
 @pytest.mark.parametrize("names", [SPLIT, WHOLE])

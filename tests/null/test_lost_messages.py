@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.service.asks import WANTED_S
+from penstock.engine.service.gateways import WANTED_S
 from penstock.types import RequestId, Role
 from penstock.wire.messages import (
     Awaited,

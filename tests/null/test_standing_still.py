@@ -10,7 +10,7 @@ from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
 from penstock.engine.core.events import Arrive
 from penstock.engine.core.plan import Outcome, Plan
-from penstock.engine.service.asks import WANTED_S
+from penstock.engine.service.gateways import WANTED_S
 from penstock.errors import NoWorkers
 from penstock.types import Task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.service.asks import REMEMBERED_S
+from penstock.engine.service.gateways import REMEMBERED_S
 from penstock.types import Leg, Role, WorkerState
 from penstock.wire.messages import Cancel, Hello, PageReady, PagesReceived, PrefillDone, PullPages, TokenItem
 

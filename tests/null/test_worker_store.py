@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.core.cost import StepCost, Work
-from penstock.engine.service import stored
-from penstock.engine.service.held import PageWait
+from penstock.engine.core.cost_model import StepCost, Work
+from penstock.engine.service import kv_prefetch
+from penstock.engine.service.readiness import PageWait
 from penstock.errors import TierFailed
 from penstock.kv.layout import KvLayout
 from penstock.kv.store.directory import area_bytes
@@ -243,7 +243,7 @@ def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: py
 def test_pages_are_asked_for_some_in_a_turn_and_those_that_were_not_are_free_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stored, "LOADS_PER_TURN", 4)
+    monkeypatch.setattr(kv_prefetch, "LOADS_PER_TURN", 4)
     prompt = [i % 70 for i in range(150)]
     for turn in range(3):
         stage, prefill, decode = stage_of(on_disk(tmp_path / "f"))

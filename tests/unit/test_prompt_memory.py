@@ -13,7 +13,7 @@ import pytest
 import penstock
 from penstock.config.limits import FailoverConfig, Limits
 from penstock.engine.core.request import Request
-from penstock.engine.service.asks import arrival_of
+from penstock.engine.service.gateways import arrival_of
 from penstock.hashing import chain_root
 from penstock.intake.service import ModelIntake
 from penstock.router.endings import Patience

@@ -13,7 +13,7 @@ from task import WARM_STEPS, Task, prefill_rates, serve
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.events import Arrive, Cancelled, Event
 from penstock.engine.core.plan import Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler

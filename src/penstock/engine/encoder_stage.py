@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.events import Arrive
-from penstock.engine.models.port import Encoding, MediumEncoder
+from penstock.engine.models.interface import Encoding, MediumEncoder
 from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops

@@ -13,7 +13,7 @@ from penstock.clock import Clock
 from penstock.engine.core.events import Event
 from penstock.engine.core.plan import Drawn, Outcome, Plan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.runner.port import Runner
+from penstock.engine.runner.interface import Runner
 
 
 class Mailbox(Protocol):

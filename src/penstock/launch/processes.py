@@ -32,9 +32,9 @@ from penstock.config.schema import (
     WorkerConfig,
     WorkerServeConfig,
 )
-from penstock.engine.models.port import Model, Reader
+from penstock.engine.models.interface import Model, Reader
 from penstock.engine.models.registry import build_model, build_reader
-from penstock.engine.runner.adapters import AdapterRoom, Adapters
+from penstock.engine.runner.lora import AdapterRoom, Adapters
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.intake.service import ModelIntake
 from penstock.kernels.core_lending import Cores, KeptCores

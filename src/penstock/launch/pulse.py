@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic_ns
 
 from penstock.engine.core.plan import Plan
-from penstock.engine.service.mailbox import WorkerMailbox
+from penstock.engine.service.worker_service import WorkerMailbox
 from penstock.launch.heartbeat import Slot
 
 

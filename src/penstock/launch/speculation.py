@@ -12,11 +12,11 @@ from penstock.clock import Clock
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.plan import Speculator
 from penstock.engine.models.eagle import EagleHead, build_head
-from penstock.engine.models.port import Model
+from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.spec.drafter import CONTEXT_TOKENS, Drafter, Guide, HeadGuide, ModelGuide
-from penstock.engine.spec.speculator import DraftSpeculator, LookupSpeculator
+from penstock.engine.spec.draft_model import CONTEXT_TOKENS, Drafter, Guide, HeadGuide, ModelGuide
+from penstock.engine.spec.proposer import DraftSpeculator, LookupSpeculator
 from penstock.kernels.operands import Array, KvShape
 from penstock.kernels.ops import Ops, StepProgram
 from penstock.launch.draft_model import Found, FoundHead

@@ -18,22 +18,22 @@ from typing import cast
 from penstock.clock import MonotonicClock
 from penstock.config.limits import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCost, prior_for
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.encoder_stage import ImageStage
 from penstock.engine.loop import EngineLoop
-from penstock.engine.models.port import Model, Reader, encoder_of
-from penstock.engine.runner.adapters import Adapters
-from penstock.engine.runner.answer import Patience
+from penstock.engine.models.interface import Model, Reader, encoder_of
+from penstock.engine.runner.interface import Runner
+from penstock.engine.runner.lora import Adapters
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.engine.runner.pooling_runner import PoolingRunner
-from penstock.engine.runner.port import Runner
-from penstock.engine.service.encoders import Encoders
-from penstock.engine.service.hand_overs import HandOver
-from penstock.engine.service.held import Ready
-from penstock.engine.service.mailbox import WorkerMailbox
-from penstock.engine.service.peers import Peers
-from penstock.engine.service.stored import NoStore, StoredPages
+from penstock.engine.runner.sampling_state import Patience
+from penstock.engine.service.kv_prefetch import NoStore, StoredPages
+from penstock.engine.service.kv_transfer import HandOver
+from penstock.engine.service.peer_links import Peers
+from penstock.engine.service.readiness import Ready
+from penstock.engine.service.remote_encoder import Encoders
+from penstock.engine.service.worker_service import WorkerMailbox
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
 from penstock.kernels.core_lending import Cores

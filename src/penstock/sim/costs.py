@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from penstock.engine.core.cost import SCALE, Vector
+from penstock.engine.core.cost_model import SCALE, Vector
 from penstock.engine.core.plan import Plan
 from penstock.sim.fleet import StepTimes
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost
+from penstock.engine.core.cost_model import StepCost
 from penstock.engine.core.events import Arrive, Cancelled
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.scheduler import Scheduler

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.blocks import Lease, Shortfall
-from penstock.engine.core.cost import StepCost
+from penstock.engine.core.cost_model import StepCost
 from penstock.engine.core.events import Arrive, Event, FirstToken
+from penstock.engine.core.page_pool import Lease, Shortfall
 from penstock.engine.core.plan import Drawn, Outcome, Plan, ReturnedRequest, Row
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.bulletins import KvLog
+from penstock.engine.service.kv_events import KvLog
 from penstock.sim.busy import Busy
 from penstock.sim.costs import Duration, duration, known_before
 from penstock.sim.crowd import Crowd

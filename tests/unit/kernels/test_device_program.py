@@ -13,7 +13,7 @@ import torch
 from kernel_cases import TRITONS
 from torch import Tensor
 
-from penstock.engine.runner import batch
+from penstock.engine.runner import input_batch
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Captures, RunsAhead
 from penstock.kernels.program import DirectProgram
@@ -144,7 +144,7 @@ def test_a_prompt_of_several_partitions_is_the_same_however_it_is_cut(tmp_path: 
 
 def test_a_run_ahead_ends_where_the_table_is_too_narrow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the spare columns of the table the arrays are made anew, and the answer goes on."""
-    monkeypatch.setattr(batch, "SPARE_BLOCKS", 1)
+    monkeypatch.setattr(input_batch, "SPARE_BLOCKS", 1)
     plain, device = (bench_of(folder, REFERENCE, "fp32", device=way) for way in (False, True))
     outputs = []
     for bench, grant in ((plain, 1), (device, 40)):

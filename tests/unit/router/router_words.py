@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from penstock.engine.service.bulletins import KvLog
+from penstock.engine.service.kv_events import KvLog
 from penstock.hashing import block_hashes, chain_root
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex

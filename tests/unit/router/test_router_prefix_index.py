@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_words import chain, holds
 
-from penstock.engine.service.bulletins import KvLog
+from penstock.engine.service.kv_events import KvLog
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex
 from penstock.router.promises import Promises

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 
-from penstock.engine.core.cost import Work
-from penstock.engine.core.memory import PageMemory
+from penstock.engine.core.cost_model import Work
+from penstock.engine.core.kv_cache_manager import PageMemory
 from penstock.engine.core.plan import Plan
 from penstock.engine.core.request import Request
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.blocks import Leaks
-from penstock.engine.core.cost import StepCost
+from penstock.engine.core.cost_model import StepCost
 from penstock.engine.core.events import (
     Arrive,
     Cancelled,
@@ -31,14 +30,15 @@ from penstock.engine.core.events import (
     PagesArrived,
     Released,
 )
-from penstock.engine.core.memory import PageMemory
+from penstock.engine.core.kv_cache_manager import PageMemory
 from penstock.engine.core.micro_batches import MicroBatches
-from penstock.engine.core.pace import Pace
+from penstock.engine.core.pacing import Pace
+from penstock.engine.core.page_pool import Leaks
 from penstock.engine.core.plan import Drawn, Outcome, PageDone, Plan, Progress, Row, Speculator
-from penstock.engine.core.planner import Draft, Planner
-from penstock.engine.core.queue import FairClock
 from penstock.engine.core.request import Request, Status
-from penstock.engine.core.table import RequestTable
+from penstock.engine.core.request_table import RequestTable
+from penstock.engine.core.step_planner import Draft, Planner
+from penstock.engine.core.waiting_queue import FairClock
 from penstock.errors import ConfigError
 from penstock.reach import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob

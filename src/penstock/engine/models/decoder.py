@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from penstock.engine.layers import norm as norms
 from penstock.engine.layers.attention import AttentionBlock, GatedAttention, HeadNorms, SelfAttention, WholeAttention
-from penstock.engine.layers.delta import DeltaNet
-from penstock.engine.layers.latent import LatentAttention, QueryDown
+from penstock.engine.layers.gated_delta_net import DeltaNet
+from penstock.engine.layers.mla import LatentAttention, QueryDown
 from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp, RoutedExperts, SharedExpert
 from penstock.engine.layers.norm import Linear, Output
-from penstock.engine.models.port import Model
+from penstock.engine.models.interface import Model
 from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ModelError
 from penstock.kernels.operands import Array, Gate, PackedLinear, Sparse, StepBatch

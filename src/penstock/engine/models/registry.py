@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.engine.models import decoder, encoder, whisper
-from penstock.engine.models.port import Model, Reader
+from penstock.engine.models.interface import Model, Reader
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.spec import ModelSpec

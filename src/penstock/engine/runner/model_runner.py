@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.encoder_stage import ImageStage
-from penstock.engine.models.port import CrossReading, Model
-from penstock.engine.runner.adapters import Adapters
-from penstock.engine.runner.answer import Answers, MaskThreads, Patience, no_grammars
-from penstock.engine.runner.batch import Images, Span, StepArrays, token_logprob
+from penstock.engine.models.interface import CrossReading, Model
+from penstock.engine.runner.input_batch import Images, Span, StepArrays, token_logprob
+from penstock.engine.runner.lora import Adapters
+from penstock.engine.runner.sampling_state import Answers, MaskThreads, Patience, no_grammars
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, RunsAhead, StepProgram

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.plan import Drawn, Plan, Row
-from penstock.engine.models.port import Reader
+from penstock.engine.models.interface import Reader
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.reach import blocks_of

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.events import Arrive
 from penstock.engine.core.plan import Drawn
-from penstock.engine.core.queue import REMEMBERED_LINES, FairClock, WaitingQueue
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.waiting_queue import REMEMBERED_LINES, FairClock, WaitingQueue
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 

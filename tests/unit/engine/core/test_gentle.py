@@ -10,9 +10,9 @@ import pytest
 
 from penstock.config.limits import LONG_PROMPT
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.core.cost_model import StepCost, Work
 from penstock.engine.core.events import Arrive
-from penstock.engine.core.pace import MOST_TIMES, Beside, Bounds, piece_s
+from penstock.engine.core.pacing import MOST_TIMES, Beside, Bounds, piece_s
 from penstock.engine.core.plan import Drawn
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler

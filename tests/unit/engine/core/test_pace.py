@@ -6,9 +6,9 @@ import pytest
 from glass_model import prompt_of
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost import StepCost, Work
+from penstock.engine.core.cost_model import StepCost, Work
 from penstock.engine.core.events import Arrive, Cancelled, FirstToken, PagesArrived
-from penstock.engine.core.pace import LEAST_REST_S, Pace
+from penstock.engine.core.pacing import LEAST_REST_S, Pace
 from penstock.engine.core.plan import Drawn, Plan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams

@@ -14,8 +14,8 @@ import pytest
 from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
 from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.core.request import Request
-from penstock.engine.runner.answer import Constraint, MaskJob, MaskThreads, Patience
 from penstock.engine.runner.model_runner import Aids, ModelRunner
+from penstock.engine.runner.sampling_state import Constraint, MaskJob, MaskThreads, Patience
 from penstock.grammar.matcher import Matcher
 from penstock.grammar.worker import Grammars
 from penstock.types import Grammar, SamplingParams

@@ -1,0 +1,392 @@
+"""A request's pages from admission to release: shared prefix, fresh pages, growth, naming of what is final.
+
+::
+
+    pages of one request, in token order
+           | shared prefix | arrived from prefill | computed here |
+    now    | +1 reference  | verified, counted    | written       |
+    full   | known already | named by their hash, offered to the prefix cache |
+    at end | -1 reference each; what has a name stays cached, the rest is free
+
+Layers that read equally far back are a group with pages of its own (``penstock.reach``); all groups' pages come out of
+one pool.  What a group with a window does not read any more is given back while the request goes on.  While a prompt is
+being read such a group holds as many pages as it will ever need at once, and takes a new one for each that fell out: so
+a request that was admitted never waits for others' memory before its prompt is read.  Pages of states stand for a cell
+of many blocks; what is shared of them ends with a cell.
+
+Pages of a request that leaves while a micro-batch with it is in flight are held until that is committed: until then
+they may still be written to.
+
+Knows nothing about budgets or the order of service.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from penstock.engine.core.page_pool import BlockPool, Leaks, Lease, Shortfall
+from penstock.engine.core.prefix_cache import PrefixCache
+from penstock.engine.core.request import Holding, Request, all_pages
+from penstock.errors import ConfigError
+from penstock.hashing import block_hash, image_marks
+from penstock.reach import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
+from penstock.types import BlockHash, Leg, PageId
+
+# MERGED: Whether a cached page is still what it was when it was filled: the port that the page memory asks.
+
+
+class PageGuard(Protocol):
+    """Knows the content of full and final pages by a checksum (``kv.seals``)."""
+
+    pages_per_turn: int
+    """Pages that may be looked at between two steps, one at least: everybody waits meanwhile."""
+
+    page_s: float
+    """About how long one takes."""
+
+    def seal(self, page: PageId) -> None:
+        """This page is full and final now."""
+        ...
+
+    def intact(self, page: PageId) -> bool:
+        """Is it what it was when it was sealed?"""
+        ...
+
+
+class Trust:
+    """Checks nothing: for pages that this process cannot read."""
+
+    pages_per_turn = sys.maxsize
+    page_s = 0.0
+
+    def seal(self, page: PageId) -> None:
+        """See ``PageGuard``."""
+
+    def intact(self, page: PageId) -> bool:
+        """See ``PageGuard``."""
+        return True
+
+
+class Refusal(Enum):
+    """Why a request cannot be admitted now."""
+
+    NO_ROOM = "not enough pages"
+    BEING_COMPUTED = "another request is computing a block that this one can share"
+    BEING_CHECKED = "cached pages that it can share are compared with their checksums, some in each turn"
+
+
+class PageMemory:
+    """The pool and the prefix cache of one worker, as requests use them."""
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        page_tokens: int,
+        reaches: Sequence[Reach] = (EVERYTHING,),
+        ahead: int = 1,
+        shares_prefixes: bool = True,
+    ) -> None:
+        """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most.
+
+        Raises ConfigError for cells of a state that are not whole blocks, or not all equally long.
+        """
+        self.page_tokens = page_tokens
+        self.reaches = tuple(reaches)
+        self._shares_prefixes = shares_prefixes
+        self.pool = BlockPool(pages)
+        self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
+        self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
+        self.found_tokens = 0
+        self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
+        self._written: dict[Request, list[PageId]] = {}  # given up while they were still written to
+        self.owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
+        self.guard: PageGuard = Trust()
+        self._turn = 0  # plans so far
+        self._checked: dict[PageId, int] = {}  # in which of them a cached page was found to be what it was
+        self.checked_now = 0  # pages looked at in this turn
+        self.damaged = 0  # cached pages that were not what they had been, found before they were used
+        self._ahead = ahead
+        self._sizes = [reach.tokens(page_tokens) for reach in self.reaches]  # tokens of a page of each group
+        longest = max(self._sizes)
+        self._stride = longest // page_tokens  # blocks from one point to the next at which shared prefixes can end
+        if longest % page_tokens or not set(self._sizes) <= {page_tokens, longest}:
+            raise ConfigError(f"cells of a state must all have one multiple of {page_tokens} tokens, got {self._sizes}")
+        self._by_block = [group for group, size in enumerate(self._sizes) if size == page_tokens]
+        self._moving = [group for group, reach in enumerate(self.reaches) if reach.span is not None]
+        self._being_computed: dict[BlockHash, Request] = {}
+        self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
+
+    def begin_turn(self) -> None:
+        """A step is planned: so many pages may be checked again (``PageGuard.pages_per_turn``)."""
+        self._turn += 1
+        self.checked_now = 0
+
+    def seal(self, page: PageId) -> None:
+        """This page is full and final now."""
+        self._checked.pop(page, None)
+        self.guard.seal(page)
+
+    def covered(self, hashes: Sequence[BlockHash]) -> int:
+        """Tokens of a prompt with these block hashes that the prefix cache has now."""
+        return self.prefix.longest(hashes, len(hashes)) * self.page_tokens
+
+    @property
+    def groups(self) -> int:
+        """Groups of layers: pages that one more block takes."""
+        return len(self.reaches)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Are there recurrent layers?"""
+        return self._stride > 1
+
+    def most_pages(self, tokens: int) -> int:
+        """Pages that a request of so many tokens holds at most at any time."""
+        return most_pages(self.reaches, tokens, ahead=self._ahead, page_tokens=self.page_tokens)
+
+    def missing_pages(self, request: Request, tokens: int) -> int:
+        """Pages that ``request`` lacks for its first ``tokens`` tokens."""
+        missing = 0
+        for own in request.held:
+            lacks = blocks_of(tokens, own.page_tokens) - len(own.pages)
+            if lacks > 0:
+                missing += lacks
+        return missing
+
+    def pieces(self, request: Request) -> Pieces:
+        """The pages that are handed over with everything that is known of ``request`` elsewhere."""
+        return Pieces(self.reaches, len(request.prompt) + request.emitted, self.page_tokens)
+
+    def admit(self, request: Request, *, spare: int) -> Refusal | None:
+        """Give ``request`` pages to read all its known tokens, as many as possible from the prefix cache, which count
+        as computed.  All or nothing; ``spare`` pages stay available for the growth of others.
+        """
+        if request.waits_for in self._being_computed:
+            return Refusal.BEING_COMPUTED
+        if self._refused == (request, self.pool.releases):
+            return Refusal.NO_ROOM
+        request.waits_for = None
+        if self._shares_prefixes:
+            self._hash(request, self._nameable(request, request.known))
+        limit = self._shareable(request)
+        match = self.prefix.match(request.hashes, limit, self._next(request))
+        found = match.blocks
+        with match.lease as shared:
+            last = found + self._stride - 1  # the next block that could be shared with those before it
+            if last < limit and request.leg is not Leg.DECODE and request.hashes[last] in self._being_computed:
+                request.waits_for = request.hashes[last]
+                return Refusal.BEING_COMPUTED
+            sound = self._sound(request, shared.pages)
+            if sound is None:
+                return Refusal.BEING_CHECKED
+            if sound:
+                spans = [self._span(request, group, found) for group in range(self.groups)]
+                fresh = self.pool.reserve(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
+                if isinstance(fresh, Shortfall):
+                    self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
+                    return Refusal.NO_ROOM
+                with fresh:
+                    request.adopt(_dealt(spans, self._sizes, shared.take(), fresh.take()))
+        if not sound:
+            return self.admit(request, spare=spare)
+        request.checked_since = None
+        self._count_found(request, found, limit)
+        return None
+
+    def _sound(self, request: Request, pages: Sequence[PageId]) -> bool | None:
+        """Are these cached pages what they were?  Those that are not leave the cache, and are computed again.
+
+        None: that is not known yet of all of them.  So many are looked at in a turn, all requests together; what was
+        found sound since the request first asked needs not be looked at again.
+        """
+        if request.checked_since is None:
+            request.checked_since = self._turn
+        since, turn, checked = request.checked_since, self._turn, self._checked
+        unknown = [page for page in pages if checked.get(page, -1) < since]
+        now = unknown[: max(0, self.guard.pages_per_turn - self.checked_now)]
+        self.checked_now += len(now)
+        broken = [page for page in now if not self.guard.intact(page)]
+        checked.update(dict.fromkeys(now, turn))
+        for page in broken:
+            del checked[page]
+            self.prefix.forget(page)
+        self.damaged += len(broken)
+        if broken:
+            return False
+        return True if len(now) == len(unknown) else None
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
+        missing = self.missing_pages(request, tokens)
+        if missing == 0:
+            return True
+        fresh = self.pool.reserve(missing)
+        if isinstance(fresh, Shortfall):
+            return False
+        self._extend(request, [blocks_of(tokens, size) for size in self._sizes], fresh)
+        return True
+
+    def read_on(self, request: Request) -> None:
+        """A piece of a prompt was read and settled: have pages for the next in place of those that fell out."""
+        if not self._moving:
+            return
+        ends = [len(own.pages) for own in request.held]
+        missing = 0
+        for group in self._moving:
+            blocks = blocks_of(request.known, self._sizes[group])
+            end = min(blocks, request.held[group].begin + self._ring(group, request.known))
+            missing += max(0, end - ends[group])
+            ends[group] = max(end, ends[group])
+        fresh = self.pool.reserve(missing)
+        assert isinstance(fresh, Lease), "each page that fell out made room for another"
+        self._extend(request, ends, fresh)
+
+    def settle(self, request: Request) -> None:
+        """Name the pages that have become full and final, offer them to the prefix cache, and give back what no later
+        position reads."""
+        full = request.computed // self.page_tokens if self._shares_prefixes else 0
+        named = self._nameable(request, full * self.page_tokens)
+        self._hash(request, named)
+        while request.settled < full:
+            block = request.settled
+            if block >= named:
+                request.settled = full
+                break
+            name = request.hashes[block]
+            self._name(request, block)
+            if self._being_computed.get(name) is request:
+                del self._being_computed[name]
+            request.settled += 1
+        for group in () if request.kept else self._moving:
+            self.pool.release(request.held[group].drop(self.reaches[group].kept(request.computed, self.page_tokens)))
+
+    def release(self, request: Request) -> None:
+        """Take everything back; ``request`` has nothing computed any more."""
+        for name in request.hashes[request.settled :]:
+            if self._being_computed.get(name) is request:
+                del self._being_computed[name]
+        if request.held:
+            pages = request.surrender()
+            if request.in_flight:
+                self._written[request] = pages
+            else:
+                self.pool.release(pages)
+
+    def landed(self, requests: Iterable[Request]) -> None:
+        """Nothing of these is in flight any more: pages that they gave up meanwhile are free now."""
+        for request in requests:
+            request.in_flight = False
+            self.pool.release(self._written.pop(request, ()))
+
+    def _still_written(self) -> Sequence[PageId]:
+        return [page for pages in self._written.values() for page in pages]
+
+    def check(self, requests: Iterable[Request]) -> Leaks:
+        """The pool's integrity check, with ``requests`` and ``owners`` as all the owners there are."""
+        return self.pool.check((*(all_pages(request.held) for request in requests), *(own() for own in self.owners)))
+
+    @property
+    def importing(self) -> bool:
+        """Does anybody hold pages who is no request?"""
+        return self.imported > 0
+
+    @property
+    def imported(self) -> int:
+        """Pages whose owners are no requests: a tier, or a step in flight, still writes into them."""
+        return len({page for own in self.owners for page in own()})
+
+    def _next(self, request: Request) -> int:
+        """The position that is computed next after those that are computed elsewhere; 0 when there are none."""
+        if request.leg is not Leg.DECODE:
+            return 0
+        return request.known - 1 if request.ahead else request.handed
+
+    def _ring(self, group: int, tokens: int) -> int:
+        """Blocks that a group holds at most at once while so many tokens are read."""
+        return most_blocks(self.reaches[group], tokens, ahead=self._ahead, page_tokens=self.page_tokens)
+
+    def _span(self, request: Request, group: int, found: int) -> tuple[int, int, int]:
+        """Pages [begin, end) that a group needs to begin with, the first ``found`` blocks being known, and in the
+        middle the first that is not."""
+        begin = self.prefix.needed(group, found, self._next(request))
+        known, blocks = self.prefix.full(group, found), blocks_of(request.known + request.ahead, self._sizes[group])
+        if request.ahead:
+            return begin, known, blocks
+        return begin, known, min(blocks, begin + self._ring(group, request.known))
+
+    def _name(self, request: Request, block: int) -> None:
+        """Offer the pages that end with this block, which is full and final."""
+        name = request.hashes[block]
+        end = block + 1
+        for group in self._by_block if end % self._stride else range(self.groups):
+            own = request.held[group]
+            page = self.prefix.full(group, end) - 1
+            if page >= own.begin and self.prefix.insert(name, own.pages[page], group):
+                self.seal(own.pages[page])
+                self.on_final(request, page, group)
+
+    def _extend(self, request: Request, ends: Sequence[int], fresh: Lease) -> None:
+        """Give each group's table so many blocks."""
+        with fresh:
+            pages = fresh.take()
+            for own, end in zip(request.held, ends, strict=True):
+                missing = end - len(own.pages)
+                if missing > 0:
+                    own.pages += pages[:missing]
+                    del pages[:missing]
+            request.measure()
+
+    def _shareable(self, request: Request) -> int:
+        """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
+        if request.leg is Leg.DECODE:
+            return self._nameable(request, self._next(request))
+        alone = request.wants_prompt_logprobs or not self._shares_prefixes
+        return 0 if alone else (request.known - 1) // self.page_tokens
+
+    def _nameable(self, request: Request, tokens: int) -> int:
+        """Full pages of the first ``tokens`` tokens that have a name."""
+        border = request.nameless_from
+        return (tokens if border is None else min(tokens, border)) // self.page_tokens
+
+    def _count_found(self, request: Request, found: int, limit: int) -> None:
+        request.computed = found * self.page_tokens
+        request.settled = found
+        self.asked_tokens += limit * self.page_tokens
+        self.found_tokens += request.computed
+        if not request.preempted:
+            request.cached_tokens = min(request.computed, len(request.prompt))
+        if request.leg is not Leg.DECODE and self._shares_prefixes:
+            for name in request.hashes[found : self._nameable(request, request.known)]:
+                if name not in self.prefix:
+                    self._being_computed.setdefault(name, request)
+
+    def _hash(self, request: Request, blocks: int) -> None:
+        """Have the hashes of the first ``blocks`` pages; ready-made ones are never computed again."""
+        hashes, size = request.hashes, self.page_tokens
+        while len(hashes) < blocks:
+            parent = hashes[-1] if hashes else request.root
+            start = len(hashes) * size
+            marks = image_marks(request.images, start, start + size) if request.images else b""
+            hashes.append(block_hash(parent, request.tokens(start, start + size), marks))
+
+
+def _untold(request: Request, block: int, group: int) -> None:
+    pass
+
+
+def _dealt(
+    spans: Sequence[tuple[int, int, int]], sizes: Sequence[int], known: Sequence[PageId], new: Sequence[PageId]
+) -> list[Holding]:
+    """Pages [begin, end) of each group: at first those that are known, then new ones."""
+    held: list[Holding] = []
+    shared = taken = 0
+    for (begin, found, end), size in zip(spans, sizes, strict=True):
+        old, fresh = max(0, found - begin), end - max(begin, found)
+        held.append(Holding(begin, [*known[shared : shared + old], *new[taken : taken + fresh]], size))
+        shared += old
+        taken += fresh
+    return held

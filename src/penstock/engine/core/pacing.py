@@ -1,0 +1,158 @@
+"""Even pace: answers are written no faster than they will be when all who wait for their prompts are answered too.
+
+While prompts are being read by a worker that borrows this one's cores, few answers written at full speed take a core
+to read the weights that many could share, from prompts that many wait for.  So after a step of answers this worker
+rests for as long as the same step would have taken longer with those who wait in it, and lends its cores meanwhile.
+Nobody's answer gets slower by it than it is about to be anyway, nor than half its speed, nor than the step's budget.
+
+Pure: it is told what took how long.  Knows no cores, and no prompts but their number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from penstock.config.limits import LONG_PROMPT
+from penstock.engine.core.cost_model import StepCost, Work
+from penstock.engine.core.request import Request
+from penstock.engine.core.request_table import RequestTable
+from penstock.types import Leg
+
+MOST_RATIO = 2.0
+"""A step and its rest together, by the step."""
+
+LEAST_REST_S = 0.002
+"""A shorter rest is not worth waking others for."""
+
+
+class Pace:
+    """When the next step of answers may begin."""
+
+    def __init__(self, cost: StepCost, budget_s: float) -> None:
+        self._cost = cost
+        self._budget_s = budget_s
+        self.until = 0.0
+
+    def took(self, work: Work, awaiting: int, seconds: float, now: float) -> None:
+        """A step of answers alone, ``work``, ended now, and ``awaiting`` more answers could not be in it yet."""
+        self.until = 0.0
+        if awaiting == 0 or work.tokens == 0:
+            return
+        rows = work.tokens + awaiting
+        together = Work(tokens=rows, pairs=work.pairs * rows // work.tokens, draws=work.draws + awaiting)
+        pace = min(self._cost.predict(together), MOST_RATIO * self._cost.predict(work), self._budget_s)
+        rest = pace - seconds  # none after a step that somebody else has held up
+        if rest >= LEAST_REST_S:
+            self.until = now + rest
+
+
+# MERGED: Gently: a prompt that is very long is read in small pieces beside the answers that it would make
+# MERGED: stutter.
+# MERGED:
+# MERGED: A step may be as long as its budget, and a prompt that fills steps up to it makes every answer that
+# MERGED: slow for as long as
+# MERGED: it is read.  For most prompts that is a moment.  One that takes more than twice the target for a
+# MERGED: first token
+# MERGED: (``SchedulerConfig.long_prompt_ms``) even with the worker to itself takes longer instead: ``r ** 3``
+# MERGED: times as long as
+# MERGED: alone, when that is ``2 * r`` targets; no more than ``MOST_TIMES``, nor than one share of the step
+# MERGED: for it and one for
+# MERGED: each answer allow, nor than may be waited: ``SchedulerConfig.gentle_read_s``, or half of what is
+# MERGED: left of a deadline.
+# MERGED: One that has begun its answer is read again at full speed: a client sees each second of that.
+# MERGED: Who begins after it is not kept: its pieces leave most of each step to others.  Should it fall
+# MERGED: behind, or should no
+# MERGED: answer be written, it has as much of a step as there is.  So it always ends in time, and nothing
+# MERGED: idles.
+# MERGED:
+# MERGED: Pure; knows one request and what the answers in a step take, and neither pages nor the queue.
+
+MOST_TIMES = 8.0
+"""As long as alone at most: answers then take a seventh longer meanwhile."""
+
+
+class Beside(NamedTuple):
+    """What is in the step already, and when it begins."""
+
+    answers: int
+    answers_s: float  # predicted seconds of a step with them alone
+    now: float
+
+
+class Bounds(NamedTuple):
+    """What is long, and how long that may take."""
+
+    target_s: float  # for a first token
+    most_s: float  # nothing takes longer for being read gently
+
+
+def piece_s(request: Request, left_s: float, beside: Beside, bounds: Bounds) -> float:
+    """Seconds of a step that may go to this prompt; ``left_s``: what reading the rest of it takes.  May be inf.
+
+    Notes in the request when it is to be read, the first time that this is asked with answers in the step.
+    """
+    if not beside.answers or not bounds.target_s or request.rank or request.output:
+        return math.inf
+    if request.read_by is None:
+        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MOST_TIMES, 1.0 + beside.answers)
+        may_s = bounds.most_s
+        if request.deadline is not None:
+            may_s = min(may_s, (request.deadline - beside.now) / 2)
+        request.read_by = beside.now + min(left_s * times, may_s) if times > 1.0 else 0.0
+    over_s = request.read_by - beside.now
+    return beside.answers_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
+
+
+# MERGED: How long a class may be left out: the first of its requests then goes on as one of the first class.
+# MERGED:
+# MERGED: Work of lower classes fills what the first one leaves, and the first may leave nothing, neither time
+# MERGED: nor pages.  Once
+# MERGED: nothing of a class was computed for ``patience_s``, one request of it is promoted, for good: the
+# MERGED: first that runs, or
+# MERGED: else the first that waits.  So every request ends, and of all that is promoted only one at a time
+# MERGED: takes part in steps
+# MERGED: that it would not fill.  Pure; knows no steps.
+
+
+class Yielding:
+    """Since when each class was left out."""
+
+    def __init__(self, table: RequestTable, patience_s: float) -> None:
+        self._table = table
+        self._patience_s = patience_s
+        self._since: dict[int, float] = {}  # rank -> when something of it was computed last, or could first have been
+
+    def look(self, now: float) -> int | None:
+        """Promote who is due.  The rank of the first class that has anything to do here; None: nobody has."""
+        table = self._table
+        ranks = {request.rank for request in table.running.values()} | table.queue.ranks()
+        first = min(ranks, default=None)
+        if len(ranks) < 2:
+            self._since.clear()
+            return first
+        self._since = {rank: self._since.get(rank, now) for rank in sorted(ranks) if rank != first}
+        for rank, since in self._since.items():
+            if now - since >= self._patience_s:
+                self._promote(rank)
+                self._since[rank] = now
+                first = 0
+        return first
+
+    def served(self, ranks: set[int], now: float) -> None:
+        """Something of these classes is computed now."""
+        for rank in ranks & self._since.keys():
+            self._since[rank] = now
+
+    def _promote(self, rank: int) -> None:
+        table = self._table
+        runs = [each for each in table.running.values() if each.rank == rank]
+        if runs:
+            min(runs, key=_order).promote()
+            return
+        table.queue.promote(next(each for each in table.queue.heads() if each.rank == rank))
+
+
+def _order(request: Request) -> tuple[bool, tuple[int, float, int]]:
+    """Who holds a receiver's pages, too, first: two workers' memory waits for it."""
+    return request.leg is not Leg.PREFILL, request.order

@@ -1,0 +1,127 @@
+"""Pages that come from outside while their request still waits: room for them, and their names when they are there.
+
+::
+
+    begin   -> what is known of the prefix is held, so that the rest does not push it out; fresh pages for what is not
+    filled  -> a page that is the right one gets its name and is in the prefix cache from then on; else it is free again
+    let_go  -> nothing is held any more: the cache has it, and the request finds it there like anybody else
+
+A page that is being filled belongs to whoever fills it until ``filled`` or ``withdrawn`` is called, whatever becomes of
+the request.
+Pure; knows nothing about where pages come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from penstock.engine.core.kv_cache_manager import PageMemory
+from penstock.engine.core.page_pool import Shortfall
+from penstock.engine.core.prefix_cache import PrefixCache
+from penstock.types import BlockHash, PageId
+
+SPARE = 8
+"""One page in so many stays available for others."""
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """Pages on their way, in the order in which they were asked for."""
+
+    wanted: Sequence[tuple[BlockHash, int]]  # (block, group) of each
+    coming: dict[int, PageId]  # by place in ``wanted``: pages that somebody fills
+    known: list[PageId]  # the part of the prefix that was there
+    came: dict[int, PageId] = field(default_factory=dict[int, PageId])  # those with a name, held until let go
+    over: bool = False  # nobody waits any more
+
+
+class Imports:
+    """Those of one worker."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        self._memory = memory
+        self._open: list[Import] = []
+        memory.owners.append(self.owned)
+
+    # --- what to bring ----------------------------------------------------------------------------------------------
+
+    def reach(self, hashes: Sequence[BlockHash], limit: int, there: Callable[[BlockHash, int], bool]) -> int:
+        """The longest prefix of ``hashes``, of at most ``limit`` blocks, that could be gone on with if every page of
+        which ``there`` is true were in the cache, too."""
+        prefix = self._memory.prefix
+        either = [_Either(prefix, there, group) for group in range(self._memory.groups)]
+        return prefix.longest(hashes, limit, known_in=either)
+
+    def missing(self, hashes: Sequence[BlockHash], blocks: int) -> list[tuple[int, int]]:
+        """The pages that a prefix of so many blocks lacks, in the order of their use: (last block, group) of each."""
+        prefix = self._memory.prefix
+        return sorted(
+            (last, group)
+            for group in range(self._memory.groups)
+            for last in prefix.ends(group, blocks, prefix.needed(group, blocks))
+            if not prefix.has(group, hashes[last])
+        )
+
+    # --- bringing it ------------------------------------------------------------------------------------------------
+
+    def begin(self, hashes: Sequence[BlockHash], limit: int, wanted: Sequence[tuple[BlockHash, int]]) -> Import | None:
+        """Room for these pages, beside what is known of the prefix.  None: others need it more."""
+        pool = self._memory.pool
+        with self._memory.prefix.match(hashes, limit).lease as known:
+            fresh = pool.reserve(len(wanted), spare=pool.pages // SPARE)
+            if isinstance(fresh, Shortfall):
+                return None
+            brought = Import(wanted, dict(enumerate(fresh.take())), known.take())
+        self._open.append(brought)
+        return brought
+
+    def filled(self, brought: Import, place: int, good: bool) -> PageId | None:
+        """Nobody writes into this page any more.  Returned when the prefix cache has it now, and had it not before."""
+        page = brought.coming.pop(place)
+        block, group = brought.wanted[place]
+        new = good and self._memory.prefix.insert(block, page, group)
+        if new:
+            self._memory.seal(page)
+        if new and not brought.over:
+            brought.came[place] = page
+        else:
+            self._memory.pool.release([page])
+        self._forget_if_done(brought)
+        return page if new else None
+
+    def withdrawn(self, brought: Import, places: Sequence[int]) -> None:
+        """Nobody will write into these pages."""
+        self._memory.pool.release([brought.coming.pop(place) for place in places])
+        self._forget_if_done(brought)
+
+    def let_go(self, brought: Import) -> None:
+        """Nobody waits for this any more.  What is still being filled stays with whoever fills it."""
+        held = [*brought.known, *(brought.came[place] for place in sorted(brought.came))]
+        brought.known.clear()
+        brought.came.clear()
+        brought.over = True
+        self._memory.pool.release(held)
+        self._forget_if_done(brought)
+
+    def owned(self) -> list[PageId]:
+        """All that is held here, for integrity checks."""
+        return [page for own in self._open for page in (*own.known, *own.came.values(), *own.coming.values())]
+
+    def _forget_if_done(self, brought: Import) -> None:
+        if brought.over and not brought.coming and brought in self._open:
+            self._open.remove(brought)
+
+
+class _Either:
+    """Blocks that a group has in the cache, or that are there."""
+
+    def __init__(self, prefix: PrefixCache, there: Callable[[BlockHash, int], bool], group: int) -> None:
+        self._prefix = prefix
+        self._there = there
+        self._group = group
+
+    def __contains__(self, block: object) -> bool:
+        name = cast(BlockHash, block)
+        return self._prefix.has(self._group, name) or self._there(name, self._group)

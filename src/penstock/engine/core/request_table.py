@@ -1,0 +1,150 @@
+"""All requests of one engine, each in the one place that its status names, and the moves between the places.
+
+A request that leaves gives everything back in the same call.  Knows nothing of steps and budgets.
+
+::
+
+    WHOLE    WAITING -> RUNNING -> GONE                          preempted: RUNNING -> WAITING
+    PREFILL  UNGRANTED -Granted-> WAITING -> RUNNING -> HANDOVER -Released-> GONE
+    moving   RUNNING -> HANDOVER -> GONE, or back (``moving``)
+    DECODE   WAITING -> RESERVED -PagesArrived, FirstToken-> RUNNING -> GONE      preempted: -> returned, GONE
+                        RESERVED -ComputeHere-> WAITING, a WHOLE one from then on
+"""
+
+from __future__ import annotations
+
+from penstock.engine.core.kv_cache_manager import PageMemory
+from penstock.engine.core.plan import ReturnedRequest
+from penstock.engine.core.request import Request, Status
+from penstock.engine.core.waiting_queue import FairClock, WaitingQueue
+from penstock.types import Leg, RequestId
+
+
+class RequestTable:
+    """Owner of the requests; ``memory`` owns their pages."""
+
+    def __init__(self, memory: PageMemory, fair: FairClock) -> None:
+        self.memory = memory
+        self.fair = fair
+        self.all: dict[RequestId, Request] = {}  # all that are not GONE
+        self.running: dict[RequestId, Request] = {}
+        self.reserved: dict[RequestId, Request] = {}
+        self.stopped: dict[RequestId, Request] = {}  # moving; they may still come back
+        self.queue = WaitingQueue(fair)
+        self.ungranted = 0
+        self.preemptions = 0  # since the start
+        self.yields = 0  # of those, for a request of a class that goes first
+        self.expired = 0  # requests given back because their time was up, since the start
+        self.returned: list[ReturnedRequest] = []  # for the next plan to hand out
+        self.gone: list[RequestId] = []  # the same
+
+    @property
+    def queued(self) -> int:
+        """Requests without pages."""
+        return self.ungranted + len(self.queue)
+
+    @property
+    def active(self) -> int:
+        """Requests that take part in steps, or will as soon as their pages arrive, or should they not move."""
+        return len(self.running) + len(self.reserved) + len(self.stopped)
+
+    def add(self, request: Request) -> None:
+        """A new request; no other of its id is here."""
+        self.all[request.id] = request
+        if request.status is Status.UNGRANTED:
+            self.ungranted += 1
+        else:
+            self.queue.push(request)
+
+    def grant(self, request: Request) -> None:
+        """leg=prefill: the receiver has room, so the request may line up."""
+        if request.status is Status.UNGRANTED:
+            self.ungranted -= 1
+            self.queue.push(request)
+
+    def admit(self, request: Request) -> None:
+        """The first of a line has got its pages.  What a preempted one computes anew is not its tenant's debt."""
+        elsewhere = request.leg is Leg.DECODE
+        self.queue.take(request, Status.RESERVED if elsewhere else Status.RUNNING)
+        (self.reserved if elsewhere else self.running)[request.id] = request
+        self.fair.admitted(request.line, 0 if request.preempted else request.missing, request.claim.weight)
+
+    def start(self, request: Request) -> None:
+        """leg=decode: everything has arrived."""
+        del self.reserved[request.id]
+        request.status = Status.RUNNING
+        self.running[request.id] = request
+
+    def take_over(self, request: Request) -> None:
+        """leg=decode: what has not arrived is computed here.  Full pages that have are found again in the cache.
+
+        It is admitted once more, and counts as preempted then: its tenant was charged for the prompt already.
+        """
+        del self.reserved[request.id]
+        request.preempted += 1
+        self.memory.release(request)
+        request.leg = Leg.WHOLE
+        self.queue.push(request)
+
+    def hand_over(self, request: Request) -> None:
+        """leg=prefill: everything is computed; the pages are held for the receiver."""
+        del self.running[request.id]
+        request.status = Status.HANDOVER
+
+    def stop(self, request: Request) -> None:
+        """Moving: nothing more of it is computed here, unless it goes on."""
+        del self.running[request.id]
+        request.status = Status.HANDOVER
+        self.stopped[request.id] = request
+
+    def go_on(self, request: Request) -> None:
+        """It does not move after all."""
+        del self.stopped[request.id]
+        request.status = Status.RUNNING
+        self.running[request.id] = request
+
+    def preempt(self, victim: Request, *, yielding: bool = False) -> None:
+        """Take the pages back.  What was full stays in the prefix cache for as long as nobody needs the room.
+
+        ``yielding``: to a request of a class that goes first.
+        """
+        self.preemptions += 1
+        self.yields += yielding
+        victim.preempted += 1
+        if victim.leg is Leg.WHOLE:
+            del self.running[victim.id]
+            self.memory.release(victim)
+            self.queue.push(victim)
+        else:
+            self.give_back(victim, "yielded" if yielding else "preempted")
+            self.forget(victim)
+
+    def expire(self, now: float) -> None:
+        """Whoever is first of a line and should have had a token by now goes back: nobody waits for it any more."""
+        for request in self.queue.heads():
+            if request.deadline is not None and request.deadline <= now and not request.output:
+                self.expired += 1
+                self.give_back(request, "deadline")
+                self.forget(request)
+
+    def give_back(self, request: Request, reason: str) -> None:
+        """Tell the gateway to serve this request elsewhere."""
+        self.returned.append(ReturnedRequest(request.id, request.epoch, reason))
+
+    def forget(self, request: Request) -> None:
+        """Free everything at once, whatever the status."""
+        match request.status:
+            case Status.UNGRANTED:
+                self.ungranted -= 1
+            case Status.WAITING:
+                self.queue.discard(request)
+            case Status.RESERVED:
+                del self.reserved[request.id]
+            case Status.RUNNING:
+                del self.running[request.id]
+            case _:
+                self.stopped.pop(request.id, None)
+        request.status = Status.GONE
+        del self.all[request.id]
+        self.gone.append(request.id)
+        self.memory.release(request)

@@ -1,0 +1,431 @@
+"""Who is granted what in the next step: rows of answers first, then prompts, be they running or let in now.
+
+There are no phases, only counts: ``known - computed`` of a request is what a step may grant it, whether those are
+prompt tokens, tokens to recompute after a preemption, or the one token that was drawn last.
+
+The first class that has anything to do is planned as if it were alone; lower ones fill what it leaves of the step's
+time, and give their pages and places to it.  So they yield with the next step that is planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Set
+
+from penstock.config.schema import SchedulerConfig
+from penstock.engine.core.cost_model import NOVICE_STEPS, StepCost, Work
+from penstock.engine.core.kv_cache_manager import Refusal
+from penstock.engine.core.micro_batches import MicroBatches
+from penstock.engine.core.pacing import Beside, Bounds, Yielding, piece_s
+from penstock.engine.core.plan import Row, Speculator
+from penstock.engine.core.request import Line, OrderKey, Request, Status
+from penstock.engine.core.request_table import RequestTable
+from penstock.types import Leg, RequestId, ServiceClass
+
+# MERGED: A plan in the making: rows granted so far, and what is left of the step's budgets.
+# MERGED:
+# MERGED: Knows tokens, pages' size and seconds; not who should be granted, nor whose pages they are.
+
+LEAST_WORK = 2.0
+"""A piece is kept brief for others' sake, but never below so many times what a step costs that computes nothing."""
+
+ENDING = 2.0
+"""A prompt that ends with it may take so many times as long as a piece that others should not wait for."""
+
+
+class Draft:
+    """Filled by the scheduler in the order of service: first rows that draw with every step, then chunks."""
+
+    __slots__ = (
+        *("_beside", "_brief_s", "_budget_s", "_config", "_cost", "_line", "_now", "admitted", "chunks", "filling"),
+        *("excluded", "left_out", "preempted", "preemption_targets", "rows", "sitting_out", "steps", "work", "yielded"),
+    )
+
+    def __init__(self, config: SchedulerConfig, cost: StepCost, now: float = 0.0) -> None:
+        self._config = config
+        self._cost = cost
+        self._budget_s = 0.0
+        self._brief_s = math.inf  # with a piece of a prompt, for the sake of others who may come
+        self._line: Line | None = None  # whose prompt is first in the step
+        self._now = now
+        self._beside: Beside | None = None  # not looked at yet
+        self.sitting_out: Set[RequestId] = frozenset()  # whose next token's mask is not there
+        self.excluded: Set[Request] = frozenset()  # another micro-batch waits for their pages
+        self.preemption_targets: set[Request] = set()  # must give way, and one of them is in flight elsewhere
+        self.rows: list[Row] = []
+        self.work = Work()
+        self.steps = 1
+        self.chunks = 0
+        self.preempted = 0
+        self.yielded = 0  # of a lower class, for a request that was admitted
+        self.left_out = 0  # rows of a lower class that had no place in this step
+        self.filling = False  # what is granted from now on fills what is left: nothing of it must be granted
+        self.admitted: list[Request] = []
+
+    def close_decodes(self, *, batch: bool = False, contended: bool = False) -> None:
+        """All rows with a single missing token are in; the rest of the budget is for chunks.
+
+        ``batch``: of batch work alone; ``contended``: somebody else may come any moment and should not wait for long.
+        """
+        work, count = self.work, len(self.rows)
+        for row in self.rows:
+            if row.draft:
+                work.add(row.start, 1 + len(row.draft), 1 + len(row.draft))
+            else:
+                work.add(row.start, 1, 1)
+        config = self._config
+        with_rows_ms = config.batch_step_budget_ms if batch else config.step_budget_ms
+        self._budget_s = (with_rows_ms if count else config.prefill_step_budget_ms) / 1000
+        if contended:
+            rows_s = self._cost.predict(work)
+            brief_s = max(config.contended_step_ms / 1000, LEAST_WORK * self._cost.rates[0])
+            self._budget_s = min(self._budget_s, rows_s + ENDING * brief_s)
+            self._brief_s = min(self._budget_s, rows_s + brief_s)
+
+    @property
+    def drafted(self) -> bool:
+        """Does any row have draft tokens?"""
+        return any(row.draft for row in self.rows)
+
+    @property
+    def only_answers(self) -> bool:
+        """Is an answer written in every row, without guesses, and did nobody lose a row?"""
+        return bool(self.rows) and not (self.chunks or self.preempted or self.drafted)
+
+    def affordable_steps(self, limit: int) -> int:
+        """How often the rows can be repeated within the time budget, at least once."""
+        if self._config.stoppable:
+            return limit
+        one = self._cost.predict(self.work)
+        return max(1, min(limit, int(self._budget_s / one) if one > 0 else limit))
+
+    def can_begin(self, request: Request) -> bool:
+        """Is enough left of the budgets for a first chunk that is worth it?  The first of a step always is."""
+        whole = self._config.whole_prompts
+        piece = request.known if whole else min(request.known, self._config.page_tokens, self._config.max_chunk_tokens)
+        left = self._config.max_step_tokens - self.work.tokens
+        if self.chunks == 0 and not self.filling:
+            return True
+        if self._brief_s == math.inf:
+            return min(left, self._affordable(0)) >= piece
+        if min(left, self._affordable(0)) >= request.known:
+            return True
+        return not self._joins(request) and min(left, self._affordable(0, self._brief_s)) >= piece
+
+    def can_add_row(self, request: Request) -> bool:
+        """Is enough left of the budgets for one token of an answer more?"""
+        tokens = self.work.tokens
+        return tokens < self._config.max_step_tokens and self._affordable(request.computed, draws_each=True) >= 1
+
+    def add_row(self, request: Request) -> None:
+        """Grant ``request`` the one token that it misses."""
+        self.rows.append(Row(request, request.computed, 1, True))
+        self.work.add(request.computed, 1, 1)
+
+    def _affordable(self, start: int, within_s: float | None = None, *, draws_each: bool = False) -> int:
+        budget_s = self._budget_s if within_s is None else min(within_s, self._budget_s)
+        return self._cost.affordable(self.work, budget_s, start, draws_each=draws_each)
+
+    def _joins(self, request: Request) -> bool:
+        """Would a piece of it make another line wait that comes before it in this step?"""
+        return self._brief_s < math.inf and self._line is not None and self._line != request.line
+
+    def _piece_s(self, request: Request) -> float:
+        """How long the step may be with a piece of this prompt."""
+        bounds = Bounds(self._config.long_prompt_ms / 1000, self._config.gentle_read_s)
+        if not bounds.target_s or not self.rows or self._cost.measured < NOVICE_STEPS:
+            return math.inf
+        if self._beside is None:
+            answers = sum(row.count == 1 and row.request.leg is not Leg.PREFILL for row in self.rows)
+            self._beside = Beside(answers, self._cost.predict(self.work), self._now)
+        rest = Work()
+        rest.add(request.computed, request.missing, 1)
+        return self._cost.predict(self.work) + piece_s(request, self._cost.predict(rest), self._beside, bounds)
+
+    def add_chunk(self, request: Request) -> bool:
+        """Grant ``request`` as many of its missing tokens as fit.  False when it must wait for another step.
+
+        The first chunk of a step always gets something, up to the end of a page if tokens allow: nobody starves
+        behind a budget.  A chunk that is cut ends with a page when it can; whole prompts are never cut.  While others
+        are there who should not wait for long, a chunk that is cut is brief, and is no part of a step that has
+        another line's before it: it would keep that one waiting, and ends nothing.
+        """
+        config, size, start = self._config, self._config.page_tokens, request.computed
+        missing = request.known - start
+        left = config.max_step_tokens - self.work.tokens
+        each = request.wants_prompt_logprobs
+        want = missing if config.whole_prompts else min(missing, config.max_chunk_tokens)
+        count = min(want, left, self._affordable(start, self._piece_s(request), draws_each=each))
+        if count < missing:
+            count = min(count, self._affordable(start, self._brief_s, draws_each=each))
+        to_page_end = min(want, size - start % size)
+        if config.whole_prompts and count < missing:
+            if self.rows:
+                return False
+            count = missing
+        elif count < missing and self._joins(request):
+            return False
+        elif count < to_page_end:
+            if self.chunks or self.filling or left < 1:
+                return False
+            count = min(to_page_end, left)
+        elif count < missing:
+            count = max((start + count) // size * size - start, 0) or count
+        samples = count == missing
+        self.rows.append(Row(request, start, count, samples))
+        self.work.add(start, count, count if each else int(samples))
+        self.chunks += 1
+        self._line = self._line or request.line
+        return True
+
+
+ALL_RANKS = range(len(ServiceClass))
+
+
+def order(request: Request) -> OrderKey:
+    """First served first."""
+    return request.order
+
+
+def grows(request: Request) -> bool:
+    """Will need more pages than it has."""
+    return request.room < request.last and request.leg is not Leg.PREFILL
+
+
+class Planner:
+    """Drafts steps from the table, and moves requests in it by admission and preemption."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: RequestTable,
+        micro_batches: MicroBatches,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._micro_batches = micro_batches
+        self._memory = table.memory
+        self._speculator = speculator
+        self._yielding = Yielding(table, config.batch_patience_s)
+        # Each running request gets at least one token of a step, so a long prompt never starves behind many answers.
+        self._max_active = min(config.max_running, config.max_step_tokens)
+
+    def may_rest(self) -> bool:
+        """Is there nothing to compute but answers that go on?"""
+        head = self._table.queue.head()
+        return (head is None or head.leg is Leg.DECODE) and all(r.missing == 1 for r in self._table.running.values())
+
+    def fill(self, draft: Draft, max_steps: int, now: float, *, resting: bool = False) -> None:
+        """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
+
+        No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
+        nothing is computed, but room is given to those who wait for pages from elsewhere.
+        """
+        table = self._table
+        first = self._yielding.look(now)
+        if resting or first is None:
+            self._grant_prompts(draft, [], ALL_RANKS, resting=True)
+            return
+        mine = [request for request in self._here(draft) if request.rank == first]
+        chunked = self._grant_single_tokens(draft, mine)
+        below = len(mine) < len(table.running)
+        only_answers = bool(draft.rows) and not chunked and not table.queue and not below
+        if self._speculator is not None and only_answers and not draft.preempted:
+            self._speculate(draft, self._speculator)
+        draft.close_decodes(batch=first > ServiceClass.INTERACTIVE, contended=table.fair.contended(first, now))
+        if max_steps > 1 and only_answers and not table.reserved and not draft.drafted:
+            self._grant_several(draft, max_steps)
+        self._grant_prompts(draft, chunked, range(first, first + 1))
+        if below or table.queue.ranks() - {first}:
+            self._fill_up(draft, first)
+        if self._config.stoppable and max_steps > 1 and draft.only_answers and draft.steps == 1 and not below:
+            self._grant_several(draft, max_steps)  # whoever waits will be let in by an event or an end, not by a step
+        self._account(draft, now)
+
+    def _here(self, draft: Draft) -> Collection[Request]:
+        """Running requests that this step may compute: not those whose next token's mask is not there yet."""
+        running: Collection[Request] = self._table.running.values()
+        if draft.sitting_out:
+            running = [request for request in running if request.id not in draft.sitting_out]
+        return self._micro_batches.eligible(running, draft.excluded)
+
+    def _account(self, draft: Draft, now: float) -> None:
+        self._yielding.served({row.request.rank for row in draft.rows}, now)
+        if self._table.queue:
+            for row in draft.rows:
+                if row.count == 1 and row.samples:
+                    self._table.fair.wrote(row.request.line, draft.steps, row.request.claim.weight)
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def _grant_single_tokens(self, draft: Draft, requests: Iterable[Request]) -> list[Request]:
+        """A row for every one with one missing token, and a page if it needs one; returns the others."""
+        rows, others, needy = draft.rows, list[Request](), list[Request]()
+        for request in requests:
+            computed = request.computed
+            if request.known - computed != 1:
+                others.append(request)
+                continue
+            if computed >= request.room:
+                needy.append(request)
+            rows.append(Row(request, computed, 1, True))
+        if needy and self._make_room(needy, draft):
+            rows[:] = [row for row in rows if row.start < row.request.room]  # the preempted have no room at all
+            others = [request for request in others if request.status is Status.RUNNING]
+        return others
+
+    def _make_room(self, needy: list[Request], draft: Draft) -> bool:
+        """A block for each of ``needy``, oldest first, taken from the youngest of the last class when none is left.
+
+        True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
+        need no further page, and they end by themselves.  Who could take from nobody but itself misses a step, and so
+        does who would take from a request that is in flight.
+        """
+        disturbed = False
+        table = self._table
+        for request in sorted(needy, key=order):
+            while request.status is Status.RUNNING and not self._memory.grow(request, request.computed + 1):
+                disturbed = True
+                victims = self._victims()
+                victim = max(victims, key=order)
+                if victim.in_flight:
+                    draft.preemption_targets.add(victim)
+                if len(victims) == 1 or victim.in_flight:
+                    break
+                table.preempt(victim, yielding=victim.rank > request.rank)
+                draft.preempted += 1
+        return disturbed
+
+    def _victims(self, above: int = -1) -> list[Request]:
+        """Whose pages can be taken, of classes after ``above``."""
+        table = self._table
+        active = (*table.running.values(), *table.reserved.values())
+        return [request for request in active if request.leg is not Leg.PREFILL and request.rank > above]
+
+    def _speculate(self, draft: Draft, speculator: Speculator) -> None:
+        """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
+        rows = draft.rows
+        if any(row.request.leg is Leg.PREFILL for row in rows):
+            return  # the first token is all that is drawn there
+        left = self._config.max_step_tokens - len(rows)
+        for index, tokens in enumerate(speculator.propose(rows)):
+            row = rows[index]
+            most = min(len(tokens), left)
+            if most and row.start + 1 + most > row.request.room:
+                self._memory.grow(row.request, row.start + 1 + most)
+                most = min(most, row.request.room - row.start - 1)
+            if most > 0:
+                rows[index] = Row(row.request, row.start, 1, True, tokens[:most])
+                left -= most
+
+    def _grant_several(self, draft: Draft, limit: int) -> None:
+        """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
+        if any(row.request.leg is Leg.PREFILL or row.request.sampling.grammar is not None for row in draft.rows):
+            return  # the first token is all that is drawn there, and a mask follows from the token before
+        limit = min(limit, *(row.request.last - row.request.known for row in draft.rows))
+        steps = draft.affordable_steps(limit)
+        fresh = sum(self._memory.missing_pages(row.request, row.start + steps) for row in draft.rows)
+        if steps > 1 and fresh <= self._memory.pool.available:
+            draft.steps = steps
+            for row in draft.rows:
+                self._memory.grow(row.request, row.start + steps)
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def _grant_prompts(self, draft: Draft, chunked: list[Request], ranks: range, *, resting: bool = False) -> None:
+        """Chunks of prompts, and new requests of these classes, in turn: the fair clock says whose it is.
+
+        At equal times those who run go first.  Nobody is let in after a chunk that did not fit.  Whoever is let in may
+        take from classes after its own, so rows of those are granted later.
+        """
+        queue = self._table.queue
+        pending = sorted(chunked, key=queue.turn, reverse=True)
+        letting_in = not draft.preempted
+        growing = -1  # not counted yet
+        waiting = [head for head in queue.heads() if head.rank in ranks] if queue and letting_in else []
+        while pending or waiting:
+            head = waiting[0] if waiting and letting_in else None
+            if head is not None and (not pending or queue.turn(head)[:2] < queue.turn(pending[-1])[:2]):
+                growing = self._growing() if growing < 0 else growing
+                refusal = self._admit(draft, head, growing, resting=resting)
+                if refusal in (Refusal.BEING_COMPUTED, Refusal.BEING_CHECKED):
+                    del waiting[0]  # its line waits for blocks that others do not need
+                    continue
+                letting_in = refusal is None
+                if letting_in:
+                    growing += grows(head)
+                    waiting = [head for head in queue.heads() if head.rank in ranks]
+                    letting_in = head.leg is Leg.DECODE or draft.add_chunk(head)
+            elif pending:
+                letting_in = draft.add_chunk(pending.pop()) and letting_in
+            else:
+                return
+
+    def _growing(self) -> int:
+        table = self._table
+        return sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
+
+    def _admit(self, draft: Draft, request: Request, growing: int, *, resting: bool) -> Refusal | None:
+        """Let ``request`` in, if there is room, and work left to grant in this step; else why not.
+
+        A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
+        """
+        table, groups = self._table, self._memory.groups
+        if request.leg is not Leg.DECODE and (resting or not draft.can_begin(request)):
+            return Refusal.NO_ROOM
+        spare = growing * groups
+        refusal: Refusal | None = Refusal.NO_ROOM
+        if table.active < self._max_active:
+            refusal = self._memory.admit(request, spare=spare)
+        victims = self._victims(request.rank) if refusal is Refusal.NO_ROOM else []
+        while refusal is Refusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
+            victim = max(victims, key=order)
+            if victim.in_flight:
+                draft.preemption_targets.update(
+                    victims
+                )  # all of them: one page too few, and those who gave way come back at once
+                break
+            victims.remove(victim)
+            spare -= groups * grows(victim)
+            table.preempt(victim, yielding=True)
+            draft.yielded += 1
+            if table.active < self._max_active:
+                refusal = self._memory.admit(request, spare=spare)
+        if refusal is None:
+            table.admit(request)
+            draft.admitted.append(request)
+        return refusal
+
+    def _can_be_had(self, request: Request, spare: int, victims: list[Request]) -> bool:
+        """Would there be room, at best, if all ``victims`` gave way?"""
+        theirs = sum(len(own.pages) - own.begin for victim in victims for own in victim.held)
+        spare -= self._memory.groups * sum(map(grows, victims))
+        known = self._memory.prefix.longest(request.hashes, len(request.hashes)) * self._memory.groups
+        needed = self._memory.most_pages(request.known) - known
+        return needed + max(spare, 0) <= self._memory.pool.available + theirs
+
+    # --- lower classes -----------------------------------------------------------------------------------------------
+
+    def _fill_up(self, draft: Draft, first: int) -> None:
+        """What the first class has left of the step's time is for those after it, class by class."""
+        for rank in sorted({r.rank for r in self._here(draft)} | self._table.queue.ranks()):
+            if rank <= first:
+                continue
+            mine = sorted((r for r in self._here(draft) if r.rank == rank), key=order)
+            if not draft.rows:  # nothing of the first class can be computed now, so they are alone
+                chunked = self._grant_single_tokens(draft, mine)
+                draft.close_decodes(batch=True, contended=True)
+                self._grant_prompts(draft, chunked, range(rank, rank + 1))
+                continue
+            draft.filling = True
+            chunked = []
+            for request in mine:
+                if request.missing != 1:
+                    chunked.append(request)
+                elif draft.can_add_row(request) and self._memory.grow(request, request.computed + 1):
+                    draft.add_row(request)
+                else:
+                    draft.left_out += 1
+            self._grant_prompts(draft, chunked, range(rank, rank + 1))
+        draft.rows.sort(key=lambda row: row.count > 1)  # as the runner has them in any step: answers first

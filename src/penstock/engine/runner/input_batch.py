@@ -1,0 +1,457 @@
+"""Spans of requests to the arrays of one step.  The arrays stay from step to step.
+
+A step whose rows are the last step's, each one token further, changes only what changes: tokens, positions, and a page
+now and then.  Everything else is filled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.core.plan import Drawn
+from penstock.kernels.operands import Array, GivenRows, StepBatch
+from penstock.kernels.sampling import Picks, Sampled, SampleRow
+from penstock.reach import blocks_of
+from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
+
+if TYPE_CHECKING:
+    from penstock.engine.core.plan import Row
+    from penstock.engine.core.request import Holding, Request
+
+from typing import TYPE_CHECKING
+
+from penstock.engine.core.plan import standing
+from penstock.engine.runner.sampling_state import Answer
+from penstock.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.engine.core.plan import Row
+
+
+# MERGED: Positions of three axes for rotary attention (M-RoPE, arXiv:2409.12191): frame, row and column.
+# MERGED:
+# MERGED: Text counts all three up alike.  An image's tokens share one frame and count their rows and columns
+# MERGED: from where the image
+# MERGED: begins; text behind it goes on above the largest of these.  So no axis is ever ahead of the
+# MERGED: position.
+
+
+def turns(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.int32]:
+    """[stop - start, 3] of the tokens from ``start`` on of a text with these images, from left to right."""
+    turns_T3 = np.repeat(np.arange(start, stop, dtype=np.int32)[:, None], 3, axis=1)
+    saved = 0  # positions that the images so far have taken less than tokens
+    for image in images:
+        if image.at >= stop:
+            break
+        begin = image.at - saved
+        first, last = max(start, image.at), min(stop, image.end)
+        if first < last:
+            own = np.arange(first - image.at, last - image.at, dtype=np.int32)
+            places_T3 = np.stack((np.zeros_like(own), own // image.columns, own % image.columns), axis=1)
+            turns_T3[first - start : last - start] = begin + places_T3
+        saved += image.rows * image.columns - max(image.rows, image.columns)
+        behind = max(start, image.end)
+        if behind < stop:
+            turns_T3[behind - start :] = np.arange(behind, stop, dtype=np.int32)[:, None] - saved
+    return turns_T3
+
+
+# MERGED: Consecutive tokens of one request in one step, and what a run has brought it so far.
+
+
+class Span:
+    """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far.
+
+    ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
+    """
+
+    __slots__ = ("answer", "draft", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
+
+    def __init__(self, row: Row, answer: Answer) -> None:
+        self.answer = answer
+        self.samples = row.samples
+        self.draft = row.draft
+        self.begin(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
+
+    def begin(self, start: int, tokens: Sequence[int]) -> None:
+        """These tokens from ``start`` on; nothing is brought yet."""
+        self.start = start
+        self.tokens = tokens
+        self.drawn: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def draws(self) -> range:
+        """Positions that tokens are drawn for."""
+        return range(self.stop - len(self.draft), self.stop + 1) if self.samples else range(0)
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """Prompt tokens that these tokens predict and whose log-probabilities were asked for."""
+        if not self.answer.request.wants_prompt_logprobs:
+            return ()
+        return self.answer.request.prompt[self.start + 1 : self.stop + 1]
+
+    def advance(self) -> None:
+        """Go on with the token just drawn."""
+        self.start = self.stop
+        self.tokens = self.drawn[-1:]
+
+    def result(self) -> Drawn:
+        """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
+        constraint = self.answer.constraint if self.samples else None
+        if constraint is not None and constraint.late:
+            return Drawn(prompt_logprobs=tuple(self.prompt_logprobs), late=True)
+        count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
+        if constraint is not None and constraint.stands is not None:
+            count = min(count, constraint.stands + 1)
+        cut_at = None if constraint is None else constraint.cut_at
+        cut = cut_at is not None and (not self.draft or cut_at < count)
+        if cut_at is not None and self.draft:
+            count = min(count, cut_at + 1)
+        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
+
+
+def token_logprob(one: Sampled) -> TokenLogprob:
+    """A row that asked for log-probabilities has them."""
+    assert one.logprob is not None
+    return TokenLogprob(one.token, one.logprob, one.top)
+
+
+SPARE_BLOCKS = 8
+"""Columns of a group's page table beyond those that a step needs, for the steps after it."""
+
+
+class Images(Protocol):
+    """Where the rows of images come from (``engine.images.stage.ImageStage``)."""
+
+    @property
+    def axes(self) -> bool:
+        """Have the model's positions three axes?"""
+        ...
+
+    def rows(self, image: PlacedImage, pictures: Sequence[Medium], index: int) -> NDArray[np.float32]:
+        """[tokens, D] of image ``index`` of a request."""
+        ...
+
+
+class StepArrays:
+    """Owner of the arrays that ``batch`` and ``picks`` show, and of the spans that they stand for.
+
+    Wanted rows: first the ``scored`` ones, then those of the spans ``listed``, which draw from logits, then those of
+    the spans ``picked``.
+    """
+
+    def __init__(
+        self,
+        images: Images | None = None,
+        hidden: Callable[[NDArray[np.float32]], Array] = np.array,
+        *,
+        slot_of: Callable[[str], int] | None = None,
+    ) -> None:
+        """``hidden`` makes the backend's array of what ``images`` gives.  ``slot_of``: of an adapter by its
+        fingerprint, or of none; None: nobody has any."""
+        self._images = images
+        self._hidden = hidden
+        self._tapped: tuple[int, ...] = ()
+        self._taps = np.empty((0, 0), np.float32)
+        self.handing_out = False  # are hidden states wanted now?
+        self._handed_out = False  # and were they in the last step?
+        self._slot_of = slot_of
+        self._tokens = np.empty(0, np.int32)
+        self._positions = np.empty(0, np.int32)
+        self._starts = np.empty(0, np.int32)
+        self._table = np.empty(0, np.int32)
+        self._requests: list[Request] = []
+        self._held: list[list[Holding]] = []
+        self._keyed = 1  # groups of layers whose tables are there
+        self._cell: int | None = None  # tokens of a page of the others, which hold states
+        self._at: list[int] = []  # position of each span's only token; empty when some span has more
+        self.spans: list[Span] = []
+        self.listed: list[Span] = []
+        self.picked: list[Span] = []
+        self.scored = 0
+        self.batch = StepBatch(self._tokens, self._positions, self._starts, self._table.reshape(0, 0), self._tokens)
+        self.picks = Picks.empty(0)
+
+    # --- anew ---------------------------------------------------------------------------------------------------------
+
+    def fill(self, spans: list[Span]) -> None:
+        """The arrays of these spans, one after another."""
+        count = sum(len(span.tokens) for span in spans)
+        blocks = max(blocks_of(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
+        keyed = keyed_groups(spans[0].answer.request.held)
+        columns = blocks * keyed
+        self._reserve(count, len(spans), columns)
+        table_SP = self._table[: len(spans) * columns].reshape(len(spans), columns)
+        begin = 0
+        for index, span in enumerate(spans):
+            end = begin + len(span.tokens)
+            if end - begin == 1:
+                self._tokens[begin] = span.tokens[0]
+                self._positions[begin] = span.start
+            else:
+                self._tokens[begin:end] = span.tokens
+                self._positions[begin:end] = np.arange(span.start, span.stop, dtype=np.int32)
+            self._starts[index + 1] = begin = end
+            for group, pages_P in enumerate(span.answer.pages()[:keyed]):
+                own_P = pages_P[: blocks_of(span.stop, PAGE_TOKENS)]
+                table_SP[index, group * blocks : group * blocks + len(own_P)] = own_P
+        self.spans = spans
+        wanted_R = self._want()
+        turns_T3, given = self._see(spans)
+        self._handed_out = self.handing_out
+        if self._handed_out and len(wanted_R) > len(self._taps):
+            self._taps = np.empty((_room(len(wanted_R)), self._taps.shape[1]), np.float32)
+        self.batch = StepBatch(
+            self._tokens[:count],
+            self._positions[:count],
+            self._starts[: len(spans) + 1],
+            table_SP,
+            wanted_R,
+            turns_T3,
+            given,
+            tapped=self._tapped,
+            taps_RW=self._taps[: len(wanted_R)] if self._handed_out else None,
+            states_SW=state_pages(spans),
+            adapters_S=self._adapters(spans),
+        )
+        self._fill_picks()
+        self._requests = [span.answer.request for span in spans]
+        self._held = [request.held for request in self._requests]
+        self._keyed = keyed
+        self._cell = self._held[0][-1].page_tokens if keyed < len(self._held[0]) else None
+        single = self.scored == 0 and count == len(spans) == len(wanted_R) and given is None
+        self._at = [span.start for span in spans] if single else []
+
+    def _see(self, spans: list[Span]) -> tuple[NDArray[np.int32] | None, GivenRows | None]:
+        """How far the axes of the tokens are turned, if images turn them apart; the rows of images among them."""
+        if self._images is None or not any(span.answer.request.images for span in spans):
+            return None, None
+        turns_T3: NDArray[np.int32] | None = None
+        if self._images.axes:
+            turns_T3 = np.concatenate([turns(span.answer.request.images, span.start, span.stop) for span in spans])
+        places: list[NDArray[np.int32]] = []
+        values: list[NDArray[np.float32]] = []
+        begin = 0
+        for span in spans:
+            request = span.answer.request
+            for index, image in enumerate(request.images):
+                first, last = max(span.start, image.at), min(span.stop, image.end)
+                if first < last:
+                    rows_ND = self._images.rows(image, request.pictures, index)
+                    places.append(np.arange(begin + first - span.start, begin + last - span.start, dtype=np.int32))
+                    values.append(rows_ND[first - image.at : last - image.at])
+            begin += len(span.tokens)
+        if not places:
+            return turns_T3, None
+        return turns_T3, GivenRows(np.concatenate(places), self._hidden(np.concatenate(values)))
+
+    def _adapters(self, spans: list[Span]) -> NDArray[np.int32] | None:
+        """The slot of each span's adapter; None when nobody has one."""
+        slot_of = self._slot_of
+        if slot_of is None or not any(span.answer.request.adapter for span in spans):
+            return None
+        return np.array([slot_of(span.answer.request.adapter) for span in spans], np.int32)
+
+    def _want(self) -> NDArray[np.int32]:
+        """Which rows are wanted, and in which order; sets ``scored``, ``listed`` and ``picked``."""
+        scored: list[int] = []
+        listed: list[int] = []
+        picked: list[int] = []
+        self.listed, self.picked = [], []
+        begin = 0
+        for span in self.spans:
+            scored.extend(range(begin, begin + len(span.targets)))
+            begin += len(span.tokens)
+            if not span.samples:
+                continue
+            rows = range(begin - len(span.draws), begin)
+            if span.answer.picks(span.draws[0]):
+                picked.extend(rows)
+                self.picked.append(span)
+            else:
+                listed.extend(rows)
+                self.listed.append(span)
+        self.scored = len(scored)
+        return np.array(scored + listed + picked, np.int32)
+
+    def _fill_picks(self) -> None:
+        self.picks = picks = Picks.empty(sum(len(span.draws) for span in self.picked))
+        begin = 0
+        for span in self.picked:
+            sampling, positions = span.answer.request.sampling, span.draws
+            rows = slice(begin, begin + len(positions))
+            picks.seeds_F[rows] = sampling.seed
+            picks.positions_F[rows] = positions
+            picks.choices_F[rows] = sampling.choice
+            picks.temperatures_F[rows] = sampling.temperature
+            begin = rows.stop
+
+    def _reserve(self, tokens: int, spans: int, columns: int) -> None:
+        if tokens > len(self._tokens):
+            self._tokens = np.empty(_room(tokens), np.int32)
+            self._positions = np.empty(_room(tokens), np.int32)
+        if spans + 1 > len(self._starts):
+            self._starts = np.zeros(_room(spans + 1), np.int32)
+        if spans * columns > len(self._table):
+            self._table = np.zeros(_room(spans * columns), np.int32)
+
+    # --- one token further --------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_states(self) -> bool:
+        """Are there recurrent layers, which cannot compute a token twice?"""
+        return self._cell is not None
+
+    @property
+    def only_picks(self) -> bool:
+        """Does every span bring one picked token and nothing else?"""
+        return len(self.picked) == len(self._at) == len(self.spans)
+
+    def go_on(self, rows: Sequence[Row], *, spans: bool) -> bool:
+        """Move on to these rows, if they are the last step's, each with the one token that was drawn since.
+
+        False when they are others: then nothing was changed.  ``spans``: keep the spans up to date too.
+        """
+        if len(rows) != len(self._at) or self.handing_out != self._handed_out:
+            return False
+        for row, request, held, at in zip(rows, self._requests, self._held, self._at, strict=True):
+            start = row.start
+            if row.request is not request or start != at + 1 or request.known != start + 1 or row.count != 1:
+                return False
+            # Pages taken back and given anew are another list.
+            if not row.samples or row.draft or request.held is not held or not request.output:
+                return False
+        tokens = [request.output[-1] for request in self._requests]
+        if not self._move():
+            return False
+        self.batch.tokens_T[:] = tokens
+        if spans or not self.only_picks:
+            for span, start, token in zip(self.spans, self._at, tokens, strict=True):
+                span.begin(start, (token,))
+        return True
+
+    def advance(self) -> None:
+        """Every span goes on with the token that it has drawn."""
+        for span in self.spans:
+            span.advance()
+        if not (self._at and self._move()):
+            self.fill(self.spans)
+            return
+        self.batch.tokens_T[:] = [span.tokens[0] for span in self.spans]
+
+    def ahead(self, step: int) -> StepBatch | None:
+        """The batch of the ``step``-th of several steps whose tokens the host has not seen (``RunsAhead``)."""
+        return self.batch if step == 0 or self._move() else None
+
+    def take_ahead(self, tokens_NF: NDArray[np.int32]) -> None:
+        """What such steps drew; the spans stand behind the last of them."""
+        for span, at, tokens_N in zip(self.spans, self._at, tokens_NF.T.tolist(), strict=True):
+            span.drawn += tokens_N
+            span.start, span.tokens = at, (tokens_N[-2] if len(tokens_N) > 1 else span.tokens[-1],)
+
+    def _move(self) -> bool:
+        """One position further, but for the tokens.  False, and nothing changed, when the table is too narrow, or
+        states stand in other pages."""
+        table_SP = self.batch.table_SP
+        at = [position + 1 for position in self._at]
+        blocks = table_SP.shape[1] // self._keyed
+        if max(at) >= blocks * PAGE_TOKENS:
+            return False
+        if self._cell is not None and any(position % self._cell <= 1 for position in at):
+            return False
+        for index, position in enumerate(at):
+            if position % PAGE_TOKENS == 0:
+                block = position // PAGE_TOKENS
+                for group, own in enumerate(self._held[index][: self._keyed]):
+                    table_SP[index, group * blocks + block] = own.pages[block]
+        self._at = at
+        self._positions[: len(at)] += 1
+        if self.batch.turns_T3 is not None:
+            np.add(self.batch.turns_T3, 1, out=self.batch.turns_T3)
+        if self.picked:
+            positions_F = self.picks.positions_F
+            positions_F += 1
+        return True
+
+    # --- what came of it ----------------------------------------------------------------------------------------------
+
+    def draws(self) -> list[SampleRow]:
+        """How the spans ``listed`` draw, one row a token."""
+        rows: list[SampleRow] = []
+        for span in self.listed:
+            if span.draft:
+                rows += span.answer.rows(span.draws[0], span.draft)
+            else:
+                rows.append(span.answer.row(span.stop, span.drawn))
+        return rows
+
+    def take(self, answers: Sequence[Sampled]) -> None:
+        """Hand out what was drawn: ``answers`` to the spans ``listed``, the picked tokens to the others."""
+        told = iter(answers)
+        for span in self.listed:
+            wants = span.answer.request.sampling.logprobs is not None
+            for one in islice(told, len(span.draws)):
+                span.drawn.append(one.token)
+                if wants:
+                    span.logprobs.append(token_logprob(one))
+        tokens = iter(self.picks.tokens_F.tolist())
+        for span in self.picked:
+            span.drawn += islice(tokens, len(span.draws))
+
+    def tap(self, tapped: tuple[int, ...], hidden: int) -> None:
+        """Steps can hand hidden states out, of ``hidden`` numbers, behind so many layers."""
+        self._tapped = tapped
+        self._taps = np.empty((0, len(tapped) * hidden), np.float32)
+
+    def taps(self) -> dict[RequestId, tuple[int, NDArray[np.float32]]]:
+        """Of each span that drew in the last step: position of the first token drawn after, and hidden states of it
+        and of what follows in the span.  Valid until the next step."""
+        begin, found = self.scored, dict[RequestId, tuple[int, NDArray[np.float32]]]()
+        if not self._handed_out:
+            return found
+        for index, span in enumerate((*self.listed, *self.picked)):
+            draws = span.draws
+            start = self._at[index] if self.only_picks else draws[0] - 1
+            found[span.answer.request.id] = (start, self._taps[begin : begin + len(draws)])
+            begin += len(draws)
+        return found
+
+    def drawn(self) -> list[Drawn]:
+        """What the spans have brought."""
+        return [span.result() for span in self.spans]
+
+
+def keyed_groups(held: Sequence[Holding]) -> int:
+    """Groups of layers with keys and values; those behind them hold states."""
+    return sum(own.page_tokens == PAGE_TOKENS for own in held)
+
+
+def state_pages(spans: Sequence[Span]) -> NDArray[np.int32] | None:
+    """See ``StepBatch.states_SW``."""
+    held = [span.answer.request.held[keyed_groups(span.answer.request.held) :] for span in spans]
+    if not held[0]:
+        return None
+    cell, parts = held[0][0].page_tokens, len(held[0])
+    runs = [(max(0, span.start - 1) // cell, blocks_of(span.stop, cell)) for span in spans]
+    pages_SW = np.zeros((len(spans), parts * max(end - first for first, end in runs)), np.int32)
+    for row_W, own, (first, end) in zip(pages_SW, held, runs, strict=True):
+        row_W[: (end - first) * parts] = [part.pages[index] for index in range(first, end) for part in own]
+    return pages_SW
+
+
+def _room(wanted: int) -> int:
+    """The next power of two, so that growing is rare."""
+    return 1 << (wanted - 1).bit_length()

@@ -1,0 +1,373 @@
+"""What gateways are told of this worker beside tokens: its reports, and what its prefix cache has.
+
+::
+
+    something changes -------> one report to every gateway, at most every report_min_s
+    a gateway says Hello ----> one report to that gateway, at most every report_max_s (report_waiting_s while
+                               requests wait here); its first Hello is answered at once
+
+A report is made when it is sent, so of several that were due only the newest exists.  How many a gateway gets depends
+neither on the load nor on how many gateways there are.  Each gateway's report says how much of what that very gateway
+sent is counted in it.  What is lost is not repeated here: the next report shows the loss, and who has missed something
+of the cache asks for all of it.
+
+All that is cached is told in slices, one message a turn, and once for all who have asked by then: what changes
+meanwhile is told to them behind the last slice, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import inf
+
+import msgspec
+
+from penstock.config.schema import WorkerConfig
+from penstock.engine.core.prefix_cache import PrefixCache
+from penstock.engine.service.gateways import Gateway
+from penstock.types import BlockHash, WorkerId
+from penstock.wire.messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
+from penstock.wire.transport import Listener
+
+# MERGED: Which blocks this worker's cache has given up that a tier below it still has: so gateways know what
+# MERGED: a hit costs here.
+# MERGED:
+# MERGED: A tier tells nobody what it drops, so some of the blocks are looked at again now and then; until
+# MERGED: then they are a guess,
+# MERGED: as all that gateways know of caches.  Knows names and numbers of tiers, no pages.
+
+MOST_SUNK = 1 << 18
+"""Blocks that are known to be below; those that sank first are forgotten beyond that."""
+
+LOOKED_AT = 8
+"""Blocks that are looked at again at a time."""
+
+Nearest = Callable[[Sequence[BlockHash]], Sequence[int]]
+"""The number of the nearest tier that has each block: 1, 2...; 0: none."""
+
+
+class Sunk:
+    """Changes come out as (block, tier); 0: it is in none, and not in the cache."""
+
+    def __init__(self, nearest: Nearest) -> None:
+        self._nearest = nearest
+        self._tiers: dict[BlockHash, int] = {}  # looked at longest ago first
+
+    def rose(self, block: BlockHash) -> None:
+        """The cache has it again."""
+        self._tiers.pop(block, None)
+
+    def left(self, blocks: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, int]]:
+        """The cache has given these up.  The tiers are asked once for all of them."""
+        # All that may have to go are found in one walk: the front of a dict from which much was taken is slow to find.
+        oldest = iter(list(islice(self._tiers, max(0, len(self._tiers) + len(blocks) - MOST_SUNK))))
+        for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
+            if tier:
+                self._tiers[block] = tier
+                if len(self._tiers) > MOST_SUNK:
+                    forgotten = next(oldest, None) or next(iter(self._tiers))
+                    del self._tiers[forgotten]
+                    yield forgotten, 0
+            yield block, tier
+
+    def look(self) -> Iterator[tuple[BlockHash, int]]:
+        """What has changed of some since they were looked at last."""
+        blocks = list(islice(self._tiers, LOOKED_AT))
+        for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
+            before = self._tiers.pop(block)
+            if tier:
+                self._tiers[block] = tier
+            if tier != before:
+                yield block, tier
+
+    def all(self) -> Mapping[BlockHash, int]:
+        """Every block, and its tier."""
+        return self._tiers
+
+
+# MERGED: What changes in this worker's prefix cache and below it, told to gateways: numbered, batched, and
+# MERGED: whole again when
+# MERGED: asked for.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     blocks become known or are evicted --note--> changed --take (once a step)--> KvEvents 7, 8, 9 …
+# MERGED:     a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts:
+# MERGED: all that is known
+# MERGED:
+# MERGED: Within a batch only a block's last word counts, so the order in it does not matter.  Knows the names
+# MERGED: of blocks, not
+# MERGED: their pages; and nothing about connections.
+
+_NOWHERE = -1
+
+
+class KvLog:
+    """The log of one incarnation.  ``known`` lists all blocks that the cache has now; ``lower`` those that only one of
+    the lower ``tiers`` has, with the number of the nearest: 1, 2, ..."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: int,
+        known: Callable[[], Iterable[BlockHash]],
+        lower: Callable[[], Mapping[BlockHash, int] | Iterable[tuple[BlockHash, int]]] = tuple,
+        tiers: int = 0,
+    ) -> None:
+        self._worker = worker
+        self._incarnation = incarnation
+        self._known = known
+        self._lower = lower
+        self._tiers = tiers
+        self._changed: dict[bytes, int] = {}  # -> the nearest tier: 0 is the cache
+        self.sequence = 0  # of the last message that was taken
+
+    def __len__(self) -> int:
+        return len(self._changed)
+
+    def note(self, block: BlockHash, known: bool) -> None:
+        """A block is in the cache from now on, or is not any more."""
+        self._changed[block[:KV_KEY_BYTES]] = 0 if known else _NOWHERE
+
+    def sank(self, block: BlockHash, tier: int) -> None:
+        """A block that the cache does not have is in this lower tier from now on, and in none that is nearer."""
+        self._changed[block[:KV_KEY_BYTES]] = tier
+
+    def take(self) -> list[KvEvents]:
+        """What has changed since the last call, in order of its numbers."""
+        if not self._changed:
+            return []
+        changed, self._changed = self._changed, {}
+        by_tier: dict[int, list[bytes]] = {}
+        for key, tier in changed.items():
+            by_tier.setdefault(tier, []).append(key)
+        messages = []
+        for start in range(0, max(map(len, by_tier.values())), KV_EVENT_BLOCKS):
+            self.sequence += 1
+            messages.append(
+                self._message(
+                    {tier: keys[start : start + KV_EVENT_BLOCKS] for tier, keys in by_tier.items()}, self.sequence
+                )
+            )
+        return messages
+
+    def snapshot(self) -> Iterator[KvEvents]:
+        """Everything as it stands after message ``sequence``, in parts.  To be called with nothing left to ``take``.
+
+        Names are copied at once (some 10 ns a block); each part is made when it is asked for.  What changes between
+        two parts is in the changes behind ``sequence``, and may or may not be in a part: told after all parts, those
+        changes are the last word either way.
+        """
+        lower = self._lower()
+        tiers = lower if isinstance(lower, Mapping) else dict(lower)
+        return self._parts(self.sequence, list(self._known()), list(tiers), tiers)
+
+    def _parts(
+        self, sequence: int, known: list[BlockHash], below: list[BlockHash], tiers: Mapping[BlockHash, int]
+    ) -> Iterator[KvEvents]:
+        told = chain(((tiers.get(block, _NOWHERE), block) for block in below), ((0, block) for block in known))
+        parts = max(1, -(-(len(known) + len(below)) // KV_EVENT_BLOCKS))
+        for part in range(parts):
+            by_tier: dict[int, list[bytes]] = {}
+            for tier, block in islice(told, KV_EVENT_BLOCKS):
+                by_tier.setdefault(tier, []).append(block[:KV_KEY_BYTES])
+            yield self._message(by_tier, sequence, part=part, parts=parts)
+
+    def _message(self, by_tier: Mapping[int, list[bytes]], sequence: int, *, part: int = 0, parts: int = 0) -> KvEvents:
+        return KvEvents(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            sequence=sequence,
+            stored=b"".join(by_tier.get(0, ())),
+            removed=b"".join(by_tier.get(_NOWHERE, ())),
+            sunk=tuple(b"".join(by_tier.get(tier, ())) for tier in range(1, self._tiers + 1)),
+            part=part,
+            parts=parts,
+        )
+
+
+COUNTERS_S = 10.0
+"""Between two reports to a gateway with all counters; those between them hold only what has changed."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """All that is cached, on its way to those who asked for it."""
+
+    to: list[Gateway]
+    parts: Iterator[KvEvents]
+    behind: list[KvEvents] = field(default_factory=list[KvEvents])  # changes since it was begun
+
+
+class Bulletins:
+    """Sends them.  ``prefix`` tells this object of its changes from now on; ``make`` makes a report of this moment."""
+
+    def __init__(
+        self, config: WorkerConfig, prefix: PrefixCache, listener: Listener, make: Callable[[], Report]
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._make = make
+        self._name = (config.worker, config.incarnation)
+        self._prefix = prefix
+        self._log = KvLog(*self._name, prefix.blocks)
+        self._sunk: Sunk | None = None
+        self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
+        self._wanted: list[Gateway] = []  # who have asked for all that is cached
+        self._snapshot: _Snapshot | None = None  # that is being told
+        self._strangers: dict[bytes, None] = {}  # peers that only ask who listens here
+        self._changed = True  # since the last report to all
+        self._reported_at = -inf  # when that was
+        self._step_s = 0.0  # that it told
+        prefix.on_change = self._log.note
+
+    def sinks(self, nearest: Nearest, tiers: int) -> None:
+        """There are so many tiers below the cache.  To be called before anything is cached."""
+        self._sunk = Sunk(nearest)
+        self._log = KvLog(*self._name, self._prefix.blocks, self._sunk.all, tiers)
+        self._prefix.on_change = self._cache_changed
+
+    def _cache_changed(self, block: BlockHash, known: bool) -> None:
+        assert self._sunk is not None, "sinks comes first"
+        if known:
+            self._gone.pop(block, None)
+            self._sunk.rose(block)
+            self._log.note(block, True)
+        else:  # while a step is planned: no time to look for it below
+            self._gone[block] = None
+
+    def _log_all(self, changes: Iterable[tuple[BlockHash, int]]) -> None:
+        for block, tier in changes:
+            if tier:
+                self._log.sank(block, tier)
+            else:
+                self._log.note(block, False)
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def greeted(self, gateway: Gateway, hello: Hello) -> None:
+        """A gateway may want to know all that is cached.  Who asks again while it is told need not hear it twice."""
+        told = self._snapshot is not None and gateway in self._snapshot.to
+        if hello.kv_snapshot and not told and gateway not in self._wanted:
+            gateway.follows_cache = True
+            self._wanted.append(gateway)
+
+    @property
+    def unfinished(self) -> bool:
+        """Is there more of a snapshot to be told?"""
+        return self._snapshot is not None
+
+    def discovered(self, peer: bytes) -> None:
+        """Somebody wants to know who listens here."""
+        self._strangers[peer] = None
+
+    def changed(self) -> None:
+        """Something has happened of which gateways should know."""
+        self._changed = True
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def due_in(self, gateways: Sequence[Gateway], now: float, *, waiting: bool) -> float:
+        """Seconds until a report is due; ``inf`` while nobody is owed one.  ``waiting``: requests wait here."""
+        due = 0.0 if self._strangers or (self._wanted and not self._log) else inf
+        if gateways and self._news:
+            due = min(due, self._reported_at + self._config.report_min_s - now)
+        pause = self._pause(waiting)
+        owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
+        return max(0.0, min(due, min(owed, default=inf)))
+
+    def turn(self, gateways: Sequence[Gateway], now: float, *, waiting: bool) -> None:
+        """Called once a turn of the loop: sends what is due."""
+        if self._strangers:
+            strangers, self._strangers = self._strangers, {}
+            report = self._make()
+            for peer in strangers:
+                self._listener.send(peer, report)
+        if self._news and now - self._reported_at >= self._config.report_min_s:
+            self.report(gateways, now)
+        pause = self._pause(waiting)
+        owed = [gateway for gateway in gateways if gateway.greeted and now - gateway.reported_at >= pause]
+        if owed:
+            self._sink()
+            self._send(owed, gateways, self._make(), now)
+        self._go_on()
+
+    def knows_of(self, step_s: float, now: float) -> bool:
+        """Have all gateways just been told of a step that takes at least so long?"""
+        return self._step_s >= step_s and now - self._reported_at < self._config.report_min_s
+
+    def report(self, gateways: Sequence[Gateway], now: float) -> None:
+        """To all, at once: how this worker is, and what has changed in its cache."""
+        self._sink()
+        report = self._make()
+        self._changed, self._reported_at, self._step_s = False, now, report.step_s
+        cached = tuple(self._log.take())
+        if self._snapshot is not None:
+            self._snapshot.behind += cached
+        self._send(gateways, gateways, report, now, cached)
+
+    def _go_on(self) -> None:
+        """Tell one part more of the snapshot that is being told, or begin the next when all changes have been told."""
+        if self._snapshot is None:
+            if not self._wanted or self._log:
+                return
+            self._snapshot, self._wanted = _Snapshot(self._wanted, self._log.snapshot()), []
+        snapshot = self._snapshot
+        part = next(snapshot.parts)
+        last = part.part + 1 == part.parts
+        for gateway in snapshot.to:
+            for message in (part, *(snapshot.behind if last else ())):
+                if not gateway.away:
+                    self._listener.send(gateway.peer, message)
+        if last:
+            self._snapshot = None
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _news(self) -> bool:
+        return self._changed or bool(len(self._log)) or bool(self._gone)
+
+    def _pause(self, waiting: bool) -> float:
+        return self._config.report_waiting_s if waiting else self._config.report_max_s
+
+    def _sink(self) -> None:
+        """Ask lower tiers for what the cache gave up, and for some of what they had."""
+        if self._sunk is not None:
+            self._log_all(self._sunk.look())
+            gone, self._gone = tuple(self._gone), {}
+            self._log_all(self._sunk.left(gone))
+
+    def _send(
+        self,
+        to: Sequence[Gateway],
+        gateways: Sequence[Gateway],
+        report: Report,
+        now: float,
+        cached: tuple[KvEvents, ...] = (),
+    ) -> None:
+        busy, sequence = max(1, sum(gateway.serial > 0 for gateway in gateways)), self._log.sequence
+        in_parts = self._snapshot.to if self._snapshot is not None else ()
+        changes: dict[int, dict[str, float]] = {}  # most gateways know the same
+        for gateway in to:
+            counters, known = report.counters, gateway.counters
+            if gateway.reported_at == -inf or now - gateway.counted_at >= COUNTERS_S:
+                gateway.counted_at = now
+            elif id(known) in changes:
+                counters = changes[id(known)]
+            else:
+                counters = {name: value for name, value in counters.items() if known.get(name) != value}
+                changes[id(known)] = counters
+            own = msgspec.structs.replace(
+                report,
+                counters=counters,
+                cached=cached if gateway.follows_cache and gateway not in in_parts else (),
+                heard=gateway.serial,
+                gateways=busy,
+                kv_sequence=sequence,
+            )
+            gateway.greeted, gateway.reported_at, gateway.counters = False, now, report.counters
+            if not self._listener.send(gateway.peer, own):
+                gateway.counted_at = -inf

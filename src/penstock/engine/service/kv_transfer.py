@@ -1,0 +1,359 @@
+"""This worker's hand-overs: both ends of them (``kv.transfer``), and the connections to other workers.
+
+Carries what the ends say to other workers and what those answer; what the ends say to the scheduler and the gateways
+is told to whoever made this object.  Knows nothing of gateways, and nothing about when a request is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Protocol
+
+import msgspec
+
+from penstock.clock import Clock
+from penstock.engine.core.cost_model import Work
+from penstock.engine.core.page_pool import BlockPool
+from penstock.engine.core.plan import PageDone
+from penstock.engine.core.request import Request
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.peer_links import Peers
+from penstock.engine.service.validation import unfit_first
+from penstock.kernels.page_export import PageWriter, Writing
+from penstock.kv.transfer.drive import post, post_pulls
+from penstock.kv.transfer.effects import (
+    FirstToken,
+    Granted,
+    Offer,
+    Outrun,
+    PagesAdvanced,
+    Pull,
+    PullFailed,
+    ReceiverTurn,
+    Released,
+    SenderTurn,
+)
+from penstock.kv.transfer.receiver import HandOverReceiver, SenderMessage
+from penstock.kv.transfer.sender import HandOverSender
+from penstock.types import ModelIdentity, PageId, RequestId
+from penstock.wire.messages import (
+    HandOverAlive,
+    HandOverFailed,
+    PageReady,
+    PageSource,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    TokenItem,
+)
+from penstock.wire.page_doors import OfFetching
+from penstock.wire.transport import Link, Listener
+
+News = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released
+"""What an end says that is not for another worker."""
+
+log = logging.getLogger("penstock.worker")
+
+_TOLD = OfFetching | PageReady | PrefillDone | HandOverAlive | HandOverFailed
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Both ends of this worker's hand-overs, and whose pages pass through them."""
+
+    identity: ModelIdentity
+    sender: HandOverSender
+    receiver: HandOverReceiver
+    writer: PageWriter | None = None  # of pages that stand on a device
+    vocabulary: int | None = None  # of the model; None: tokens that others drew are not compared with it
+
+
+class HandOvers:
+    """The ends, and a way to say what they want said.  ``tell`` hears their news, in order, and may call back."""
+
+    def __init__(
+        self, ends: HandOver, peers: Peers, listener: Listener, clock: Clock, tell: Callable[[News], None]
+    ) -> None:
+        self._vocabulary = ends.vocabulary
+        self._sender = ends.sender
+        self._receiver = ends.receiver
+        self._listener = listener
+        self._clock = clock
+        self._tell = tell
+        self._peers = peers
+        self._layout = ends.receiver.layout
+        self._beside_s = 0.0  # of the receiver's, that was counted
+
+    # --- what other workers say --------------------------------------------------------------------------------------
+
+    def pull(self, peer: bytes, message: PullPages, now: float) -> None:
+        """A receiver has room, or acknowledges."""
+        self._sending(self._sender.pull(peer, message, now))
+
+    def received(self, message: PagesReceived, now: float) -> None:
+        """A receiver has everything, or wants no more."""
+        self._sending(self._sender.received(message, now))
+
+    def drain(self, now: float) -> float:
+        """Take what senders sent and copy what can be copied within the budget.  Returns the seconds of copying, with
+        those of the processor that threads have spent on it since."""
+        for source, received in self._peers.received():
+            if isinstance(received.message, _TOLD):
+                self._take(source, received.message, received.payload, now)
+        if not self._receiver.has_work:
+            return 0.0
+        began = self._clock.now()
+        self._receiving(self._receiver.work(now))
+        before, self._beside_s = self._beside_s, self._receiver.beside_s
+        return self._clock.now() - began + self._beside_s - before
+
+    def _take(self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float) -> None:
+        """Whatever another worker says: it must not end this one, with the requests of others."""
+        reason = unfit_first(message.first, self._vocabulary) if isinstance(message, PrefillDone) else None
+        if reason is None:
+            try:
+                self._receiving(self._receiver.receive(source, message, payload, now))
+            except Exception:
+                log.exception("a %s of %s could not be handled", type(message).__name__, source.worker)
+                reason = f"a {type(message).__name__} that could not be handled"
+        if reason is not None:
+            self._receiving(self._receiver.distrust(source, message.request, message.epoch, f"protocol: {reason}"))
+
+    # --- what requests do --------------------------------------------------------------------------------------------
+
+    def reach(self, source: PageSource, now: float) -> bool:
+        """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
+        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation))
+        return self._peers.reach(source, now)
+
+    def open(self, request: RequestId, epoch: int, now: float) -> None:
+        """A prefill leg is here."""
+        self._sending(self._sender.open(request, epoch, now))
+
+    def expect(self, request: Request, source: PageSource, now: float) -> None:
+        """Room is reserved for the whole prompt: ask for its pages.  That is the credit."""
+        if not self._peers.reach(source, now):
+            self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
+            return
+        tokens, ahead = request.handed, 0
+        if request.ahead:  # the last token that is known is computed by whoever draws the next
+            tokens, ahead = tokens - 1, request.ahead + 1
+        pieces = self._layout.pieces(tokens, ahead=ahead)
+        pull = Pull(
+            request=request.id,
+            epoch=request.epoch,
+            source=source,
+            pages=tuple(request.held[group].pages[block] for block, group in pieces),
+            skip_blocks=pieces.before(request.computed // self._layout.page_tokens),
+            tokens=tokens,
+            ahead=ahead,
+        )
+        self._receiving(self._receiver.expect(pull, now))
+
+    def offer(self, offer: Offer, now: float, *, more: bool = False) -> None:
+        """A page is final; ``more`` of the same leg follow in this turn."""
+        self._sending(self._sender.offer(offer, now, more=more))
+
+    def acknowledged(self, request: RequestId, epoch: int) -> int:
+        """Pages that the receiver is known to have, from the first without a gap."""
+        return self._sender.acknowledged(request, epoch)
+
+    def moved(self, last: TokenItem, blocks: int, now: float) -> None:
+        """All ``blocks`` pages of an answer that moves were offered, and these are the tokens written meanwhile."""
+        self._sending(self._sender.done(last, blocks, now))
+
+    def done(self, first: TokenItem, tokens: int, now: float) -> None:
+        """The pages of all ``tokens`` were offered, and this is the first token."""
+        if first.phases or first.prompt_logprobs is not None:
+            # Phases are of this worker's leg; what is known of the prompt's tokens this worker tells the gateway.
+            first = msgspec.structs.replace(first, phases=(), prompt_logprobs=None)
+        self._sending(self._sender.done(first, self._layout.pieces(tokens).total, now))
+
+    def cancel(self, request: RequestId, epoch: int, now: float) -> None:
+        """Nobody wants the request any more: both ends forget it."""
+        self._receiving(self._receiver.cancel(request, epoch))
+        self._sending(self._sender.cancel(request, epoch, now))
+
+    def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> None:
+        """The request cannot be finished here: nothing more is written, and whoever waits for its pages is told."""
+        self._receiving(self._receiver.cancel(request, epoch))
+        self._sending(self._sender.fail(request, epoch, reason, now))
+
+    # --- time and waiting --------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> int:
+        """Look at leases and unused connections.  Returns how many of the latter were closed."""
+        self._receiving(self._receiver.tick(now))
+        self._sending(self._sender.tick(now))
+        return self._peers.close_idle(now)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes a page."""
+        return self._receiver.page_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Are there pages to copy?"""
+        return self._receiver.has_work
+
+    def links(self) -> list[Link]:
+        """What to wait for."""
+        return self._peers.links()
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """What to wait for besides."""
+        return self._receiver.descriptors
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _receiving(self, turn: ReceiverTurn) -> None:
+        now = self._clock.now()
+        for news in post_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
+            self._tell(news)
+
+    def _sending(self, turn: SenderTurn) -> None:
+        for news in post(turn, self._listener, self._sender, self._clock.now()):
+            self._tell(news)
+
+
+# MERGED: Pages of prompts that were read here, on their way to those who write the answers.
+# MERGED:
+# MERGED: Where pages stand in memory that others can read they are offered at once.  Pages of a device are
+# MERGED: written to their twins
+# MERGED: in host memory first (``kernels.page_writing``), while the next step computes; what is said of a
+# MERGED: request leaves in the
+# MERGED: order in which it happened.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     final:  offers ------------------------------------> hand-over        in this worker's memory
+# MERGED:             begin -> under way -> turn: over, offers --> hand-over        on a device
+# MERGED:
+# MERGED: A twin is good for as long as its page is not given out anew: a page of a shared prefix is written
+# MERGED: once.  Should a
+# MERGED: request end while its pages are under way, the hand-over knows it no more and their offers are void.
+
+LOOK_S = 0.001
+"""Between two looks at what is under way, when there is nothing else to do."""
+
+
+class TellOffer(Protocol):
+    """Whom a page is offered to: ``hand_overs.HandOvers.offer``."""
+
+    def __call__(self, offer: Offer, now: float, *, more: bool = False) -> None:
+        """A page is final; ``more`` of the same leg follow in this turn."""
+        ...
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What becomes known with a step, once its pages are written."""
+
+    writing: Writing
+    offers: list[Offer]
+    ends: list[tuple[TokenItem, int]] = field(default_factory=list[tuple[TokenItem, int]])  # first token; of tokens
+
+
+class Departures:
+    """Of one worker.  ``offer`` and ``done`` are the hand-over's."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        offer: TellOffer,
+        done: Callable[[TokenItem, int, float], None],
+        writer: PageWriter | None = None,
+    ) -> None:
+        """``writer``: of pages that stand on a device; None: all memory is the host's."""
+        self._pool = pool
+        self._offer = offer
+        self._done = done
+        self._writer = writer
+        self._under_way: deque[_Batch] = deque()
+        self._written: dict[PageId, tuple[int, int]] = {}  # page -> generation, tokens of its twin
+
+    def __len__(self) -> int:
+        """Steps whose pages are under way."""
+        return len(self._under_way)
+
+    def final(self, pages_done: Sequence[PageDone], now: float) -> None:
+        """A step was computed, and these pages are final."""
+        if not pages_done:
+            return
+        offers = [offer_of(done, self._pool) for done in pages_done]
+        if self._writer is None:
+            self._leave(offers, now)
+            return
+        fresh = [offer for offer in offers if self._written.get(offer.page) != (offer.generation, offer.tokens)]
+        self._written.update((offer.page, (offer.generation, offer.tokens)) for offer in fresh)
+        self._under_way.append(_Batch(self._writer.begin([offer.page for offer in fresh]), offers))
+
+    def ended(self, first: TokenItem, tokens: int, now: float) -> None:
+        """All pages of a prompt of ``tokens`` tokens were told of, and this is its first token."""
+        if self._under_way:
+            self._under_way[-1].ends.append((first, tokens))
+        else:
+            self._done(first, tokens, now)
+
+    def turn(self, now: float) -> None:
+        """Offer what has been written by now."""
+        while self._under_way and self._under_way[0].writing.over:
+            batch = self._under_way.popleft()
+            self._leave(batch.offers, now)
+            for first, tokens in batch.ends:
+                self._done(first, tokens, now)
+
+    def _leave(self, offers: Sequence[Offer], now: float) -> None:
+        """Each prompt's pages stand one behind the other."""
+        for offer, following in zip_longest(offers, offers[1:]):
+            self._offer(offer, now, more=following is not None and following.request == offer.request)
+
+
+def offer_of(done: PageDone, pool: BlockPool) -> Offer:
+    """A page of a prompt that is read for another worker is final."""
+    request, page = done.request, done.request.held[done.group].pages[done.block]
+    return Offer(
+        request=request.id,
+        epoch=request.epoch,
+        block=done.piece,
+        page=page,
+        tokens=done.tokens,
+        generation=pool.generation(page),
+    )
+
+
+# MERGED: How long this worker would take to compute what it waits for (``kv.transfer.haste``).
+# MERGED:
+# MERGED: By what it has learned of its own steps, and with the prompts that lie before it.  Knows nothing of
+# MERGED: links.
+
+
+class OwnPace:
+    """Of one worker."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def predict(self, request_id: RequestId, start: int, stop: int) -> float | None:
+        """See ``haste.Predict``.  Where a prompt shows images only its reader has them, and where it is read in another
+        numerics class no other bits will do.
+
+        Of what has come only that counts which the cache can go on from: where layers have windows or states, it
+        cannot before their own pages are there.
+        """
+        scheduler = self._scheduler
+        request = scheduler.find(request_id)
+        if request is None or request.images or request.apart:
+            return None
+        start = min(start, scheduler.memory.covered(request.hashes))
+        load, own = scheduler.load(), Work()
+        own.add(start, stop - start, 1)
+        before = Work(tokens=load.prompt_tokens, pairs=load.prompt_pairs)
+        seconds = scheduler.cost.predict(own)
+        return seconds + scheduler.cost.predict(before) if before.tokens else seconds

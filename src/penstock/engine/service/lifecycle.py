@@ -1,0 +1,106 @@
+"""What this worker is there for: its role, whether it takes new work, and when it may end.
+
+A role is what gateways send here (law 2), so another role is another word in the reports; the engine goes on with
+whatever it has.  What waits and is not of the new role is given back, and goes where the role is now; answers that are
+written where prompts shall be read go on elsewhere (``moves``).  Draining is the same, for everything.
+
+Says what is to be done; does none of it.  Pure but for its log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from penstock.config.schema import WorkerConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.gateways import Ask, Asks
+from penstock.engine.service.load_report import Reporter
+from penstock.telemetry.log import event
+from penstock.types import Duty, Leg, Role, WorkerState
+from penstock.wire.duties import DRAINING, ROLE_CHANGED, Assign
+
+log = logging.getLogger("penstock.worker")
+
+SENT_TO = {
+    Role.PREFILL: frozenset({Leg.PREFILL}),
+    Role.DECODE: frozenset({Leg.DECODE}),
+    Role.BOTH: frozenset(Leg),
+    Role.ENCODE: frozenset[Leg](),
+}
+"""The legs that a worker of a role is there for.  It may be given others, where that is quicker."""
+
+
+class Duties:
+    """Of one worker."""
+
+    def __init__(self, config: WorkerConfig, reporter: Reporter, scheduler: Scheduler, asks: Asks) -> None:
+        self._config = config
+        self._reporter = reporter
+        self._scheduler = scheduler
+        self._asks = asks
+        self._leaving_since: float | None = None
+        self._settles = False  # a new role, and what it leaves behind is still here
+        self.on_role: Callable[[Role], None] = lambda role: None  # told of a new role
+        self.on_settled: Callable[[Role], None] = lambda role: None  # told when nothing but its own is here
+
+    @property
+    def draining(self) -> bool:
+        """Is nothing new taken?"""
+        return self._reporter.state is WorkerState.DRAINING
+
+    @property
+    def wants_relief(self) -> bool:
+        """Shall answers that are written here go on elsewhere?"""
+        return self._config.hands_over and (self.draining or self._reporter.role is Role.PREFILL)
+
+    def assign(self, message: Assign, now: float) -> str | None:
+        """Take a gateway's word.  The reason why what is ``unfit`` now goes back; None: nothing has changed."""
+        role, duty, reason = message.role, message.duty, None
+        if role is not None and role is not self._reporter.role:
+            if not self._config.hands_over or self._config.keeps_role or role is Role.ENCODE:
+                event(log, logging.WARNING, "the role stays", role=self._reporter.role.value, asked=role.value)
+            else:
+                event(log, logging.INFO, "another role", role=role.value, before=self._reporter.role.value)
+                self._reporter.role = role
+                self._reporter.count("role_changes")
+                self.on_role(role)
+                self._settles = True
+                reason = ROLE_CHANGED
+        if duty is Duty.RESTART:
+            self.leave(now)
+        if duty is Duty.SERVE and self.draining and self._leaving_since is None:
+            event(log, logging.INFO, "takes new requests again")
+            self._reporter.state = WorkerState.READY
+        elif duty in (Duty.DRAIN, Duty.RESTART) and not self.draining:
+            event(log, logging.INFO, "drains", requests=len(self._asks), restart=duty is Duty.RESTART)
+            self._reporter.state = WorkerState.DRAINING
+            reason = DRAINING
+        return reason
+
+    def settle(self) -> None:
+        """Called every now and then: is everything of an earlier role over?"""
+        legs = SENT_TO[self._reporter.role]
+        if self._settles and all(ask.leg in legs for ask in self._asks.all()):
+            self._settles = False
+            self.on_settled(self._reporter.role)
+
+    def leave(self, now: float) -> None:
+        """It is to end, as soon as nobody waits for anything here or ``drain_s`` are over."""
+        if self._leaving_since is None:
+            self._leaving_since = now
+
+    def over(self, now: float) -> bool:
+        """May it end?"""
+        since = self._leaving_since
+        return since is not None and (not len(self._asks) or now - since >= self._config.drain_s)
+
+    def unfit(self) -> list[Ask]:
+        """Asks that have not begun and that this worker is not there for."""
+        waiting = {request.id for request in self._scheduler.waiting()}
+        legs = frozenset[Leg]() if self.draining else SENT_TO[self._reporter.role]
+        return [
+            ask
+            for ask in self._asks.all()
+            if ask.leg not in legs and (ask.request in waiting or self._scheduler.find(ask.request) is None)
+        ]

@@ -1,0 +1,271 @@
+"""Answers that are written here and are to go on elsewhere: who goes, how far each is, and when it stops here.
+
+::
+
+    asked ---------> granted ------------------------------> stopped ------> gone
+    Relieve; pages   a receiver pulls; full pages are        the rest        the receiver has taken it
+    are kept         offered, a budget at a time             and the tokens
+
+All answers go when this worker is to stop, or is not to write any more.  One that nobody named a length for goes, too,
+before it is as long as this worker's context: to one with more of it.
+
+An answer stops only when its receiver has every page that is full: what is left is one that is not, and a few tokens.
+Should the receiver go away, it goes on here, and another is asked for.  ``wire.duties`` has the messages.
+
+Only reads requests; changes them by events for the scheduler.  Knows no sockets; decides nothing about receivers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.engine.core.events import How, Moving
+from penstock.engine.core.plan import Outcome
+from penstock.engine.core.request import Request, Status
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.gateways import Ask, Asks, Gateway
+from penstock.engine.service.kv_transfer import HandOvers
+from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released
+from penstock.reach import Pieces, blocks_of
+from penstock.types import Leg, RequestId, TokenLogprob
+from penstock.wire.duties import Relieve
+from penstock.wire.messages import TokenItem
+
+ASK_AGAIN_S = 0.5
+"""Between two words to a gateway about an answer that nobody has come for."""
+
+
+MOST_STOPPED_S = 1.0
+"""An answer that stopped goes on here when its receiver has not taken it within so long: it has probably died."""
+
+
+UNCLAIMED_S, OUTGROWN_S = 0.25, 5.0
+"""The same of an answer that has no room left here: while no receiver has come for it, and once one has.  Here it could
+go on for no more than a token, and whoever computes it anew takes longer than it takes to copy it."""
+
+
+_ROOM_FOR_MOVING = 8
+"""Of a context, the last part of so many (or ``ahead_tokens``, if that is less) is left for the time of moving."""
+
+
+@dataclass(slots=True)
+class _Move:
+    request: Request
+    index: int  # output tokens when it was asked for first: every later one is told to the receiver
+    asked: float
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of those later ones
+    pieces: Pieces | None = None  # as the receiver numbers them, once it has come
+    offered: int = 0  # pieces
+    most: int = 0  # tokens that the receiver has room for
+    told: bool = False  # the receiver has heard all
+    stopping: float | None = None  # when it was stopped
+
+
+class Moves:
+    """Of one worker.  Nothing moves until ``begin``."""
+
+    def __init__(
+        self, scheduler: Scheduler, hand_overs: HandOvers, asks: Asks, budget_bytes: int, *, ahead_tokens: int
+    ) -> None:
+        """``budget_bytes``: of pages offered between two steps; ``ahead_tokens``: written while an answer moves."""
+        self._scheduler = scheduler
+        self._hand_overs = hand_overs
+        self._asks = asks
+        self._budget = budget_bytes
+        self._spare = 1 + scheduler.config.max_draft_tokens  # tokens that one step may add
+        self._ahead = min(ahead_tokens, scheduler.config.max_model_len // _ROOM_FOR_MOVING)
+        self._wanted = False
+        self._movable = not scheduler.memory.keeps_states  # a state is no page that becomes full and stays
+        self.pressing = False  # an answer has come near the end of the context since ``ask``
+        self._moves: dict[RequestId, _Move] = {}
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def begin(self) -> None:
+        """Everything that is written here is to go on elsewhere."""
+        self._wanted = True
+
+    def cease(self, now: float) -> None:
+        """Nothing is, any more; what a receiver has come for already goes all the same."""
+        self._wanted = False
+        for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
+            self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
+
+    def ask(self, now: float) -> list[tuple[Gateway, Relieve]]:
+        """What gateways are to be asked now.  Called between two steps, when all tokens so far were told."""
+        self.pressing = False
+        asked: dict[int, tuple[Gateway, list[tuple[RequestId, int]]]] = {}
+        for ask in self._asks.all():
+            if not self._wanted and not self._outgrows(self._scheduler.find(ask.request)):
+                continue
+            move = self._moves.get(ask.request) or self._new(ask, now)
+            if move is not None and move.pieces is None and move.asked <= now:
+                move.asked = now + ASK_AGAIN_S
+                asked.setdefault(id(ask.gateway), (ask.gateway, []))[1].append((ask.request, ask.epoch))
+        return [(gateway, Relieve(requests=tuple(requests))) for gateway, requests in asked.values()]
+
+    def _outgrows(self, request: Request | None) -> bool:
+        """Is it time that somebody with more of a context goes on with it?"""
+        return request is not None and request.outgrows and request.known + self._ahead >= request.last
+
+    def _new(self, ask: Ask, now: float) -> _Move | None:
+        """This answer is to go; None: not now, or never."""
+        request = self._scheduler.find(ask.request)
+        if not self._movable:
+            return None
+        if request is None or request.epoch != ask.epoch or request.status is not Status.RUNNING:
+            return None
+        if request.leg is Leg.PREFILL or request.pooling is not None or not request.output or request.missing != 1:
+            return None
+        self._moves[request.id] = move = _Move(request, len(request.output), now)
+        self._hand_overs.open(request.id, request.epoch, now)
+        return move
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    def granted(self, effect: Granted, now: float) -> bool:
+        """A receiver has come.  False: not for one of these."""
+        move, pull = self._moves.get(effect.request), effect.pull
+        if move is None or pull is None or move.request.epoch != effect.epoch:
+            return False
+        request = move.request
+        if pull.ahead <= 0 or not len(request.prompt) + move.index <= pull.tokens + 1 <= request.known:
+            self._hand_overs.fail(request.id, request.epoch, "protocol: it is not written so far", now)
+            return True
+        memory = self._scheduler.memory
+        move.pieces = Pieces(memory.reaches, pull.tokens, memory.page_tokens, ahead=pull.ahead)
+        move.most = pull.tokens + pull.ahead
+        if move.stopping is not None:
+            move.stopping = now
+        move.offered = pull.skip_blocks
+        return True
+
+    def released(self, effect: Released) -> Moving | bool | None:
+        """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
+        move = self._moves.get(effect.request)
+        if move is None or move.request.epoch != effect.epoch:
+            return None
+        del self._moves[effect.request]
+        if effect.reason != TAKEN or not move.told:
+            return Moving(id=effect.request, epoch=effect.epoch, how=How.GO_ON)
+        return True
+
+    # --- between two steps --------------------------------------------------------------------------------------------
+
+    def ripe(self, now: float) -> list[Moving]:
+        """Keep the pages of those that were asked for, and stop those whose receivers have all that is full."""
+        events: list[Moving] = []
+        for move in self._moves.values():
+            request = move.request
+            if not request.kept:
+                events.append(Moving(id=request.id, epoch=request.epoch, how=How.KEEP))
+            elif move.stopping is None and self._is_ripe(move):
+                move.stopping = now
+                events.append(Moving(id=request.id, epoch=request.epoch, how=How.STOP))
+        return events
+
+    def _is_ripe(self, move: _Move) -> bool:
+        request, pieces = move.request, move.pieces
+        if request.status is not Status.RUNNING:
+            return False
+        if self._is_at_end(request):
+            return True  # it can wait a moment for a receiver, which saves that one to compute all of it
+        if pieces is None:
+            return False
+        if request.known + self._spare > move.most:
+            return True
+        return self._has_what_is_full(move)
+
+    def _has_what_is_full(self, move: _Move) -> bool:
+        request, pieces = move.request, move.pieces
+        full = request.computed // self._scheduler.memory.page_tokens
+        # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
+        acknowledged = self._hand_overs.acknowledged(request.id, request.epoch)
+        return pieces is not None and acknowledged >= pieces.before(max(0, full - 1))
+
+    def _is_at_end(self, request: Request) -> bool:
+        """Is there room for no further step of an answer that is to become longer?"""
+        return request.outgrows and request.known + self._spare >= request.last
+
+    def _most_stopped_s(self, move: _Move) -> float:
+        if not self._is_at_end(move.request):
+            return MOST_STOPPED_S
+        return UNCLAIMED_S if move.pieces is None else OUTGROWN_S
+
+    def finish(self, now: float) -> None:
+        """A plan was made: hand over what is left of those that have stopped, and give up those that have no pages."""
+        for move in list(self._moves.values()):
+            request = move.request
+            if request.status not in (Status.RUNNING, Status.HANDOVER):
+                self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
+            elif request.status is Status.HANDOVER and not move.told and move.pieces is not None:
+                if not request.in_flight and (not self._is_at_end(request) or self._has_what_is_full(move)):
+                    # Else a step in flight still writes to the last page, or the receiver has come only now.
+                    self._tell(move, move.pieces, now)
+            elif move.stopping is not None and now - move.stopping > self._most_stopped_s(move):
+                self._hand_overs.fail(request.id, request.epoch, "it was not taken", now)
+
+    def _tell(self, move: _Move, pieces: Pieces, now: float) -> None:
+        request = move.request
+        move.told = True
+        blocks = pieces.before(blocks_of(request.computed, self._scheduler.memory.page_tokens))
+        for piece in range(move.offered, blocks):
+            self._offer(move, piece, pieces, now)
+        wants_logprobs = request.sampling.logprobs is not None
+        last = TokenItem(
+            request=request.id,
+            epoch=request.epoch,
+            index=move.index,
+            tokens=tuple(request.output[move.index :]),
+            logprobs=tuple(move.logprobs) if wants_logprobs else None,
+        )
+        self._hand_overs.moved(last, blocks, now)
+
+    def written(self, outcome: Outcome, now: float) -> None:
+        """A step was computed: note what is to be told, offer what has become full, and let go what has ended."""
+        for progress in outcome.progress:
+            move = self._moves.get(progress.request.id)
+            if move is None:
+                if progress.request.outgrows and self._movable and self._outgrows(progress.request):
+                    self.pressing = True
+                continue
+            move.logprobs.extend(progress.logprobs)
+            if progress.finish is not None:
+                self._hand_overs.fail(progress.request.id, progress.request.epoch, "it is finished", now)
+        left = self._budget
+        for move in list(self._moves.values()):
+            pieces, request = move.pieces, move.request
+            if pieces is None or move.told or request.status not in (Status.RUNNING, Status.HANDOVER):
+                continue
+            full = pieces.before(request.computed // self._scheduler.memory.page_tokens)
+            while move.offered < full and left > 0:
+                left -= self._hand_overs.page_bytes
+                self._offer(move, move.offered, pieces, now, more=move.offered + 1 < full and left > 0)
+
+    def _offer(self, move: _Move, piece: int, pieces: Pieces, now: float, *, more: bool = False) -> None:
+        request, memory = move.request, self._scheduler.memory
+        block, group = pieces.place(piece)
+        page = request.held[group].pages[block]
+        offer = Offer(
+            request=request.id,
+            epoch=request.epoch,
+            block=piece,
+            page=page,
+            tokens=min(memory.page_tokens, request.computed - block * memory.page_tokens),
+            generation=memory.pool.generation(page),
+        )
+        self._hand_overs.offer(offer, now, more=more)
+        move.offered = piece + 1
+
+
+def joining(item: TokenItem, emitted: int) -> TokenItem:
+    """What the gateway that has ``emitted`` tokens is told of the tokens that came with a moved answer."""
+    skip = emitted - item.index
+    return TokenItem(
+        request=item.request,
+        epoch=item.epoch,
+        index=emitted,
+        tokens=item.tokens[skip:],
+        logprobs=None if item.logprobs is None else item.logprobs[skip:],
+    )

@@ -1,0 +1,296 @@
+"""Requests that must wait before the scheduler hears of them, and with them whatever is said about them meanwhile.
+
+A grammar is compiled beside the loop, an adapter is read beside it, pages are fetched beside it, images are encoded
+between steps; until that is done, a request is kept here, in order with its credit, its pages and its first token.
+A turn looks at ``MAX_CHECKED_PER_TURN`` of those that wait, in turn, whatever their number.  Pure but for the ports
+that it asks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.core.events import Arrive, Cancelled, Event, GrammarInUse
+from penstock.engine.service.validation import UNFIT
+from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
+from penstock.types import AdapterRef, Grammar, Medium, RequestId
+
+MAX_CHECKED_PER_TURN = 256
+"""Requests that wait here and are looked at in one turn: some 0.5 ms.  The next turn goes on with the others."""
+
+
+log = logging.getLogger("penstock.worker")
+
+
+class GrammarOnItsWay(GrammarInUse, Protocol):
+    """A grammar that is being compiled, for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
+
+    def ready(self) -> bool:
+        """Can it be followed now?  If not, it is being compiled.  Raises GrammarRefused when it never can."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """What compiles grammars (``grammar.worker.Grammars``)."""
+
+    def request(self, grammar: Grammar) -> GrammarOnItsWay:
+        """Have it compiled.  Raises QueueFull where too many are."""
+        ...
+
+
+class AdapterReadiness(Protocol):
+    """What reads adapters (``engine.runner.adapters.Adapters``)."""
+
+    def ready(self, ref: AdapterRef) -> bool:
+        """Is it in memory?  If not, it is on its way.  Raises AdapterRefused when it cannot be had."""
+        ...
+
+    def settled(self) -> None:
+        """The scheduler knows of every request that was ready."""
+        ...
+
+
+class PageWait(NamedTuple):
+    """How long a request waited for pages, and for what (``telemetry.spans.TIERS``)."""
+
+    began: float
+    ended: float
+    facts: Mapping[str, float]
+
+
+class PageReadiness(Protocol):
+    """What brings pages of prompts from elsewhere (``engine.service.stored.StoredPages``)."""
+
+    def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
+        """``tell`` hears how long each request waited that passes."""
+        ...
+
+    def ready(self, event: Arrive) -> bool:
+        """Need nothing be waited for?  If not, pages are on their way, or it is being asked who has them."""
+        ...
+
+    def forget(self, request: RequestId) -> None:
+        """Nobody waits for this request any more."""
+        ...
+
+    def passed(self, request: RequestId) -> None:
+        """It goes to the scheduler now."""
+        ...
+
+    def settled(self) -> None:
+        """The scheduler has had its turn with every request that passed."""
+        ...
+
+
+class PagesHere:
+    """For engines that have no other pages than their own."""
+
+    def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
+        """See ``PageReadiness``."""
+
+    def ready(self, event: Arrive) -> bool:
+        """See ``PageReadiness``."""
+        return True
+
+    def forget(self, request: RequestId) -> None:
+        """See ``PageReadiness``."""
+
+    def passed(self, request: RequestId) -> None:
+        """See ``PageReadiness``."""
+
+    def settled(self) -> None:
+        """See ``PageReadiness``."""
+
+
+class NoAdapters:
+    """For engines that have none."""
+
+    def ready(self, ref: AdapterRef) -> bool:
+        """See ``AdapterReadiness``."""
+        raise AdapterRefused("this engine has no adapters")
+
+    def settled(self) -> None:
+        """See ``AdapterReadiness``."""
+
+
+class NoGrammars:
+    """For engines that follow no grammar."""
+
+    def request(self, grammar: Grammar) -> GrammarOnItsWay:
+        """See ``GrammarCompiler``."""
+        raise GrammarRefused("this engine follows no grammar")
+
+
+class ImageReadiness(Protocol):
+    """What encodes images (``engine.images.stage.ImageStage``)."""
+
+    def ready(self, event: Arrive) -> bool:
+        """Can the request's images be read now?  If not, they are being encoded.  Raises ImageRefused when they never
+        can."""
+        ...
+
+    def forget(self, request: RequestId) -> None:
+        """Nobody waits for this request any more."""
+        ...
+
+    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
+        """Encode an image for another worker; None: ``served`` has its rows later.  Raises ImageRefused."""
+        ...
+
+    def served(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
+        """Those that are encoded now."""
+        ...
+
+
+class NoImages:
+    """For engines that read text only."""
+
+    def ready(self, event: Arrive) -> bool:
+        """See ``ImageReadiness``."""
+        if event.images:
+            raise ImageRefused("this engine reads text only")
+        return True
+
+    def forget(self, request: RequestId) -> None:
+        """See ``ImageReadiness``."""
+
+    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
+        """See ``ImageReadiness``."""
+        raise ImageRefused("this engine reads text only")
+
+    def served(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
+        """See ``ImageReadiness``."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What makes requests ready."""
+
+    grammars: GrammarCompiler = field(default_factory=NoGrammars)
+    images: ImageReadiness = field(default_factory=NoImages)
+    adapters: AdapterReadiness = field(default_factory=NoAdapters)
+    pages: PageReadiness = field(default_factory=PagesHere)
+
+
+def _no_end() -> float:
+    return inf
+
+
+class Held:
+    """Events on their way to the scheduler."""
+
+    def __init__(
+        self, ready: Ready, refuse: Callable[[Arrive, str], None], room: Callable[[], float] = _no_end
+    ) -> None:
+        """``refuse`` is told of a request whose grammar cannot be followed, whose images cannot be read or whose
+        adapter cannot be had here, or that there is no room for, and why; it must not come back to this.  ``room``: how
+        many requests may wait here now.
+        """
+        self._grammars = ready.grammars
+        self._images = ready.images
+        self._adapters = ready.adapters
+        self._pages = ready.pages
+        self._refuse = refuse
+        self._room = room
+        self._compiling: dict[RequestId, GrammarOnItsWay] = {}  # of those that wait
+        self._kept: dict[RequestId, deque[Event]] = {}  # looked at longest ago first; each begins with an arrival
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._kept)
+
+    def holds(self, request: RequestId) -> bool:
+        """Does this request wait here?"""
+        return request in self._kept
+
+    def sift(self, events: Iterable[Event]) -> list[Event]:
+        """What may go on now, of what was kept and of ``events``, in order."""
+        self._adapters.settled()  # what passed the last time has reached the scheduler
+        self._pages.settled()
+        passed: list[Event] = []
+        for request in [request for request, _ in zip(self._kept, range(MAX_CHECKED_PER_TURN), strict=False)]:
+            self._go_on(request, self._kept.pop(request), passed)
+        for event in events:
+            kept = self._kept.get(event.id)
+            if isinstance(event, Cancelled):
+                self._cancel(event, passed)
+            elif kept is not None:
+                kept.append(event)
+            elif not isinstance(event, Arrive):
+                passed.append(event)
+            elif self._kept and len(self._kept) >= self._room():
+                self._refuse(event, "queue_full")
+            else:
+                self._go_on(event.id, deque([event]), passed)
+        return passed
+
+    def _cancel(self, event: Cancelled, passed: list[Event]) -> None:
+        kept = self._kept.pop(event.id, None)
+        self._forget(event.id)
+        passed.append(event)
+        left = deque(later for later in kept or () if later.epoch > event.epoch)
+        if left:
+            self._go_on(event.id, left, passed)
+
+    def _go_on(self, request: RequestId, waiting: deque[Event], passed: list[Event]) -> None:
+        """Pass on what was said of this request, up to an arrival that has to wait (on)."""
+        while waiting:
+            event = waiting[0]
+            if isinstance(event, Arrive):
+                try:
+                    if not self._ready(event):
+                        self._kept[request] = waiting
+                        return
+                except Exception as error:
+                    if type(error) not in REFUSERS:  # it is this request's own affair all the same
+                        log.exception("%s could not be made ready", request)
+                    # What is said of it later concerns nobody: it never came.
+                    self._forget(request)
+                    self._refuse(event, REFUSERS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error))
+                    waiting.popleft()
+                    continue
+                self._pages.passed(request)
+                in_use = self._compiling.pop(request, None)
+                event = event if in_use is None else replace(event, in_use=in_use)
+            waiting.popleft()
+            passed.append(event)
+
+    def _ready(self, event: Arrive) -> bool:
+        """Can the scheduler be told of this request?"""
+        grammar, adapter = event.sampling.grammar, event.adapter
+        ready = self._pages.ready(event)  # asked first: who has an image's pages need not encode it
+        ready = (grammar is None or self._compiled(event.id, grammar)) and ready and self._images.ready(event)
+        # Asked last: who is told that an adapter is there comes at once.
+        return ready and (adapter is None or self._adapters.ready(adapter))
+
+    def _compiled(self, request: RequestId, grammar: Grammar) -> bool:
+        wanted = self._compiling.get(request)
+        if wanted is None:
+            wanted = self._compiling[request] = self._grammars.request(grammar)
+        return wanted.ready()
+
+    def _forget(self, request: RequestId) -> None:
+        self._compiling.pop(request, None)
+        self._images.forget(request)
+        self._pages.forget(request)
+
+
+REFUSERS: dict[type[Exception], str] = {
+    GrammarRefused: "grammar: {}",
+    ImageRefused: "image: {}",
+    AdapterRefused: "adapter: {}",
+    QueueFull: "queue_full",
+}
+"""Reasons of refusals; see ``wire.messages.OF_REQUEST``."""

@@ -1,0 +1,567 @@
+"""The worker's mailbox (``engine.loop.Mailbox``): the one place where messages and the scheduler's words meet.
+
+::
+
+    gateway --Submit, Cancel, Hello--> drain --Arrive, Cancelled-------> scheduler
+    peer    --pages, pulls-----------> drain --Granted, PagesArrived…--> scheduler
+    scheduler --Plan-----------------> planned --PullPages, Returned---> peers, gateways
+    scheduler --Outcome--------------> publish --Tokens, pages---------> gateways, peers
+
+What other workers hear is said by ``hand_overs``, what gateways hear by this.  Nothing here waits, and nothing that a
+peer sends raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from penstock.clock import Clock
+from penstock.config.schema import WorkerConfig
+from penstock.engine.core.events import Arrive, Cancelled, ComputeHere, Event, Joined, Moving
+from penstock.engine.core.events import FirstToken as FirstTokenCame
+from penstock.engine.core.events import Granted as CreditCame
+from penstock.engine.core.events import PagesArrived as PagesCame
+from penstock.engine.core.events import Released as PagesReleased
+from penstock.engine.core.plan import Outcome, Plan
+from penstock.engine.core.request import Status
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.gateways import Ask, Asks, Batches, Gateway, arrival_of, item_of, parts_of
+from penstock.engine.service.kv_events import Bulletins
+from penstock.engine.service.kv_transfer import LOOK_S, Departures, HandOver, HandOvers, News, OwnPace
+from penstock.engine.service.lifecycle import Duties
+from penstock.engine.service.load_report import Reporter
+from penstock.engine.service.migration import Moves, joining
+from penstock.engine.service.peer_links import Peers
+from penstock.engine.service.readiness import Held, PageWait, Ready
+from penstock.engine.service.remote_encoder import ServedImages
+from penstock.engine.service.validation import UNFIT, unfit
+from penstock.kv.transfer.effects import FirstToken, Granted, Outrun, PagesAdvanced, PullFailed, Released
+from penstock.types import Duty, Leg, RequestId, WorkerState
+from penstock.wire.codec import fits
+from penstock.wire.duties import HANDED_OVER, Assign, StillWanted
+from penstock.wire.messages import (
+    MOST_REASON_CHARS,
+    NO_HELLO,
+    OTHER_PROCESS,
+    TOO_LARGE,
+    UNKNOWN,
+    Awaited,
+    Cancel,
+    EncodeImage,
+    Hello,
+    PagesReceived,
+    PullPages,
+    Recipient,
+    Report,
+    Returned,
+    Submit,
+    TokenItem,
+    Tokens,
+)
+from penstock.wire.transport import Listener, Received, Source, Transport
+
+# MERGED: What the ends of hand-overs say, as events for the scheduler and words for gateways.
+# MERGED:
+# MERGED: Sends nothing itself, and knows no messages of other workers.
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """Where words go."""
+
+    event: Callable[[Event], None]  # to the scheduler
+    give_back: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
+    tokens: Callable[[Gateway, tuple[TokenItem, ...]], object]
+
+
+class Tidings:
+    """Of one worker."""
+
+    def __init__(self, scheduler: Scheduler, asks: Asks, moves: Moves, reporter: Reporter, out: Outbox) -> None:
+        self._scheduler = scheduler
+        self._asks = asks
+        self._moves = moves
+        self._reporter = reporter
+        self._out = out
+
+    def on(self, news: News, now: float) -> None:
+        """Take what an end says."""
+        match news:
+            case PagesAdvanced():
+                self._out.event(PagesCame(id=news.request, epoch=news.epoch, computed=news.computed))
+            case FirstToken():
+                self._complete(news, now)
+            case Outrun():
+                self._outrun(news, now)
+            case PullFailed():
+                self._reporter.count("hand_overs_failed")
+                self._out.give_back(news.request, news.epoch, f"pages_lost: {news.reason}")
+            case Granted():
+                if not self._moves.granted(news, now):
+                    self._out.event(CreditCame(id=news.request, epoch=news.epoch))
+            case Released():
+                self._released(news, now)
+
+    def _complete(self, effect: FirstToken, now: float) -> None:
+        """The scheduler puts tokens in their place; what else is known of them waits with the ask for ``publish``."""
+        first = effect.first
+        ask = self._asks.get(effect.request)
+        if ask is not None and ask.epoch != effect.epoch:
+            ask = None
+        if ask is not None:
+            began, tokens = ask.pulled
+            ask.ended("transfer", began, now, tokens=tokens)
+        if ask is not None and ask.joins:
+            self._joined(effect, ask)
+            return
+        self._reporter.count("hand_overs")
+        if ask is not None:
+            ask.first = first
+            if first.finish is not None:
+                # The whole answer is this token.  The prefill worker has told the gateway; if it died first, we do.
+                self._out.tokens(ask.gateway, (first,))
+        self._out.event(
+            FirstTokenCame(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
+        )
+
+    def _outrun(self, effect: Outrun, now: float) -> None:
+        """All was computed elsewhere and its pages are too slow to come: this worker computes them, too."""
+        ask = self._asks.get(effect.request)
+        if ask is not None and ask.epoch == effect.epoch:
+            began, tokens = ask.pulled
+            ask.ended("transfer", began, now, tokens=tokens)
+            ask.first = effect.first
+        self._out.event(ComputeHere(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
+
+    def _joined(self, effect: FirstToken, ask: Ask) -> None:
+        """An answer that another worker wrote goes on here."""
+        first, here = effect.first, self._scheduler.find(effect.request)
+        self._reporter.count("answers_joined")
+        if here is not None and 0 <= here.emitted - first.index <= len(first.tokens):
+            ask.first = joining(first, here.emitted)
+        self._out.event(Joined(id=effect.request, epoch=effect.epoch, index=first.index, tokens=first.tokens))
+
+    def _released(self, effect: Released, now: float) -> None:
+        if effect.reason == "lease ended":
+            self._reporter.count("leases_expired")
+        moved = self._moves.released(effect)
+        if isinstance(moved, Moving):
+            self._out.event(moved)
+            return
+        if moved:
+            self._reporter.count("answers_moved")
+            self._out.give_back(effect.request, effect.epoch, HANDED_OVER)
+            return
+        request = self._scheduler.find(effect.request)
+        if request is not None and request.epoch == effect.epoch and request.status is not Status.HANDOVER:
+            # The receiver went away before the prompt was read: nobody will finish this answer.
+            self._reporter.count("hand_overs_failed")
+            self._out.give_back(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
+        self._out.event(PagesReleased(id=effect.request, epoch=effect.epoch))
+
+
+log = logging.getLogger("penstock.worker")
+
+MESSAGES_PER_TURN = 512
+"""Messages taken from the mailbox between two steps; the rest waits for the next turn."""
+
+GRAMMAR_LOOK_S = 0.001
+"""Between two looks whether a grammar is compiled."""
+
+REPORT_LOOK_S = 0.005
+"""The shortest sleep while a report is due."""
+
+TICK_S = 0.1
+"""Between two looks at leases and silent gateways."""
+
+
+class WorkerMailbox:
+    """See ``engine.loop.Mailbox``; besides, the loop calls ``planned`` with each plan before it runs."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        scheduler: Scheduler,
+        hand_over: HandOver,
+        transport: Transport,
+        clock: Clock,
+        *,
+        ready: Ready | None = None,
+    ) -> None:
+        self._config = config
+        self._self = Recipient(worker=config.worker, incarnation=config.incarnation, identity=hand_over.identity)
+        self._scheduler = scheduler
+        self._clock = clock
+        self._listener: Listener = transport.listen(config.endpoint)
+        self._hand_overs = HandOvers(
+            hand_over, Peers(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
+        )
+        ends = self._hand_overs
+        self._departures = Departures(scheduler.memory.pool, ends.offer, ends.done, hand_over.writer)
+        self._asks = Asks(config.gateway_silence_s)
+        self._events: list[Event] = []
+        ready = ready or Ready()
+        self._images = ready.images
+        self._held = Held(ready, self._refuse, lambda: config.scheduler.max_queued - scheduler.queued)
+        ready.pages.watch(self._waited)
+        self._mixed = hand_over.identity.mixed
+        self._served = ServedImages(hand_over.identity, self._listener.send)
+        self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
+        self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener, self._report_now)
+        self._next_tick = 0.0
+        self._step_began = 0.0
+        self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
+        self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
+        self.reporter.turned_away = lambda: hand_over.sender.turned_away
+        hand_over.receiver.haste.predict = OwnPace(scheduler).predict
+        self._moves = Moves(
+            scheduler,
+            self._hand_overs,
+            self._asks,
+            config.hand_over.copy_budget_bytes,
+            ahead_tokens=config.hand_over.ahead_tokens,
+        )
+        self.duties = Duties(config, self.reporter, scheduler, self._asks)
+        self._tidings = Tidings(
+            scheduler, self._asks, self._moves, self.reporter, Outbox(self._tell, self._return, self._send_tokens)
+        )
+
+    # --- for the loop ------------------------------------------------------------------------------------------------
+
+    def drain(self) -> Iterable[Event]:
+        """Take what came, copy what can be copied within the budget, and say what the scheduler must know."""
+        now = self._clock.now()
+        for _ in range(MESSAGES_PER_TURN):
+            received = self._listener.recv()
+            if received is None:
+                break
+            self._take(received, now)
+        for content, rows_ND in self._images.served(self._served.contents):
+            self._served.finished(content, rows_ND)
+        self._departures.turn(now)
+        self.reporter.count("transfer_seconds", self._hand_overs.drain(now))
+        if now >= self._next_tick:
+            self._tick(now)
+        self._events += self._moves.ripe(now)
+        events, self._events = self._events, []
+        if events:
+            self.bulletins.changed()
+        return self._held.sift(events)
+
+    def planned(self, plan: Plan) -> None:
+        """A plan was made: credits and returns go out before the step is computed."""
+        now = self._clock.now()
+        for returned in plan.returned:
+            self._return(returned.id, returned.epoch, returned.reason)
+        for request in plan.reserved:
+            ask = self._asks.get(request.id)
+            if ask is not None and ask.pages_from is not None:
+                ask.ended("worker_queue", ask.arrived, now)
+                ask.pulled = (now, len(request.prompt) + request.emitted - request.computed)
+                self._hand_overs.expect(request, ask.pages_from, now)
+        self._moves.finish(now)
+        for row in plan.rows:
+            if row.count > 1 or len(row.request.output) == row.request.emitted:
+                ask = self._asks.get(row.request.id)
+                if ask is not None and ask.started is None:
+                    ask.started = now
+                    ask.ended("worker_queue", ask.arrived, now)
+        for request_id in plan.gone:
+            ask = self._asks.get(request_id)
+            if ask is not None and self._scheduler.find(request_id) is None:
+                self._asks.drop(request_id, ask.epoch)
+
+    def publish(self, outcome: Outcome, plan: Plan) -> None:
+        """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
+        now = self._clock.now()
+        if plan.rows:
+            self.reporter.count_step(plan, now - self._step_began)
+        if outcome.late:
+            self.reporter.count("generation_tokens", -outcome.late)
+            self.reporter.count("rows_waited_for_masks", outcome.late)
+        self._departures.final(outcome.pages_done, now)
+        self.reporter.count("pages_sent", len(outcome.pages_done))
+        self._moves.written(outcome, now)
+        batches = Batches()
+        for progress in outcome.progress:
+            ask = self._asks.get(progress.request.id)
+            if ask is None or ask.epoch != progress.request.epoch:
+                continue
+            item = item_of(progress, ask, now)
+            if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first:
+                self.reporter.count_progress(len(progress.tokens))
+            if item.prompt_logprobs is not None:
+                *before, item = parts_of(item)
+                if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
+                    continue
+            batches.add(ask.gateway, item)
+            if ask.leg is Leg.PREFILL:
+                self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
+        self._departures.turn(now)
+        for gateway, items in batches.all():
+            self._send_tokens(gateway, items)
+        self._answer_awaited()
+        if plan.rows or plan.reserved or plan.preempted or outcome.progress or outcome.pages_done:
+            self.bulletins.changed()
+        self.bulletins.turn(self._asks.gateways(), now, waiting=len(self._asks) > 0)
+        if self._moves.pressing:
+            self._relieve(now)
+
+    def about_to_run(self, predicted_s: float) -> None:
+        """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
+        self._step_began = self._clock.now()
+        if self.reporter.begins(predicted_s) and not self.bulletins.knows_of(predicted_s, self._step_began):
+            self.report(self._step_began)
+
+    # --- for whoever drives the loop ---------------------------------------------------------------------------------
+
+    @property
+    def sources(self) -> list[Source]:
+        """What to wait for when there is nothing to do."""
+        return [self._listener, *self._hand_overs.links()]
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """The same: readable when pages may have come that no message tells of."""
+        return self._hand_overs.descriptors
+
+    @property
+    def patience_s(self) -> float:
+        """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment, and
+        a report may be due."""
+        due_s = self.bulletins.due_in(self._asks.gateways(), self._clock.now(), waiting=len(self._asks) > 0)
+        due_s = max(due_s, REPORT_LOOK_S)
+        return min(due_s, GRAMMAR_LOOK_S if self._held else LOOK_S if self._departures else inf)
+
+    @property
+    def busy(self) -> bool:
+        """Are there pages to copy, words that the scheduler has not heard, or more of the cache to tell gateways?  Then
+        there is no time to sleep."""
+        return self._hand_overs.busy or bool(self._events) or self.bulletins.unfinished
+
+    def report(self, now: float) -> None:
+        """Tell every gateway how this worker is."""
+        self.bulletins.report(self._asks.gateways(), now)
+
+    def _report_now(self) -> Report:
+        counters = self._listener.counters
+        return self.reporter.report(
+            asked=len(self._asks), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
+        )
+
+    def leave(self) -> None:
+        """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``duties.over``)."""
+        now = self._clock.now()
+        self.duties.leave(now)
+        self._assign(Assign(duty=Duty.DRAIN), now)
+
+    def drain_out(self) -> None:
+        """This worker stops now: give everything that is left back to the gateways."""
+        self.reporter.state = WorkerState.DRAINING
+        for ask in self._asks.all():
+            self._return(ask.request, ask.epoch, "draining")
+        self.report(self._clock.now())
+
+    # --- messages in -------------------------------------------------------------------------------------------------
+
+    def _take(self, received: Received, now: float) -> None:
+        """Whatever it says: it must not end this process, and with it the requests of others."""
+        try:
+            self._from_mailbox(received, now)
+        except Exception:
+            message = received.message
+            log.exception("a %s could not be handled", type(message).__name__)
+            self._listener.counters.malformed += 1
+            if isinstance(message, Submit):
+                self._return(message.request, message.epoch, f"{UNFIT}: it could not be handled")
+
+    def _from_mailbox(self, received: Received, now: float) -> None:
+        message, peer = received.message, received.peer
+        match message:
+            case Submit():
+                self._submit(peer, message, now)
+            case Cancel():
+                if self._asks.may_cancel(peer, message.request):
+                    self._cancel(message.request, message.epoch, now)
+            case PullPages():
+                self._hand_overs.pull(peer, message, now)
+            case PagesReceived():
+                self._hand_overs.received(message, now)
+            case Hello():
+                self._hello(peer, message, now)
+            case EncodeImage():
+                self._served.encode(peer, message, self._images)
+            case Assign():
+                if self._asks.knows(peer):
+                    self._assign(message, now)
+            case _:
+                pass  # well-formed, but nothing that a worker is told; the transport has counted it
+
+    def _hello(self, peer: bytes, message: Hello, now: float) -> None:
+        if message.discovery:
+            self.bulletins.discovered(peer)
+            return
+        greeted = self._asks.hello(peer, message, now, self._is_connected)
+        for ask in greeted.orphans:
+            self._cancel(ask.request, ask.epoch, now)
+        for ask in greeted.cut_off:
+            self._return(ask.request, ask.epoch, "connection lost")
+        unsent = greeted.gateway.unsent
+        while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
+            del unsent[0]
+        self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
+        self.bulletins.greeted(greeted.gateway, message)
+
+    def _is_connected(self, peer: bytes) -> bool:
+        """Is this connection there still?  What is sent over it means nothing."""
+        return self._listener.send(peer, StillWanted(requests=()))
+
+    def _answer_awaited(self) -> None:
+        """Give back what a gateway waits for in vain: it never came, or has left without the gateway's hearing it.
+
+        After the scheduler has heard of everything that came before the question, and after all tokens were sent.
+        """
+        for gateway, awaited in self._awaited:
+            ask, here = self._asks.get(awaited.request), self._scheduler.find(awaited.request)
+            if ask is None or ask.epoch < awaited.epoch:
+                self._give_back(gateway, Returned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
+            elif (
+                ask.epoch == awaited.epoch
+                and (here is None or here.epoch != ask.epoch)
+                and not self._events
+                and not self._held.holds(awaited.request)
+            ):
+                self._return(awaited.request, awaited.epoch, UNKNOWN)
+        self._awaited.clear()
+
+    def _submit(self, peer: bytes, message: Submit, now: float) -> None:
+        if message.recipient != self._self:
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=OTHER_PROCESS))
+            return
+        if not self._asks.knows(peer):
+            # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
+            return
+        if self.duties.draining:
+            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
+            return
+        reason = unfit(message, self._config.vocabulary, mixed=self._mixed)
+        if reason is not None:
+            self._listener.send(peer, _given_back(message.request, message.epoch, f"{UNFIT}: {reason}"))
+            return
+        earlier = self._asks.get(message.request)
+        ask = self._asks.submit(peer, message, now)
+        if ask is None:
+            return
+        if earlier is not None:
+            self._hand_overs.cancel(message.request, earlier.epoch, now)
+        if message.leg is Leg.DECODE and message.pages_from is None:
+            self._return(message.request, message.epoch, "no source of pages was named")
+            return
+        if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
+            self._return(message.request, message.epoch, "pages_lost: no way to the source")
+            return
+        self._events.append(arrival_of(message, now, ahead=self._config.hand_over.ahead_tokens))
+        if message.leg is Leg.PREFILL:
+            self._hand_overs.open(message.request, message.epoch, now)
+
+    def _assign(self, message: Assign, now: float) -> None:
+        """Gateways hear of it first, so that what is given back does not come back."""
+        reason = self.duties.assign(message, now)
+        self.report(now)
+        if reason is not None:
+            for ask in self.duties.unfit():
+                self._return(ask.request, ask.epoch, reason)
+        self._relieve(now)
+
+    def _relieve(self, now: float) -> None:
+        """Have others go on with what is written here, or not any more; but for what becomes too long for here."""
+        if self.duties.wants_relief:
+            self._moves.begin()
+        else:
+            self._moves.cease(now)
+        for gateway, relieve in self._moves.ask(now) if self._config.hands_over else ():
+            self._listener.send(gateway.peer, relieve)
+
+    def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
+        """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
+        if self._asks.drop(request, epoch) is not None:
+            self.reporter.count("requests_cancelled")
+        self._hand_overs.cancel(request, epoch, now)
+        self._events.append(Cancelled(id=request, epoch=epoch))
+
+    def _tick(self, now: float) -> None:
+        self._next_tick = now + TICK_S
+        self._served.alive()
+        for ask in self._asks.silent(now):
+            self._return(ask.request, ask.epoch, "the gateway was silent")
+        for ask in self._asks.replaced(self.gateways_now()):
+            self._cancel(ask.request, ask.epoch, now)
+        for gateway, question in self._asks.doubtful(now):
+            self._listener.send(gateway.peer, question)
+        self._relieve(now)
+        self.duties.settle()
+        closed = self._hand_overs.tick(now)
+        if closed:
+            self.reporter.count("peer_links_closed", closed)
+
+    def _on_news(self, news: News) -> None:
+        """An end of a hand-over has something to say."""
+        self._tidings.on(news, self._clock.now())
+
+    # --- messages out ------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        """To the scheduler, with the next turn."""
+        self._events.append(event)
+
+    def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> bool:
+        """False: some of them were not sent, and their requests have gone back."""
+        message = Tokens(worker=self._self.worker, incarnation=self._self.incarnation, items=items)
+        if self._listener.send(gateway.peer, message):
+            return True
+        if fits(message):
+            # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
+            for item in items:
+                self._return(item.request, item.epoch, "unsent")
+        elif len(items) > 1:
+            for item in items:
+                self._send_tokens(gateway, (item,))
+        else:
+            self._return(items[0].request, items[0].epoch, TOO_LARGE)
+        return False
+
+    def _return(self, request: RequestId, epoch: int, reason: str) -> None:
+        """Give a request back to its gateway and forget it here, with both ends of its hand-over.
+
+        Those end before anything else happens: its pages may soon be, or be already, somebody else's.
+        """
+        ask = self._asks.drop(request, epoch)
+        self._hand_overs.fail(request, epoch, reason, self._clock.now())
+        self._events.append(Cancelled(id=request, epoch=epoch))
+        if ask is None:
+            return
+        if reason != HANDED_OVER:
+            self.reporter.count("requests_returned")
+        self._give_back(ask.gateway, _given_back(request, epoch, reason))
+
+    def _waited(self, request: RequestId, wait: PageWait) -> None:
+        """Pages of tiers were waited for."""
+        ask = self._asks.get(request)
+        if ask is not None:
+            ask.ended("tiers", wait.began, wait.ended, **wait.facts)
+
+    def _refuse(self, event: Arrive, reason: str) -> None:
+        """It cannot be served here.  Another worker may be of another mind."""
+        self._return(event.id, event.epoch, reason)
+
+    def _give_back(self, gateway: Gateway, message: Returned) -> None:
+        if gateway.away or not self._listener.send(gateway.peer, message):
+            gateway.unsent.append(message)
+
+
+def _given_back(request: RequestId, epoch: int, reason: str) -> Returned:
+    return Returned(request=request, epoch=epoch, reason=reason[:MOST_REASON_CHARS])

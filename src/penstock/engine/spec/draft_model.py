@@ -1,0 +1,378 @@
+"""Asks a guide for tokens: reads what it has not read, then guess after guess, all requests of a step side by side.
+
+Sampled answers are guessed with the very random numbers that the model will draw with: where both see the same odds,
+both draw the same token.  Knows nothing about what a guess is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.clock import Clock
+from penstock.engine.core.plan import Row
+from penstock.engine.core.request import Request
+from penstock.engine.models.eagle import EagleHead
+from penstock.engine.models.interface import Model
+from penstock.kernels.operands import KvShape, StepBatch
+from penstock.kernels.ops import Ops, Steps
+from penstock.kernels.sampling import Picks
+from penstock.types import PAGE_TOKENS, RequestId
+
+# MERGED: Who can be asked what comes next: a head that reads the model's hidden states, or a small model that
+# MERGED: reads tokens.
+# MERGED:
+# MERGED: Says what must be read before the next guess and by which steps; ``drafter`` reads it.
+
+
+# MERGED: Whose tokens a head or a draft model has read, and how far: places in KV memory that only guessing
+# MERGED: uses.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     place of one request, 1024 tokens = 64 pages of its own, in order
+# MERGED:            | read for good | read for guesses |
+# MERGED:     now    | true tokens   | perhaps wrong    |      counted from where reading began, not from the
+# MERGED: prompt's begin
+# MERGED:     full   | begun anew with what comes next
+# MERGED:     at end | the place is free
+# MERGED:
+# MERGED: Nothing of it is handed over, cached or kept: who begins in the middle of an answer guesses a little
+# MERGED: worse for a while.
+
+CONTEXT_TOKENS = 1024
+"""Tokens that a place holds."""
+
+CONTEXT_PAGES = CONTEXT_TOKENS // PAGE_TOKENS
+
+
+@dataclass(slots=True)
+class Context:
+    """One request's place.  ``end`` positions are read for good; what else that means is the guide's."""
+
+    request: Request
+    place: int
+    base: int = -1  # draft models: position in the request of the first token read; -1: nothing is
+    end: int = 0
+    ahead: list[int] = field(default_factory=list[int])  # draft models: guesses that were read behind ``end``
+
+
+class Contexts:
+    """A fixed number of places."""
+
+    def __init__(self, places: int) -> None:
+        self._contexts: dict[RequestId, Context] = {}
+        self._free = list(range(places - 1, -1, -1))
+
+    def of(self, request: Request) -> Context | None:
+        """The request's own, made anew for another object of the same id; None when all places are taken."""
+        context = self._contexts.get(request.id)
+        if context is not None and context.request is request:
+            return context
+        self.forget(request.id)
+        if not self._free:
+            return None
+        context = self._contexts[request.id] = Context(request, self._free.pop())
+        return context
+
+    def forget(self, request: RequestId) -> None:
+        """Free its place; an unknown one is no error."""
+        context = self._contexts.pop(request, None)
+        if context is not None:
+            self._free.append(context.place)
+
+
+def table_of(contexts: list[Context]) -> NDArray[np.int32]:
+    """Pages of these places [S, 64]."""
+    places = np.array([context.place for context in contexts], np.int32)
+    return (places[:, None] * CONTEXT_PAGES + np.arange(CONTEXT_PAGES, dtype=np.int32)).astype(np.int32)
+
+
+Taps = Mapping[RequestId, tuple[int, NDArray[np.float32]]]
+"""Of each row of the last step that drew: position of the first token drawn after, hidden states of it and of the
+draft tokens behind it."""
+
+
+class TapSource(Protocol):
+    """Where hidden states come from: the runner."""
+
+    def hand_out(self, wanted: bool) -> None:
+        """Whether they are wanted from the next step on."""
+        ...
+
+    def taps(self) -> Taps:
+        """Those of the last step, if they were wanted."""
+        ...
+
+
+BEGINNING_TOKENS = 256
+"""A draft model begins with so many last tokens of a request."""
+
+READ_AT_ONCE = 64
+"""Tokens of one request that a draft model reads in one step, until it has caught up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens to be read from a context's end on, and what comes with them."""
+
+    tokens: Sequence[int]
+    features_TW: NDArray[np.float32] | None = None
+    is_last: bool = True  # nothing else is missing: what is said then is a guess
+
+
+class Guide(Protocol):
+    """A head or a draft model, as it is used by one worker."""
+
+    kv: KvShape
+    vocab: int  # tokens below are read
+    ids_V: NDArray[np.int32] | None  # tokens of what is guessed; None: the same
+    first: Steps  # reads what is fed
+    further: Steps | None  # reads a guess and what was said with it; None: the first reads guesses, too
+
+    def follow(self, wanted: bool) -> None:
+        """Whether guesses will be asked for after the next step; before it is called, none will be."""
+        ...
+
+    def begin(self) -> None:
+        """Guesses for a step begin."""
+        ...
+
+    def feed(self, row: Row, context: Context, depth: int) -> Feed | None:
+        """What must be read for this row, so that ``depth`` tokens can be guessed; None if that cannot be."""
+        ...
+
+
+class HeadGuide:
+    """A head; it reads hidden states of the step before, whoever planned that."""
+
+    def __init__(self, head: EagleHead, vocab: int, source: TapSource) -> None:
+        self.kv = head.kv
+        self.vocab = vocab
+        self.ids_V = head.ids_V
+        self.first: Steps = head.first
+        self.further: Steps | None = head.further
+        self._source = source
+        self._taps: Taps = {}
+
+    def follow(self, wanted: bool) -> None:
+        """See ``Guide.follow``."""
+        self._source.hand_out(wanted)
+
+    def begin(self) -> None:
+        """See ``Guide.begin``."""
+        self._taps = self._source.taps()
+
+    def feed(self, row: Row, context: Context, depth: int) -> Feed | None:
+        """Hidden states of the tokens that stood, each with the token behind it.
+
+        What was computed while nothing was guessed is missing in the context, which does little harm.
+        """
+        start, taps_RW = self._taps.get(row.request.id, (row.start, None))
+        count = row.start - start
+        if taps_RW is None or not 1 <= count <= len(taps_RW):
+            return None
+        if context.end + count + depth > CONTEXT_TOKENS:
+            context.end = 0
+        return Feed(row.request.tokens(start + 1, row.start + 1), taps_RW[:count])
+
+
+class ModelGuide:
+    """A small model with the same tokens."""
+
+    def __init__(self, model: Model, kv: KvShape, vocab: int) -> None:
+        self.kv = kv
+        self.vocab = vocab
+        self.ids_V: NDArray[np.int32] | None = None
+        self.first: Steps = model
+        self.further: Steps | None = None
+
+    def follow(self, wanted: bool) -> None:
+        """See ``Guide.follow``."""
+
+    def begin(self) -> None:
+        """See ``Guide.begin``."""
+
+    def feed(self, row: Row, context: Context, depth: int) -> Feed | None:
+        """The tokens that it has not read, a piece at a time; what it guessed right it has read already."""
+        request, known = row.request, row.start + 1
+        if context.base < 0 or known < context.base + context.end or known - context.base + depth > CONTEXT_TOKENS:
+            context.base, context.end = max(0, known - BEGINNING_TOKENS), 0
+            context.ahead.clear()
+        unread = request.tokens(context.base + context.end, known)
+        stood = 0
+        while stood < min(len(context.ahead), len(unread) - 1) and context.ahead[stood] == unread[stood]:
+            stood += 1
+        context.ahead.clear()
+        context.end += stood
+        tokens = unread[stood : stood + READ_AT_ONCE]
+        return Feed(tokens, is_last=stood + len(tokens) == len(unread)) if tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fed:
+    """A row that is guessed for; ``index`` among the step's rows."""
+
+    index: int
+    row: Row
+    context: Context
+    feed: Feed
+
+
+class Drafter:
+    """A guide's programs over KV memory of its own, and the places in that."""
+
+    def __init__(self, guide: Guide, ops: Ops, *, vocab: int, places: int, clock: Clock) -> None:
+        """``vocab``: of the model that is guessed for.  ``places``: requests that are guessed for at once."""
+        self._guide = guide
+        self._ops = ops
+        self._vocab = vocab
+        self._clock = clock
+        self.places = places
+        self._contexts = Contexts(places)
+        kv = ops.new_kv(guide.kv, pages=places * CONTEXT_PAGES)
+        self._first = ops.record(guide.first, kv)
+        self._further = self._first if guide.further is None else ops.record(guide.further, kv)
+        self._steps: dict[int, tuple[StepBatch, Picks]] = {}  # of further guesses, by the number of requests
+        self.seconds = (0.0, 0.0)  # of the last call: the first guess, and all further ones
+
+    def guess(self, rows: Sequence[Row], depth: int) -> list[tuple[int, ...]]:
+        """Up to ``depth`` (at least 1) tokens to follow each row's; none at all where nobody can be guessed for."""
+        begin = self._clock.now()
+        fed = self._fed(rows, depth)
+        self.seconds = (0.0, 0.0)
+        if not fed:
+            return []
+        tokens = self._read(fed)
+        read = self._clock.now()
+        last = [one for one in fed if one.feed.is_last]
+        guesses: list[tuple[int, ...]] = [()] * len(rows)
+        if last:
+            tokens_SK = self._go_on(fed, last, tokens, depth)
+            for one, own in zip(last, tokens_SK, strict=True):
+                most = max(0, min(depth, one.row.request.last - one.row.request.known - 1))
+                guesses[one.index] = self._sound(own[:most])
+        self.seconds = (read - begin, self._clock.now() - read)
+        return guesses
+
+    def follow(self, wanted: bool) -> None:
+        """See ``Guide.follow``."""
+        self._guide.follow(wanted)
+
+    def forget(self, request: RequestId) -> None:
+        """The request has left."""
+        self._contexts.forget(request)
+
+    def _fed(self, rows: Sequence[Row], depth: int) -> list[_Fed]:
+        guide, found = self._guide, []
+        guide.begin()
+        for index, row in enumerate(rows):
+            context = self._contexts.of(row.request)
+            feed = guide.feed(row, context, depth) if context is not None else None
+            if context is not None and feed is not None and max(feed.tokens) < guide.vocab:
+                found.append(_Fed(index, row, context, feed))
+        return found
+
+    def _read(self, fed: list[_Fed]) -> NDArray[np.int32]:
+        """Read what is fed; what each says comes next [S]."""
+        counts = [len(one.feed.tokens) for one in fed]
+        starts = np.zeros(len(fed) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        positions = [np.arange(one.context.end, one.context.end + n) for one, n in zip(fed, counts, strict=True)]
+        features = [one.feed.features_TW for one in fed if one.feed.features_TW is not None]
+        batch = StepBatch(
+            np.array([token for one in fed for token in one.feed.tokens], np.int32),
+            np.concatenate(positions, dtype=np.int32),
+            starts,
+            table_of([one.context for one in fed]),
+            starts[1:] - 1,
+            features_TW=features[0] if len(features) == 1 else np.concatenate(features) if features else None,
+        )
+        picks = self._picks(fed)
+        self._first.run(batch, 0, [], picks)
+        for one, count in zip(fed, counts, strict=True):
+            one.context.end += count
+        return self._ids(picks.tokens_F)
+
+    def _picks(self, fed: list[_Fed]) -> Picks:
+        """How the token after each row's is drawn: as its model will, but for what bends the odds."""
+        samplings = [one.row.request.sampling for one in fed]
+        return Picks(
+            np.array([sampling.seed for sampling in samplings], np.uint64),
+            np.array([one.row.start + 1 for one in fed], np.uint32),
+            np.array([sampling.choice for sampling in samplings], np.uint32),
+            np.array([self._temperature(sampling.temperature) for sampling in samplings], np.float32),
+            np.zeros(len(fed), np.int32),
+        )
+
+    def _temperature(self, wanted: float) -> float:
+        """Noise belongs to the model's tokens: outputs of another order take the likeliest."""
+        return wanted if self._guide.ids_V is None else 0.0
+
+    def _ids(self, outputs: NDArray[np.int32]) -> NDArray[np.int32]:
+        ids_V = self._guide.ids_V
+        return outputs.copy() if ids_V is None else ids_V[outputs]
+
+    def _go_on(self, fed: list[_Fed], last: list[_Fed], tokens: NDArray[np.int32], depth: int) -> list[list[int]]:
+        """Guess after guess, each read in its turn: [S][depth]."""
+        own = [index for index, one in enumerate(fed) if one.feed.is_last]
+        guesses = [tokens[own]]
+        if depth > 1:
+            batch, picks = self._step_of(last)
+            hidden_SD = None
+            if batch.features_TW is not None:
+                hidden_SD = self._ops.to_numpy(self._first.hidden())[own]
+            for _ in range(depth - 1):
+                batch.tokens_T[:] = guesses[-1]
+                if hidden_SD is not None and batch.features_TW is not None:
+                    batch.features_TW[:] = hidden_SD
+                self._further.run(batch, 0, [], picks)
+                guesses.append(self._ids(picks.tokens_F))
+                if hidden_SD is not None:
+                    hidden_SD = self._ops.to_numpy(self._further.hidden())
+                batch.positions_T[:] += 1
+                picks.positions_F[:] += np.uint32(1)
+        tokens_SK = [list(row) for row in np.stack(guesses, axis=1).tolist()]
+        for one, said in zip(last, tokens_SK, strict=True):
+            one.context.ahead[:] = said[:-1]
+        return tokens_SK
+
+    def _step_of(self, last: list[_Fed]) -> tuple[StepBatch, Picks]:
+        """The arrays of a further guess, for one more row of each."""
+        count = len(last)
+        fresh = self._picks(last)
+        known = self._steps.get(count)
+        if known is None:
+            width = getattr(self._guide.further, "width", None)
+            known = self._steps[count] = (
+                StepBatch(
+                    np.zeros(count, np.int32),
+                    np.zeros(count, np.int32),
+                    np.arange(count + 1, dtype=np.int32),
+                    np.zeros((count, CONTEXT_PAGES), np.int32),
+                    np.arange(count, dtype=np.int32),
+                    features_TW=None if width is None else np.zeros((count, width), np.float32),
+                ),
+                fresh,
+            )
+        batch, picks = known
+        batch.positions_T[:] = [one.context.end for one in last]
+        batch.table_SP[:] = table_of([one.context for one in last])
+        picks.seeds_F[:], picks.choices_F[:], picks.temperatures_F[:] = (
+            fresh.seeds_F,
+            fresh.choices_F,
+            fresh.temperatures_F,
+        )
+        picks.positions_F[:] = fresh.positions_F + np.uint32(1)
+        return known
+
+    def _sound(self, tokens: list[int]) -> tuple[int, ...]:
+        """As far as they are tokens of the model."""
+        for index, token in enumerate(tokens):
+            if token >= self._vocab:
+                return tuple(tokens[:index])
+        return tuple(tokens)

@@ -1,0 +1,339 @@
+"""Draft tokens for the rows of a step, as many as pay; see ``engine.core.speculation`` for what the scheduler asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.clock import Clock, MonotonicClock
+from penstock.engine.core.plan import Drawn, Row
+from penstock.engine.core.request import Request
+from penstock.engine.spec.acceptance import (
+    LEAST_GAIN,
+    Acceptance,
+    Account,
+    Depths,
+    StepTimes,
+    best_depth,
+    hopeless,
+    worthwhile,
+)
+from penstock.engine.spec.draft_model import Drafter
+from penstock.types import RequestId
+
+# MERGED: Draft tokens looked up in what was said before: where the last few tokens stood already, what
+# MERGED: followed them?
+# MERGED:
+# MERGED: Prompt lookup decoding (Saxena 2023; LLMA, arXiv:2304.04487).  Costs no model, and in a step without
+# MERGED: a match less than a
+# MERGED: microsecond: places are chained by their last two tokens, as LZ77 does it.  Knows tokens, not how
+# MERGED: likely they are to be
+# MERGED: right.
+
+LONGEST_MATCH = 16
+"""A longer match says no more."""
+
+CANDIDATES = 8
+"""Latest places that are compared further back."""
+
+SEARCHED_TOKENS = 32_768
+"""Of a prompt only so many last tokens are searched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What may come next, and how many tokens before it stood in the same order earlier."""
+
+    match: int
+    tokens: tuple[int, ...]
+
+
+class Lookup:
+    """The tokens of one request: prompt, then answer.
+
+    ``_last``: where the latest place of each two tokens ends.  ``_before``: of the place that ends here, where the one
+    before it ends; -1 for none.
+    """
+
+    __slots__ = ("_before", "_last", "_tokens", "seen")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.seen = len(tokens)  # tokens that were given, also those that are not searched
+        self._tokens = list(tokens[-SEARCHED_TOKENS:])
+        text = np.array(self._tokens, np.int64)
+        pairs = text[:-1] << 32 | text[1:]
+        order = np.argsort(pairs, kind="stable")  # equal pairs side by side, in the order of the text
+        sorted_pairs, ends = pairs[order], order + 1
+        before = np.full(len(text), -1, np.int64)
+        before[ends[1:]] = np.where(sorted_pairs[1:] == sorted_pairs[:-1], ends[:-1], -1)
+        self._before: list[int] = before.tolist()
+        self._last: dict[int, int] = dict(zip(sorted_pairs.tolist(), ends.tolist(), strict=True))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These came since."""
+        own, last = self._tokens, self._last
+        for token in tokens:
+            if own:
+                pair = own[-1] << 32 | token
+                self._before.append(last.get(pair, -1))
+                last[pair] = len(own)
+            else:
+                self._before.append(-1)
+            own.append(token)
+        self.seen += len(tokens)
+
+    def guess(self, most: int) -> Guess | None:
+        """Up to ``most`` tokens; None when the last two tokens never stood together before.
+
+        The longest match counts, among equals the latest.  What runs beyond the end of the text goes round: a text
+        that repeats itself is expected to do so again.
+        """
+        text, before = self._tokens, self._before
+        end = before[-1] if before else -1
+        if end < 0 or most < 1:
+            return None
+        best, at = 0, 0
+        for _ in range(CANDIDATES):
+            match = self._match(end)
+            if match > best:
+                best, at = match, end + 1
+            end = before[end]
+            if end < 0 or best == LONGEST_MATCH:
+                break
+        follows = text[at : at + most]
+        period = len(text) - at
+        while len(follows) < most:
+            follows.append(follows[len(follows) - period])
+        return Guess(best, tuple(follows))
+
+    def _match(self, end: int) -> int:
+        """How many tokens up to ``end`` are the last ones of the text; two at least."""
+        text, match, most = self._tokens, 2, min(LONGEST_MATCH, end + 1)
+        last = len(text) - 1
+        while match < most and text[end - match] == text[last - match]:
+            match += 1
+        return match
+
+
+PLAIN_EVERY = 40
+"""Of so many steps with drafts one goes without, to be compared with."""
+
+PAUSE = 400
+"""Steps after which drafts that promised nothing are tried again, ``TRIES`` times."""
+
+TRIES = 16
+
+REST = 32
+"""Steps for which it is believed that drafts promise nothing."""
+
+LOOKED_AT = 8
+"""Of so many steps without drafts one is looked at closely."""
+
+FIRST_SHARE = 0.7
+"""How often a head's or a draft model's guess is thought to stand before it was tried."""
+
+
+class Worth:
+    """What steps cost, and whether guessing has paid: the same for every way to guess."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self.account = Account()
+        self._plain_steps = 0  # since the last one with drafts
+        self._unsettled_s = 0.0  # of guessing that brought nothing
+
+    def learn_plain(self, rows: int, seconds: float, guessing_s: float) -> None:
+        """A step without drafts took so long, and looking for some so long beside.  One in eight is looked at closely:
+        this is done in every step, also where nobody guesses."""
+        self._unsettled_s += guessing_s
+        self._plain_steps += 1
+        if self._plain_steps % LOOKED_AT == 1:
+            self.times.learn(rows, seconds)
+            if self._unsettled_s:
+                base, slope = self.times.line() or (0.0, 0.0)
+                self.account.settle(-self._unsettled_s / max(base + slope * rows, 1e-9))
+                self._unsettled_s = 0.0
+        if self.account.step():
+            self.times.doubt()
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float, guessing_s: float) -> None:
+        """A step of such rows took so long, and guessing for it so long beside."""
+        count, drafted = len(rows), sum(len(row.draft) for row in rows)
+        if not drafted:
+            self.learn_plain(count, seconds, guessing_s)
+            return
+        self._plain_steps = 0
+        seconds = self.times.believed(count + drafted, seconds, guessed=True)
+        self.times.learn(count + drafted, seconds, guessed=True)
+        base, slope = self.times.line() or (0.0, 0.0)
+        plain = base + slope * count
+        if plain > 0:
+            tokens = sum(len(new.tokens) for new in drawn)
+            self.account.settle(tokens / count - (seconds + guessing_s) / plain)
+        self.account.step()
+
+
+class LookupSpeculator:
+    """Guesses by looking answers up in their own requests; learns what that is worth here and now."""
+
+    def __init__(self, *, most_each: int, most: int, clock: Clock | None = None) -> None:
+        """``most_each`` draft tokens for a request, ``most`` in a step."""
+        self._most_each = most_each
+        self._most = most
+        self._clock = clock or MonotonicClock()
+        self._worth = Worth()
+        self._acceptance = Acceptance([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
+        self._lookups: dict[RequestId, tuple[Request, Lookup]] = {}
+        self._matches: dict[RequestId, int] = {}  # of the guesses in flight
+        self._guessing_s = 0.0
+
+    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+        """See ``Speculator.propose``."""
+        self._matches.clear()
+        self._guessing_s = 0.0
+        if not self._worth.account.is_open:
+            return []
+        line = self._worth.times.line()
+        if line is None or not rows:
+            return []
+        if hopeless(len(rows), self._acceptance.best, line):
+            return []
+        begin = self._clock.now()
+        guesses = [self._guess(row.request) for row in rows]
+        drafts = []
+        if any(guesses):
+            chains = [tuple(self._acceptance.chain(g.match, len(g.tokens))) if g else () for g in guesses]
+            counts = worthwhile(len(rows), chains, line, self._most)
+            for row, guess, count in zip(rows, guesses, counts, strict=True):
+                drafts.append(guess.tokens[:count] if guess else ())
+                if guess and count:
+                    self._matches[row.request.id] = guess.match
+        self._guessing_s = self._clock.now() - begin
+        return drafts
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        """See ``Speculator.learn``."""
+        if self._matches:
+            for row, new in zip(rows, drawn, strict=True):
+                match = self._matches.get(row.request.id)
+                if match is not None and row.draft:
+                    self._acceptance.learn(match, len(row.draft), len(new.tokens) - 1)
+            self._worth.learn(rows, drawn, seconds, self._guessing_s)
+        else:
+            self._worth.learn_plain(len(rows), seconds, self._guessing_s)
+
+    def forget(self, request: RequestId) -> None:
+        """See ``Speculator.forget``."""
+        self._lookups.pop(request, None)
+        self._matches.pop(request, None)
+
+    def _guess(self, request: Request) -> Guess | None:
+        """Never so far that the answer would have ended: the token after the last draft token is drawn too."""
+        most = min(self._most_each, request.last - request.known - 1, 1 + self._worth.times.guessed)
+        return self._lookup(request).guess(most) if most > 0 else None
+
+    def _lookup(self, request: Request) -> Lookup:
+        """The request's tokens, brought up to date; made anew for another object of the same id."""
+        known = self._lookups.get(request.id)
+        if known is None or known[0] is not request:
+            lookup = Lookup(request.tokens(0, request.known))
+            self._lookups[request.id] = (request, lookup)
+            return lookup
+        lookup = known[1]
+        if lookup.seen < request.known:
+            lookup.extend(request.tokens(lookup.seen, request.known))
+        return lookup
+
+
+class DraftSpeculator:
+    """Asks a head or a draft model; learns what its guesses are worth, and how many of them."""
+
+    def __init__(self, drafter: Drafter, *, most_each: int, most: int) -> None:
+        """``most_each`` draft tokens for a request, ``most`` in a step."""
+        self._drafter = drafter
+        self._most_each = most_each
+        self._most = most
+        self._worth = Worth()
+        self._acceptance = Depths(FIRST_SHARE, most_each)
+        self._first, self._further = StepTimes(), StepTimes()  # of guessing
+        self._guessing_s = 0.0
+        self._since_plain = self._idle = self._rest = 0
+        self._tries = TRIES
+        self._follows = False
+
+    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+        """See ``Speculator.propose``."""
+        self._guessing_s = 0.0
+        wanted = self._worth.account.is_open and self._rest <= 1
+        if wanted != self._follows:
+            self._follows = wanted
+            self._drafter.follow(wanted)
+        if not self._worth.account.is_open:
+            self._tries = TRIES  # for when it is
+        depth = self._depth(len(rows)) if self._worth.account.is_open else 0
+        if depth == 0:
+            return []
+        drafts = self._drafter.guess(rows, depth)
+        first, further = self._drafter.seconds
+        if any(drafts):  # a draft model's first reading is no loss, and no measure of what comes
+            first = self._first.believed(len(rows), first)
+            self._first.learn(len(rows), first)
+            if depth > 1:
+                each = self._further.believed(len(rows), further / (depth - 1))
+                self._further.learn(len(rows), each)
+                further = each * (depth - 1)
+            self._guessing_s = first + further
+        return drafts
+
+    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+        """See ``Speculator.learn``."""
+        if self._guessing_s == 0.0:
+            self._worth.learn_plain(len(rows), seconds, 0.0)
+            return
+        for row, new in zip(rows, drawn, strict=True):
+            if row.draft:
+                self._acceptance.learn(len(row.draft), len(new.tokens) - 1)
+        self._worth.learn(rows, drawn, seconds, self._guessing_s)
+
+    def forget(self, request: RequestId) -> None:
+        """See ``Speculator.forget``."""
+        self._drafter.forget(request)
+
+    def _depth(self, rows: int) -> int:
+        """How many tokens to guess for each row now."""
+        if self._rest > 0:
+            self._rest -= 1
+            return 0
+        line = self._worth.times.line()
+        if line is None or not 0 < rows <= self._drafter.places:
+            return 0
+        if self._since_plain >= PLAIN_EVERY:
+            self._since_plain = 0
+            return 0
+        most = min(self._most_each, self._most // rows, 1 + self._worth.times.guessed)
+        if most < 1:
+            return 0
+        passes = (_at(self._first, rows), _at(self._further, rows))
+        depth, gain = best_depth(rows, self._acceptance.chain(most), line, passes)
+        if gain < LEAST_GAIN and not self._tried_again():
+            return 0
+        self._since_plain += 1
+        return depth
+
+    def _tried_again(self) -> bool:
+        """Is it time to try once more what promises nothing?"""
+        if self._tries > 0:
+            self._tries -= 1
+            return True
+        self._rest = REST
+        self._idle += REST
+        if self._idle >= PAUSE:
+            self._idle, self._tries = 0, TRIES
+        return False
+
+
+def _at(times: StepTimes, rows: int) -> float:
+    line = times.line()
+    return 0.0 if line is None else line[0] + line[1] * rows

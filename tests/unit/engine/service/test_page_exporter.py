@@ -1,0 +1,137 @@
+"""What is said of pages that are under way: in order, and not before they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.engine.core.events import Arrive
+from penstock.engine.core.page_pool import BlockPool
+from penstock.engine.core.plan import PageDone
+from penstock.engine.core.request import Holding, Request
+from penstock.engine.service.kv_transfer import Departures
+from penstock.kv.transfer.effects import Offer
+from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.wire.messages import TokenItem
+
+
+@dataclass
+class Copy:
+    """A copy that is over when the test says so."""
+
+    pages: list[int]
+    over: bool = False
+
+
+@dataclass
+class SlowWriter:
+    copies: list[Copy] = field(default_factory=list)
+
+    def begin(self, pages: Sequence[int]) -> Copy:
+        self.copies.append(Copy(list(pages)))
+        return self.copies[-1]
+
+
+class World:
+    """Departures of one worker, and what they said: (block, page) of an offer, the token's index of an end."""
+
+    def __init__(self, *, slow: bool = True) -> None:
+        self.pool = BlockPool(8)
+        self.writer = SlowWriter()
+        self.said: list[tuple[int, int] | int] = []
+        self.more: list[bool] = []
+        self.departures = Departures(self.pool, self._offer, self._done, self.writer if slow else None)
+
+    def _offer(self, offer: Offer, now: float, *, more: bool = False) -> None:
+        self.said.append((offer.block, offer.page))
+        self.more.append(more)
+
+    def _done(self, first: TokenItem, tokens: int, now: float) -> None:
+        self.said.append(tokens)
+
+    def request(self, *pages: int) -> Request:
+        event = Arrive(
+            id=RequestId("r"),
+            epoch=1,
+            leg=Leg.PREFILL,
+            prompt=tuple(range(40)),
+            sampling=SamplingParams(seed=1, max_tokens=4),
+            arrival=0.0,
+            root=BlockHash(bytes(32)),
+        )
+        request = Request(event, serial=1, max_model_len=64)
+        request.adopt([Holding(0, [PageId(page) for page in pages])])
+        return request
+
+    def ended(self, tokens: int) -> None:
+        self.departures.ended(TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(5,)), tokens, 0.0)
+
+
+def full(request: Request, *blocks: int, tokens: int = 16) -> list[PageDone]:
+    return [PageDone(request, block, block, 0, tokens) for block in blocks]
+
+
+def test_pages_of_the_hosts_memory_leave_at_once():
+    world = World(slow=False)
+    request = world.request(3, 1, 2)
+    world.departures.final(full(request, 0, 1), 0.0)
+    world.ended(40)
+    assert world.said == [(0, 3), (1, 1), 40]
+    assert world.more == [True, False]
+    assert len(world.departures) == 0
+
+
+def test_nothing_is_said_of_a_page_before_it_is_there_and_everything_in_order():
+    world = World()
+    request = world.request(3, 1, 2)
+    world.departures.final(full(request, 0), 0.0)
+    world.departures.final([*full(request, 1), *full(request, 2, tokens=8)], 0.0)
+    world.ended(40)
+    assert [copy.pages for copy in world.writer.copies] == [[3], [1, 2]]
+    world.writer.copies[1].over = True  # the first is behind: no device does so, and it would not matter
+    world.departures.turn(0.0)
+    assert world.said == []
+    assert len(world.departures) == 2
+    world.writer.copies[0].over = True
+    world.departures.turn(0.0)
+    assert world.said == [(0, 3), (1, 1), (2, 2), 40]
+
+
+def test_a_prompt_whose_pages_are_all_there_ends_at_once():
+    world = World()
+    world.departures.final(full(world.request(3), 0), 0.0)
+    world.writer.copies[0].over = True
+    world.departures.turn(0.0)
+    world.ended(16)
+    assert world.said == [(0, 3), 16]
+
+
+def test_a_shared_page_is_written_once_until_it_is_given_out_anew():
+    world = World()
+    (page,) = world.pool.reserve(1).take()
+    for _ in range(2):
+        world.departures.final(full(world.request(page), 0), 0.0)
+    assert [copy.pages for copy in world.writer.copies] == [[page], []]
+    world.pool.release([page])
+    taken = world.pool.reserve(8).take()
+    assert page in taken
+    world.departures.final(full(world.request(page), 0), 0.0)
+    assert world.writer.copies[-1].pages == [page]
+
+
+def test_a_page_that_was_filled_further_is_written_again():
+    world = World()
+    world.departures.final(full(world.request(2), 0, tokens=5), 0.0)
+    world.departures.final(full(world.request(2), 0, tokens=9), 0.0)
+    assert [copy.pages for copy in world.writer.copies] == [[2], [2]]
+
+
+def test_pages_that_their_request_lost_meanwhile_are_still_told_by_number():
+    """The hand-over knows the request no more, and makes nothing of it."""
+    world = World()
+    request = world.request(4, 6)
+    world.departures.final(full(request, 0, 1), 0.0)
+    request.surrender()
+    world.writer.copies[0].over = True
+    world.departures.turn(0.0)
+    assert world.said == [(0, 4), (1, 6)]

@@ -1,0 +1,54 @@
+"""Guessing that loses is switched off before it has cost much, and one that wins stays on, whatever is measured."""
+
+from __future__ import annotations
+
+from random import Random
+
+from penstock.engine.spec.acceptance import EXPLORED, FIRST, MOST, Account
+
+
+def test_what_is_lost_is_bounded() -> None:
+    """Half a plain step lost whenever it is open: over any number of steps no more than the bound."""
+    account, lost, opened = Account(), 0.0, 0
+    for step in range(1, 20_001):
+        if account.is_open:
+            account.settle(-0.5)
+            lost += 0.5
+        opened += account.step()
+        assert lost <= FIRST + 0.5 + (EXPLORED + 1e-9) * step
+    assert opened > 5, "it is tried again"
+
+
+def test_success_is_not_saved_up() -> None:
+    account = Account()
+    for _ in range(10_000):
+        account.settle(1.0)
+        account.step()
+    tries = 0
+    while account.is_open:
+        account.settle(-0.5)
+        account.step()
+        tries += 1
+    assert tries <= 2 * MOST + 1
+
+
+def test_noise_does_not_end_what_wins() -> None:
+    """Two tokens for 1.6 steps' time on the whole, but one step in ten takes half as long again."""
+    random, account, closed = Random(3), Account(), 0
+    for _ in range(10_000):
+        if account.is_open:
+            seconds = 1.6 + (0.8 if random.random() < 0.1 else 0.0)
+            account.settle(random.choice([1, 1, 2, 4]) - seconds)
+        else:
+            closed += 1
+        account.step()
+    assert closed < 1_000
+
+
+def test_a_step_without_a_guess_costs_nothing() -> None:
+    account = Account()
+    for _ in range(100):
+        assert account.step() is False
+    assert account.is_open
+    account.settle(-1.0)
+    assert account.is_open
