@@ -1,14 +1,6 @@
-"""Encoding as a stage of its own: a request that brings images, or a sound, waits here until they are encoded.
+"""Encodes images and sounds between steps, so that long pictures do not hold up answers.
 
-::
-
-    Arrive --ready?--> waiting --work, half a layer at a time, between steps--> store --> scheduler
-                          |  |                                                  ^   ^
-                          |  another worker's encoder, if there is one ---------    rows(): a step puts them in
-                          images that the prefix cache covers are passed over
-
-Who writes answers meanwhile is kept waiting for a part of a layer, not for an image.  Rows are a function of the
-picture alone: whatever the store has lost (after a preemption, say) is encoded anew, and has the same bits.
+Rows of encoded media are cached by content: kept as long as a request needs them, then until others need the room.
 """
 
 from __future__ import annotations
@@ -29,11 +21,6 @@ from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
 from penstock.types import Leg, Medium, PlacedImage, RequestId
 from penstock.wire.messages import PageSource
-
-# MERGED: Rows of encoded images by content: kept as long as a request needs them, then until others need the
-# MERGED: room.
-# MERGED:
-# MERGED: Pure: knows nothing of how rows come about.
 
 
 class ImageStore:

@@ -1,11 +1,14 @@
-"""penstock.engine.core.events: NEEDS A DOCSTRING."""
+"""Events: what the scheduler is told has happened.
+
+Plain data, so the simulator and the tests use the same ones as a worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from penstock.types import (
     UNCLAIMED,
@@ -21,9 +24,6 @@ from penstock.types import (
     SamplingParams,
 )
 from penstock.wire.messages import PageSource
-
-if TYPE_CHECKING:
-    pass
 
 
 class GrammarInUse(Protocol):

@@ -35,8 +35,6 @@ from penstock.hashing import block_hash, image_marks
 from penstock.reach import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
 from penstock.types import BlockHash, Leg, PageId
 
-# MERGED: Whether a cached page is still what it was when it was filled: the port that the page memory asks.
-
 
 class PageGuard(Protocol):
     """Knows the content of full and final pages by a checksum (``kv.seals``)."""

@@ -1,11 +1,23 @@
-"""Even pace: answers are written no faster than they will be when all who wait for their prompts are answered too.
+"""Three rules that slow something down for the sake of others.
 
-While prompts are being read by a worker that borrows this one's cores, few answers written at full speed take a core
-to read the weights that many could share, from prompts that many wait for.  So after a step of answers this worker
-rests for as long as the same step would have taken longer with those who wait in it, and lends its cores meanwhile.
-Nobody's answer gets slower by it than it is about to be anyway, nor than half its speed, nor than the step's budget.
+Even pacing: while prompts are processed by a worker that borrows this one's cores, a few answers decoded at full speed
+take a core to read weights that many could share.  So after a step of decode rows this worker rests for as long as the
+same step would have taken longer with the requests that wait for their prompts, and lends its cores meanwhile.  No
+answer becomes slower than it is about to be anyway, nor than half its speed, nor than the step's budget.
 
-Pure: it is told what took how long.  Knows no cores, and no prompts but their number.
+Long prompts: a prompt that fills steps up to their budget makes every answer that slow for as long as it is processed.
+A prompt that takes more than twice the target for a first token (``SchedulerConfig.long_prompt_ms``) even with the
+worker to itself takes longer instead: ``r ** 3`` times as long as alone when that is ``2 * r`` targets; no more than
+``MOST_TIMES``, nor than one share of the step for it and one for each answer allow, nor than
+``SchedulerConfig.gentle_read_s``, or half of what is left of a deadline.  An answer that has begun is recomputed at
+full speed.  Later requests are not delayed: the pieces of a long prompt leave most of each step to others.  If it
+falls behind, or no answer is decoded, it has as much of a step as there is.
+
+Starvation: work of lower classes fills what the first one leaves, which may be nothing.  Once nothing of a class was
+computed for ``patience_s``, one request of it is promoted to the first class for good: the first that runs, or else
+the first that waits.  So every request ends, and only one promoted request of a class runs at a time.
+
+Pure.  Knows no cores, no pages and no queue but the order of its heads.
 """
 
 from __future__ import annotations
@@ -47,27 +59,6 @@ class Pace:
             self.until = now + rest
 
 
-# MERGED: Gently: a prompt that is very long is read in small pieces beside the answers that it would make
-# MERGED: stutter.
-# MERGED:
-# MERGED: A step may be as long as its budget, and a prompt that fills steps up to it makes every answer that
-# MERGED: slow for as long as
-# MERGED: it is read.  For most prompts that is a moment.  One that takes more than twice the target for a
-# MERGED: first token
-# MERGED: (``SchedulerConfig.long_prompt_ms``) even with the worker to itself takes longer instead: ``r ** 3``
-# MERGED: times as long as
-# MERGED: alone, when that is ``2 * r`` targets; no more than ``MOST_TIMES``, nor than one share of the step
-# MERGED: for it and one for
-# MERGED: each answer allow, nor than may be waited: ``SchedulerConfig.gentle_read_s``, or half of what is
-# MERGED: left of a deadline.
-# MERGED: One that has begun its answer is read again at full speed: a client sees each second of that.
-# MERGED: Who begins after it is not kept: its pieces leave most of each step to others.  Should it fall
-# MERGED: behind, or should no
-# MERGED: answer be written, it has as much of a step as there is.  So it always ends in time, and nothing
-# MERGED: idles.
-# MERGED:
-# MERGED: Pure; knows one request and what the answers in a step take, and neither pages nor the queue.
-
 MOST_TIMES = 8.0
 """As long as alone at most: answers then take a seventh longer meanwhile."""
 
@@ -102,17 +93,6 @@ def piece_s(request: Request, left_s: float, beside: Beside, bounds: Bounds) -> 
         request.read_by = beside.now + min(left_s * times, may_s) if times > 1.0 else 0.0
     over_s = request.read_by - beside.now
     return beside.answers_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
-
-
-# MERGED: How long a class may be left out: the first of its requests then goes on as one of the first class.
-# MERGED:
-# MERGED: Work of lower classes fills what the first one leaves, and the first may leave nothing, neither time
-# MERGED: nor pages.  Once
-# MERGED: nothing of a class was computed for ``patience_s``, one request of it is promoted, for good: the
-# MERGED: first that runs, or
-# MERGED: else the first that waits.  So every request ends, and of all that is promoted only one at a time
-# MERGED: takes part in steps
-# MERGED: that it would not fill.  Pure; knows no steps.
 
 
 class Yielding:

@@ -1,7 +1,7 @@
-"""What goes into the scheduler (events), and what comes out of it (a plan, an outcome).
+"""What comes out of the scheduler: a plan of one step, and the outcome of its commit; and the protocol of draft tokens.
 
-All plain data, so the simulator and the tests speak the same language as a worker.  What is made once a row and
-step is a msgspec struct: ten times as quick to make as a frozen dataclass, and nothing for the garbage collector.
+All plain data, so the simulator and the tests use the same as a worker.  What is made per row and step is a msgspec
+struct: ten times as quick to make as a frozen dataclass, and nothing for the garbage collector.
 """
 
 from __future__ import annotations
@@ -111,13 +111,6 @@ class Outcome:
     progress: list[Progress] = field(default_factory=list["Progress"])
     pages_done: list[PageDone] = field(default_factory=list["PageDone"])
     late: int = 0  # rows that drew nothing, as their masks were late
-
-
-# MERGED: What the scheduler asks of whoever guesses tokens, and when a guess stands.
-# MERGED:
-# MERGED: Guesses are a means to compute more tokens in a step and nothing else: which tokens an answer has
-# MERGED: never depends on
-# MERGED: them.
 
 
 class Speculator(Protocol):

@@ -1,6 +1,6 @@
 """One request inside the engine: its tokens, how many of them are computed, and the pages they stand in.
 
-Knows nothing about other requests, time or memory.  Only the scheduler and its parts change one; runners read.
+Knows nothing about other requests, time or memory.  Only the scheduler and its parts change a request; runners read it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ from enum import Enum
 from penstock.engine.core.events import Arrive
 from penstock.types import PAGE_TOKENS, BlockHash, FinishReason, Leg, PageId, TokenLogprob
 
-# MERGED: The pages of one request in one group of layers, by block; of a group of states, by cell of the
-# MERGED: grid.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     blocks   0 ....... begin ............ len(pages)
-# MERGED:     pages  | not held | held, one reference each |     whatever stands at the front is read by
-# MERGED: nobody
-
 NOWHERE = PageId(0)
 """Stands for a page that was never held; tables must name pages that there are."""
 
 
 class Holding:
-    """Grows at its end, gives back at its front."""
+    """The pages of one request in one group of layers, by block; of a group of states, by cell of the grid.
+
+    Grows at its end and frees at its front::
+
+        blocks   0 ....... begin ............ len(pages)
+        pages  | not held | held, one reference each |     what stands at the front is not read any more
+    """
 
     __slots__ = ("begin", "page_tokens", "pages")
 

@@ -1,12 +1,20 @@
-"""The scheduler: events in, plans out, drawn tokens taken up.  A pure object; the simulator runs this very class.
+"""The scheduler: events in, plans out, sampled tokens committed.  A pure object; the simulator runs this very class.
 
 The caller alternates ``plan`` and ``commit``.  Events are meant for the time between a ``commit`` and the next
-``plan``.  One that comes while a step runs does no harm: pages given up then are not given out again before the next
-``plan``, and ``commit`` drops the rows of requests that have gone in the meantime.
+``plan``.  An event that comes while a step runs does no harm: pages freed then are not allocated again before the next
+``plan``, and ``commit`` drops the rows of requests that have left in the meantime.
 
 With several micro-batches (``core.micro_batches``) the caller alternates the two in each of them.
 
-It knows no roles, no peers and no messages: those are the worker's service.
+An answer that moves to another worker while it is decoded::
+
+    here      RUNNING --KEEP--> RUNNING, frees no page --STOP--> HANDOVER --removed: it continues there
+                 ^                                                  |
+                 +------------------------- GO_ON ------------------+        it continues here after all
+
+    there     RESERVED, with room for what is sampled meanwhile --Joined--> RUNNING
+
+The scheduler knows no roles, no peers and no messages: those belong to the worker's service.
 """
 
 from __future__ import annotations
@@ -43,21 +51,6 @@ from penstock.errors import ConfigError
 from penstock.reach import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
 from penstock.wire.messages import TOO_LONG
-
-# MERGED: An answer that moves to another worker while it is written: what that means for its request, at
-# MERGED: either end.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     here      RUNNING --KEEP--> RUNNING, gives no page back --STOP--> HANDOVER --forgotten: it goes
-# MERGED: on there
-# MERGED:                  ^                                                       |
-# MERGED:                  +------------------------- GO_ON -----------------------+        it goes on here
-# MERGED: after all
-# MERGED:
-# MERGED:     there     RESERVED, with room for what is written meanwhile --Joined--> RUNNING
-# MERGED:
-# MERGED: Pure; knows neither pages' content nor who the other worker is.
 
 
 def turned(table: RequestTable, request: Request, how: How) -> None:
@@ -100,9 +93,6 @@ def joined(table: RequestTable, request: Request, event: Joined) -> Progress | N
     else:
         table.forget(request)
     return Progress(request, index, fresh, (), finish) if fresh else None
-
-
-# MERGED: How busy an engine is, counted from its table of requests.  Pure; knows neither steps nor seconds.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Who is granted what in the next step: rows of answers first, then prompts, be they running or let in now.
+"""Plans one step: decode rows first, then prompts, running ones and newly admitted ones.
 
 There are no phases, only counts: ``known - computed`` of a request is what a step may grant it, whether those are
-prompt tokens, tokens to recompute after a preemption, or the one token that was drawn last.
+prompt tokens, tokens to recompute after a preemption, or the one token that was sampled last.
 
-The first class that has anything to do is planned as if it were alone; lower ones fill what it leaves of the step's
-time, and give their pages and places to it.  So they yield with the next step that is planned.
+The first class of service with anything to do is planned as if it were alone; lower classes fill what it leaves of the
+step's time, and give up their pages and places to it with the next step that is planned.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from penstock.engine.core.plan import Row, Speculator
 from penstock.engine.core.request import Line, OrderKey, Request, Status
 from penstock.engine.core.request_table import RequestTable
 from penstock.types import Leg, RequestId, ServiceClass
-
-# MERGED: A plan in the making: rows granted so far, and what is left of the step's budgets.
-# MERGED:
-# MERGED: Knows tokens, pages' size and seconds; not who should be granted, nor whose pages they are.
 
 LEAST_WORK = 2.0
 """A piece is kept brief for others' sake, but never below so many times what a step costs that computes nothing."""

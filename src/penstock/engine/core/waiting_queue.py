@@ -1,9 +1,15 @@
-"""The queue of requests that wait for pages: class by class, within a class fairly among tenants, and within a tenant
-by arrival.
+"""The queue of requests that wait for pages: by class, within a class fairly among tenants, within a tenant by arrival.
 
-Nobody is overtaken by a request of its own line (``core.fairness``), and whose line is next is the virtual clock's to
-say: so nobody starves.  Whoever leaves from the middle is skipped when its turn comes.  The order depends on what was
-said about requests alone, never on the order of anything in memory: ties end at the serial number.
+Requests of one queue key (class and tenant) are served in order, and the fair clock says which queue key is next, so
+no request starves.  A request that leaves from the middle is skipped when its turn comes.  The order depends on what
+requests say alone, never on the order of anything in memory: ties end at the serial number.
+
+The fair clock is start-time fair queueing (Goyal, Vin, Cheng 1996) over tokens, as virtual token counters do it (Sheng
+et al., Fairness in Serving Large Language Models, 2024): a tenant's virtual time advances by what is computed for it,
+divided by its weight, and the least is served next.  A prompt is charged when it is admitted, less what was cached; an
+answer token by token, while others wait.  A tenant that comes back begins at the present: idle time earns no credit.
+
+Pure; knows no pages.
 """
 
 from __future__ import annotations
@@ -11,21 +17,6 @@ from __future__ import annotations
 import heapq
 
 from penstock.engine.core.request import Line, OrderKey, Request, Status
-
-# MERGED: Whose turn it is: the virtual time of each tenant, class by class.
-# MERGED:
-# MERGED: Start-time fair queueing (Goyal, Vin, Cheng 1996) over tokens, as virtual token counters do it
-# MERGED: (Sheng et al., Fairness
-# MERGED: in Serving Large Language Models, 2024): a tenant's time moves on by what is computed for it,
-# MERGED: divided by its weight,
-# MERGED: and whoever's time is least is served next.  A prompt is charged when it is let in, less what was
-# MERGED: cached; an answer
-# MERGED: token by token.  Whoever comes back begins at the present: nobody saves up turns by staying away.
-# MERGED: Answers are charged
-# MERGED: only while others wait: what nobody else wants is free.
-# MERGED:
-# MERGED: A *line* is a tenant's requests of one class; classes have nothing in common.  Pure; knows no pages
-# MERGED: and no queues.
 
 """(rank of the class, tenant)."""
 

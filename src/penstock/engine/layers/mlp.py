@@ -1,4 +1,4 @@
-"""Feed-forward blocks."""
+"""Feed-forward blocks: dense, and of routed experts (arXiv:1701.06538, arXiv:2401.04088)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,6 @@ class PlainMlp:
         """hidden += block(hidden), in place."""
         up_TI = self.up(ops, self.norm(ops, hidden_TD))
         self.down.add_to(ops, ops.activate(up_TI, self.activation, self.alpha), hidden_TD)
-
-
-# MERGED: Feed-forward block of routed experts (arXiv:1701.06538, arXiv:2401.04088).
 
 
 @dataclass(frozen=True, slots=True)

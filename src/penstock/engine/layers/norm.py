@@ -1,4 +1,4 @@
-"""What stands between the residual stream and a block's first product."""
+"""Norms, and the products that may follow or precede them: with a bias, a norm, or into the residual stream."""
 
 from __future__ import annotations
 
@@ -57,9 +57,6 @@ class LayerNorm:
     def in_place(self, ops: Ops, hidden_TD: Array) -> None:
         """hidden = norm(hidden): of encoders whose residual stream is normed."""
         ops.layer_norm_in_place(hidden_TD, self.weight, self.bias, self.eps)
-
-
-# MERGED: Matrix products with what may follow them: a bias, a norm, the residual stream.
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,11 +347,6 @@ def has_axes(attention: Attention) -> bool:
     return attention.rope is not None and attention.rope.axes is not None
 
 
-# MERGED: A decoder that only reads: its last layer's states, normed, and a head over labels if it has one.
-# MERGED:
-# MERGED: Causal ones go through KV pages like any prompt, in pieces if need be.
-
-
 class ReadingDecoder:
     """See ``engine.models.port.Reader``."""
 

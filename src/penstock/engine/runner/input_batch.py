@@ -1,7 +1,11 @@
-"""Spans of requests to the arrays of one step.  The arrays stay from step to step.
+"""The input of one step: tokens of requests as arrays, which stay from step to step.
 
 A step whose rows are the last step's, each one token further, changes only what changes: tokens, positions, and a page
-now and then.  Everything else is filled anew.
+now and then.  Everything else is rebuilt.
+
+Positions of three axes for rotary attention (M-RoPE, arXiv:2409.12191) are frame, row and column.  Text counts all
+three up alike.  An image's tokens share one frame and count their rows and columns from where the image begins; text
+behind it continues above the largest of these, so no axis is ever ahead of the position.
 """
 
 from __future__ import annotations
@@ -33,14 +37,6 @@ if TYPE_CHECKING:
     from penstock.engine.core.plan import Row
 
 
-# MERGED: Positions of three axes for rotary attention (M-RoPE, arXiv:2409.12191): frame, row and column.
-# MERGED:
-# MERGED: Text counts all three up alike.  An image's tokens share one frame and count their rows and columns
-# MERGED: from where the image
-# MERGED: begins; text behind it goes on above the largest of these.  So no axis is ever ahead of the
-# MERGED: position.
-
-
 def turns(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.int32]:
     """[stop - start, 3] of the tokens from ``start`` on of a text with these images, from left to right."""
     turns_T3 = np.repeat(np.arange(start, stop, dtype=np.int32)[:, None], 3, axis=1)
@@ -59,9 +55,6 @@ def turns(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.in
         if behind < stop:
             turns_T3[behind - start :] = np.arange(behind, stop, dtype=np.int32)[:, None] - saved
     return turns_T3
-
-
-# MERGED: Consecutive tokens of one request in one step, and what a run has brought it so far.
 
 
 class Span:

@@ -31,12 +31,6 @@ from penstock.types import AdapterRef
 from penstock.weights.load import LoadedModel
 from penstock.weights.lora import Adapter, AdapterLimits, model_targets, read_adapter
 
-# MERGED: A model whose products have what adapters add to them.
-# MERGED:
-# MERGED: The layers know nothing of it: the operations they are given add what an adapter adds right after
-# MERGED: the product.  Recorded
-# MERGED: as a program of its own, so that steps without adapters stay what they are.
-
 
 class AdaptedModel:
     """See ``engine.models.port.Model``.  ``products``: those of the model that ``table`` was made for, in its order."""

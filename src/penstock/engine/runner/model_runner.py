@@ -24,14 +24,6 @@ from penstock.kernels.ops import Ops, RunsAhead, StepProgram
 from penstock.reach import blocks_of
 from penstock.types import PAGE_TOKENS, Grammar, RequestId
 
-# MERGED: The first tokens of sequences that stand for an encoder's rows: their keys and values go to the
-# MERGED: pages before a step
-# MERGED: computes the tokens behind them.
-# MERGED:
-# MERGED: What is written depends on the rows alone, so nothing is computed of one position that another
-# MERGED: position changes: chunks
-# MERGED: may begin and end anywhere.  Knows the model only as ``CrossReading``.
-
 
 class SourceWriter:
     """One for a worker."""
@@ -83,11 +75,6 @@ def _batch(rows: Sequence[Row], ends: Sequence[int]) -> StepBatch:
     none = np.empty(0, np.int32)
     return StepBatch(np.zeros_like(positions_T), positions_T, starts_S1, table_SP, none)
 
-
-# MERGED: What some rows of a step ask for beside a token: masks of grammars before it is drawn, scores of
-# MERGED: prompt tokens after.
-# MERGED:
-# MERGED: Knows spans and operations, not which runner has them.
 
 SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""

@@ -1,7 +1,18 @@
-"""What is kept of one request between steps: how its next token is drawn, and which pages it has.
+"""What is kept of one request between steps: how its next token is sampled, and which pages it has.
 
-Everything here can be made again from the request, and is when the request object is another one (a later epoch) or
-has fewer output tokens than were counted.
+Everything here can be rebuilt from the request, and is when the request object is another one (a later epoch) or has
+fewer output tokens than were counted.
+
+A grammar's masks for the next tokens follow from the request's output alone.  A mask is computed on another thread
+while the step that it is for is computed::
+
+    quick   step | forward ......... | sample |        masks are there before the logits are
+                 | mask |
+    late    step | forward ......... | samples nothing | next steps, without the request | step | forward | sample |
+                 | mask .....................................................|
+
+A request whose mask is late sits out steps until it is there, so that no other request waits for it for longer than
+``Patience.wait_s``.  Which step a token is sampled in changes nothing about the token.
 """
 
 from __future__ import annotations
@@ -37,23 +48,6 @@ from penstock.types import RequestId
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
 
-
-# MERGED: What the grammar of one answer allows for its next tokens, as bit masks for the sampler.
-# MERGED:
-# MERGED: The state follows from the request's output alone: a preempted answer, or one that another worker
-# MERGED: began, is read again
-# MERGED: from its first token.  A mask is worked out on another thread while the step that it is for is
-# MERGED: computed::
-# MERGED:
-# MERGED:     quick   step | forward ......... | draw |        masks are there before the logits are
-# MERGED:                  | mask |
-# MERGED:     late    step | forward ......... | draws nothing | next steps, without the answer | step |
-# MERGED: forward | draw |
-# MERGED:                  | mask .....................................................|
-# MERGED:
-# MERGED: An answer whose mask is late sits steps out until it is there, so that no other answer waits for it
-# MERGED: for longer than
-# MERGED: ``Patience.wait_s``.  Which step a token is drawn in changes nothing about the token.
 
 SLOW_NICENESS = 10
 """Of the thread for answers whose masks are slow: it gives way to those who compute."""

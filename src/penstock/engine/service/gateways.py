@@ -1,7 +1,7 @@
-"""Who asked for what: the gateways that speak to this worker, and the request that each of them has here.
+"""The gateways that speak to this worker, the request that each of them has here, and the tokens each is sent.
 
-Knows when a gateway has fallen silent, has a new connection or is another incarnation, and names the requests that
-this concerns.  It cancels nothing itself.
+Knows when a gateway has fallen silent, has a new connection or is another incarnation, and returns the requests that
+this concerns.  It cancels and sends nothing itself.
 """
 
 from __future__ import annotations
@@ -242,10 +242,6 @@ class Asks:
     def _of(self, gateway: Gateway) -> list[Ask]:
         return [ask for ask in self._asks.values() if ask.gateway is gateway]
 
-
-# MERGED: From the scheduler's progress to what gateways are sent: one item a request, one batch a gateway.
-# MERGED:
-# MERGED: Sends nothing, and knows no time but what it is told.
 
 LOGPROBS_AT_ONCE = 8192
 """Log-probabilities of prompt tokens and their alternatives in one message: some 120 KiB, decoded within 4 ms."""

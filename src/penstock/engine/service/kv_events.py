@@ -1,4 +1,4 @@
-"""What gateways are told of this worker beside tokens: its reports, and what its prefix cache has.
+"""What gateways are sent of this worker besides tokens: its reports, and the changes of its prefix cache.
 
 ::
 
@@ -6,13 +6,19 @@
     a gateway says Hello ----> one report to that gateway, at most every report_max_s (report_waiting_s while
                                requests wait here); its first Hello is answered at once
 
-A report is made when it is sent, so of several that were due only the newest exists.  How many a gateway gets depends
-neither on the load nor on how many gateways there are.  Each gateway's report says how much of what that very gateway
-sent is counted in it.  What is lost is not repeated here: the next report shows the loss, and who has missed something
-of the cache asks for all of it.
+    blocks become known or are evicted --note--> changed --take (once a step)--> KvEvents 7, 8, 9 …
+    a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts: all that is known
 
-All that is cached is told in slices, one message a turn, and once for all who have asked by then: what changes
-meanwhile is told to them behind the last slice, in order.
+A report is made when it is sent, so of several that were due only the newest exists.  How many a gateway gets depends
+neither on the load nor on the number of gateways.  Each gateway's report says which of that gateway's own messages are
+counted in it.  What is lost is not repeated: the next report shows the loss, and a gateway that has missed events asks
+for a snapshot.
+
+A snapshot is sent in parts, one message a turn, once for all gateways that have asked by then; changes in the meantime
+are sent after the last part, in order.  Within a batch only a block's last change counts.
+
+A tier of the KV store does not say what it drops, so some of the demoted blocks are looked up again now and then; until
+then they are an estimate, as all that gateways know of caches.
 """
 
 from __future__ import annotations
@@ -30,13 +36,6 @@ from penstock.engine.service.gateways import Gateway
 from penstock.types import BlockHash, WorkerId
 from penstock.wire.messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
 from penstock.wire.transport import Listener
-
-# MERGED: Which blocks this worker's cache has given up that a tier below it still has: so gateways know what
-# MERGED: a hit costs here.
-# MERGED:
-# MERGED: A tier tells nobody what it drops, so some of the blocks are looked at again now and then; until
-# MERGED: then they are a guess,
-# MERGED: as all that gateways know of caches.  Knows names and numbers of tiers, no pages.
 
 MOST_SUNK = 1 << 18
 """Blocks that are known to be below; those that sank first are forgotten beyond that."""
@@ -86,20 +85,6 @@ class Sunk:
         """Every block, and its tier."""
         return self._tiers
 
-
-# MERGED: What changes in this worker's prefix cache and below it, told to gateways: numbered, batched, and
-# MERGED: whole again when
-# MERGED: asked for.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     blocks become known or are evicted --note--> changed --take (once a step)--> KvEvents 7, 8, 9 …
-# MERGED:     a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts:
-# MERGED: all that is known
-# MERGED:
-# MERGED: Within a batch only a block's last word counts, so the order in it does not matter.  Knows the names
-# MERGED: of blocks, not
-# MERGED: their pages; and nothing about connections.
 
 _NOWHERE = -1
 

@@ -1,7 +1,16 @@
 """This worker's hand-overs: both ends of them (``kv.transfer``), and the connections to other workers.
 
-Carries what the ends say to other workers and what those answer; what the ends say to the scheduler and the gateways
-is told to whoever made this object.  Knows nothing of gateways, and nothing about when a request is given up.
+Carries what the ends send to other workers and what those reply; news for the scheduler and the gateways goes to a
+callback.  Knows nothing of gateways, and nothing about when a request is given up.
+
+Pages in host memory are offered at once when they are final.  Pages of a device are first written to their twins in
+host memory (``kernels.page_writing``), while the next step is computed; messages of a request leave in order::
+
+    final:  offers ------------------------------------> hand-over        in this worker's memory
+            begin -> in flight -> turn: over, offers --> hand-over        on a device
+
+A twin is valid until its page is allocated anew: a page of a shared prefix is written once.  If a request ends while
+its pages are in flight, the hand-over no longer knows it and their offers are void.
 """
 
 from __future__ import annotations
@@ -222,23 +231,6 @@ class HandOvers:
             self._tell(news)
 
 
-# MERGED: Pages of prompts that were read here, on their way to those who write the answers.
-# MERGED:
-# MERGED: Where pages stand in memory that others can read they are offered at once.  Pages of a device are
-# MERGED: written to their twins
-# MERGED: in host memory first (``kernels.page_writing``), while the next step computes; what is said of a
-# MERGED: request leaves in the
-# MERGED: order in which it happened.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     final:  offers ------------------------------------> hand-over        in this worker's memory
-# MERGED:             begin -> under way -> turn: over, offers --> hand-over        on a device
-# MERGED:
-# MERGED: A twin is good for as long as its page is not given out anew: a page of a shared prefix is written
-# MERGED: once.  Should a
-# MERGED: request end while its pages are under way, the hand-over knows it no more and their offers are void.
-
 LOOK_S = 0.001
 """Between two looks at what is under way, when there is nothing else to do."""
 
@@ -326,12 +318,6 @@ def offer_of(done: PageDone, pool: BlockPool) -> Offer:
         tokens=done.tokens,
         generation=pool.generation(page),
     )
-
-
-# MERGED: How long this worker would take to compute what it waits for (``kv.transfer.haste``).
-# MERGED:
-# MERGED: By what it has learned of its own steps, and with the prompts that lie before it.  Knows nothing of
-# MERGED: links.
 
 
 class OwnPace:

@@ -1,4 +1,4 @@
-"""The worker's mailbox (``engine.loop.Mailbox``): the one place where messages and the scheduler's words meet.
+"""The worker's service (``engine.loop``): the one place where messages and the scheduler's events meet.
 
 ::
 
@@ -7,8 +7,8 @@
     scheduler --Plan-----------------> planned --PullPages, Returned---> peers, gateways
     scheduler --Outcome--------------> publish --Tokens, pages---------> gateways, peers
 
-What other workers hear is said by ``hand_overs``, what gateways hear by this.  Nothing here waits, and nothing that a
-peer sends raises.
+Messages to other workers are ``kv_transfer``'s, messages to gateways are sent here.  Nothing here waits, and nothing
+that a peer sends raises.
 """
 
 from __future__ import annotations
@@ -62,10 +62,6 @@ from penstock.wire.messages import (
     Tokens,
 )
 from penstock.wire.transport import Listener, Received, Source, Transport
-
-# MERGED: What the ends of hand-overs say, as events for the scheduler and words for gateways.
-# MERGED:
-# MERGED: Sends nothing itself, and knows no messages of other workers.
 
 
 @dataclass(frozen=True, slots=True)

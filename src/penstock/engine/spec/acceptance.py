@@ -1,9 +1,9 @@
-"""Is a guess worth its time?  How often guesses of a kind stood, how long steps take, and what follows from both.
+"""Whether draft tokens are worth their time: how often they are accepted, how long steps take, and what follows.
 
 A step of r rows is expected to take base + slope * r seconds.  Reading the weights is most of a small step, so further
-rows are cheap; where arithmetic is the limit they are not, and then nothing is guessed.  Both are measured all the
-time, and forgotten slowly, so that a guess that lost once is tried again later.  What trying may cost is bounded by
-``engine.spec.account``.  Pure.
+rows are cheap; where arithmetic is the limit they are not, and then nothing is drafted.  Both are measured all the
+time, and decay slowly, so that drafts that lost once are tried again later.  What trying may cost is bounded by an
+account in units of plain steps, so the machine's speed cancels out: drafting is switched off when it is empty.  Pure.
 """
 
 from __future__ import annotations
@@ -234,11 +234,6 @@ def best_depth(
             best, depth = gain, count
     return depth, best
 
-
-# MERGED: What guessing has won and lost, so that it never costs much: it is switched off when its account is
-# MERGED: empty.
-# MERGED:
-# MERGED: Counted in plain steps, so the machine's speed cancels out.  Pure.
 
 FIRST = 3.0
 """Plain steps' time that may be lost before guessing is switched off for the first time."""

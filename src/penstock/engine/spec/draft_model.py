@@ -1,7 +1,20 @@
-"""Asks a guide for tokens: reads what it has not read, then guess after guess, all requests of a step side by side.
+# ruff: noqa: N815  (field names carry shapes)
+"""Draft tokens from an EAGLE head, which reads the model's hidden states, or from a small model, which reads tokens.
 
-Sampled answers are guessed with the very random numbers that the model will draw with: where both see the same odds,
-both draw the same token.  Knows nothing about what a guess is worth.
+Reads what has not been read yet, then samples draft token after draft token, all requests of a step side by side.
+Sampled answers are drafted with the very random numbers that the model will sample with: where both see the same odds,
+both sample the same token.
+
+Each request has a slot in KV memory of its own::
+
+    slot of one request, 1024 tokens = 64 pages, in order
+           | accepted tokens | draft tokens |
+    now    | true            | may be wrong |      counted from where reading began, not from the prompt's begin
+    full   | restarted with what comes next
+    at end | the slot is free
+
+Nothing of it is handed over, cached or kept.  A request that begins in the middle of an answer drafts a little worse
+for a while.  Knows nothing about what a draft is worth.
 """
 
 from __future__ import annotations
@@ -22,27 +35,6 @@ from penstock.kernels.operands import KvShape, StepBatch
 from penstock.kernels.ops import Ops, Steps
 from penstock.kernels.sampling import Picks
 from penstock.types import PAGE_TOKENS, RequestId
-
-# MERGED: Who can be asked what comes next: a head that reads the model's hidden states, or a small model that
-# MERGED: reads tokens.
-# MERGED:
-# MERGED: Says what must be read before the next guess and by which steps; ``drafter`` reads it.
-
-
-# MERGED: Whose tokens a head or a draft model has read, and how far: places in KV memory that only guessing
-# MERGED: uses.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     place of one request, 1024 tokens = 64 pages of its own, in order
-# MERGED:            | read for good | read for guesses |
-# MERGED:     now    | true tokens   | perhaps wrong    |      counted from where reading began, not from the
-# MERGED: prompt's begin
-# MERGED:     full   | begun anew with what comes next
-# MERGED:     at end | the place is free
-# MERGED:
-# MERGED: Nothing of it is handed over, cached or kept: who begins in the middle of an answer guesses a little
-# MERGED: worse for a while.
 
 CONTEXT_TOKENS = 1024
 """Tokens that a place holds."""

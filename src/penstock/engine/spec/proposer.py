@@ -1,4 +1,8 @@
-"""Draft tokens for the rows of a step, as many as pay; see ``engine.core.speculation`` for what the scheduler asks."""
+"""Proposes draft tokens for the rows of a step, as many as pay: from n-grams of the request, or from a draft model.
+
+Prompt lookup decoding (Saxena 2023; LLMA, arXiv:2304.04487) costs no model, and in a step without a match less than a
+microsecond: places are chained by their last two tokens, as LZ77 does it.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,6 @@ from penstock.engine.spec.acceptance import (
 )
 from penstock.engine.spec.draft_model import Drafter
 from penstock.types import RequestId
-
-# MERGED: Draft tokens looked up in what was said before: where the last few tokens stood already, what
-# MERGED: followed them?
-# MERGED:
-# MERGED: Prompt lookup decoding (Saxena 2023; LLMA, arXiv:2304.04487).  Costs no model, and in a step without
-# MERGED: a match less than a
-# MERGED: microsecond: places are chained by their last two tokens, as LZ77 does it.  Knows tokens, not how
-# MERGED: likely they are to be
-# MERGED: right.
 
 LONGEST_MATCH = 16
 """A longer match says no more."""

@@ -6,7 +6,7 @@ import json
 from random import Random
 
 import pytest
-from guessing_bench import END, LETTERS, VOCAB, GuessingBench
+from draft_bench import END, LETTERS, VOCAB, GuessingBench
 
 from grammar_world import grammar_of, schema_grammar
 from penstock.types import RequestId, SamplingParams

@@ -1,1 +1,0 @@
-"""Images in prompts: encoded before their prompts are read, kept by content, put in the place of tokens."""
