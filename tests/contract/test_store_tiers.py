@@ -71,6 +71,21 @@ def test_a_page_kept_twice_is_one_page(tier: Pair):
     assert tier.writer.has([key_of(1)]) == [tier.memory is None], "of other workers, not of one's own"
 
 
+@pytest.mark.parametrize("tier", ["redis", "redis, encrypted"], indirect=True)
+def test_pages_in_redis_expire_and_one_that_is_written_again_lives_longer(
+    tier: Pair, redis_url: Callable[[], str]
+) -> None:
+    import redis
+
+    client = redis.Redis.from_url(redis_url())
+    assert tier.put(1)
+    (name,) = client.keys()
+    assert 0 < client.pttl(name) <= 60_000
+    client.pexpire(name, 1_000)
+    assert tier.put(1)
+    assert 1_000 < client.pttl(name) <= 60_000
+
+
 def test_many_pages_come_back_as_they_went(tier: Pair):
     numbers = range(30)
     assert all(tier.put(number) for number in numbers)
