@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels import _native
 from penstock.kernels.native.backend import NativeOps, families
-from penstock.kernels.operands import KvShape, StepBatch
+from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 COLD_BYTES = 192 << 20  # of weights, so that none is still in a cache when its turn comes again
@@ -92,7 +92,7 @@ def attention_figures(ops: NativeOps, seconds: float) -> Iterator[dict[str, Any]
             sample_rows_R=np.zeros(0, np.int32),
         )
         q_THC = ops.compute(rng.standard_normal((sequences * tokens, heads, dim)))
-        run = lambda q_THC=q_THC, kv=kv, batch=batch: ops.paged_attention(q_THC, kv, 0, batch, scale=0.125)  # noqa: E731
+        run = lambda q_THC=q_THC, kv=kv, batch=batch: ops.paged_attention(q_THC, kv, 0, batch, AttentionSpec(0.125))  # noqa: E731
         took = best_of(seconds, run)
         pairs = sequences * (keys if tokens == 1 else keys * (keys + 1) / 2)
         yield {"name": name, "us": took * 1e6, "gflops": 4e-9 * pairs * heads * dim / took}

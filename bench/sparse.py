@@ -28,7 +28,7 @@ from penstock.bundled import storyteller
 from penstock.config.schema import EngineSettings
 from penstock.engine.models.registry import build_model
 from penstock.kernels.native.backend import NativeOps, families
-from penstock.kernels.operands import BLOCK_KEYS, KvShape, Sparse, StepBatch
+from penstock.kernels.operands import BLOCK_KEYS, AttentionSpec, KvShape, Sparse, StepBatch
 from penstock.kernels.reference.attention import chosen_blocks, likings
 from penstock.launch.sparse_attention import sparse_of
 from penstock.types import PAGE_TOKENS
@@ -75,9 +75,9 @@ class Layer:
 
     def cpu_seconds(self, sparse: Sparse | None) -> float:
         """To read the whole prompt."""
-        begin = time.process_time()
+        begin, spec = time.process_time(), AttentionSpec(SCALE, sparse=sparse)
         for start in range(0, self.tokens, CHUNK):
-            self.ops.paged_attention(self.q[start // CHUNK], self.kv, 0, self.batch(start), scale=SCALE, sparse=sparse)
+            self.ops.paged_attention(self.q[start // CHUNK], self.kv, 0, self.batch(start), spec)
         return time.process_time() - begin
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from bench.gpu.figures import Check
 from numpy.typing import NDArray
 
-from penstock.kernels.operands import COLUMN_UNIT, SILU, KvShape, Routing, StepBatch, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, SILU, AttentionSpec, KvShape, Routing, StepBatch, segment_ends
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference.sampling import sample_row
 from penstock.kernels.sampling import SampleRow
@@ -239,7 +239,8 @@ class Story:
         qkv = self.ops.hidden(np.concatenate([self.qkv[s][begin:end] for s, begin, end in spans]))
         sizes = {"heads": self.heads, "kv_heads": self.shape.kv_heads}
         q_THC = self.ops.rope_and_write(qkv, self.rope, self.kv, 0, batch, **sizes)
-        out = self.ops.paged_attention(q_THC, self.kv, 0, batch, scale=self.shape.key_dim**-0.5, **self.arguments)
+        spec = AttentionSpec(self.shape.key_dim**-0.5, **self.arguments)
+        out = self.ops.paged_attention(q_THC, self.kv, 0, batch, spec)
         return np.split(self.ops.to_numpy(out), starts[1:-1])
 
     def wanted(self, rounded: Callable[[NDArray[Any]], Double]) -> Iterator[Double]:

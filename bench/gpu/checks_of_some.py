@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.compressed_gpu import compress_for_gpu
 from penstock.kernels.lora import LowRank
-from penstock.kernels.operands import KvShape, PackedLinear, StateShape, StepBatch
+from penstock.kernels.operands import AttentionSpec, KvShape, PackedLinear, StateShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import Minimum, QuantFormat, QuantizedMatrix, QuantRows, Scale
 
@@ -181,7 +181,7 @@ class KernelsOfSome:
             batch = StepBatch(np.zeros_like(positions), positions, starts, pages.copy(), np.empty(0, np.int32))
             ops.latent_write(ops.hidden(latent_TC[first:end]), rope, kv, 0, batch, norm=weight, eps=EPS)
             q_THC = ops.latent_query(ops.hidden(query_TN[first:end]), absorb, rope, kv, batch, heads=heads)
-            return ops.to_numpy(ops.paged_attention(q_THC, kv, 0, batch, scale=columns**-0.5))
+            return ops.to_numpy(ops.paged_attention(q_THC, kv, 0, batch, AttentionSpec(columns**-0.5)))
 
         whole = computed(0, tokens)
         angles = np.exp(1j * np.outer(np.arange(tokens), frequencies))[:, None]

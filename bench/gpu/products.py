@@ -10,7 +10,7 @@ import torch
 from bench.gpu.checks import normal
 from bench.gpu.place import Place
 
-from penstock.kernels.operands import COLUMN_UNIT, KvShape, StepBatch, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, AttentionSpec, KvShape, StepBatch, segment_ends
 from penstock.kernels.ops import Ops
 from penstock.types import PAGE_TOKENS
 
@@ -79,7 +79,9 @@ def attention(ops: Ops, place: Place, heads: tuple[int, int, int]) -> list[dict[
         q_THC = ops.compute(normal(4, sequences * tokens, query * dim))
         scale = dim**-0.5
         ours_s = place.seconds(
-            lambda q=q_THC, k=kv, b=batch, s=scale: ops.paged_attention(q, k, 0, b, scale=s), repeats=20, warm=3
+            lambda q=q_THC, k=kv, b=batch, s=scale: ops.paged_attention(q, k, 0, b, AttentionSpec(s)),
+            repeats=20,
+            warm=3,
         )
         theirs_s = _sdpa(place, (sequences, tokens, keys), heads)
         lines.append(

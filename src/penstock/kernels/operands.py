@@ -447,3 +447,26 @@ class Sparse:
     def candidates(self, position: int) -> range:
         """Blocks that a position chooses among: complete ones, before its window."""
         return range(self.sinks, position // BLOCK_KEYS - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Which keys the tokens of a layer read, and how scores become weights (``Ops.paged_attention``)."""
+
+    scale: float
+    window: int | None = None  # the last so many keys, the token's own one of them
+    chunk: int | None = None  # keys with the token's floor(position / chunk)
+    softcap: float | None = None
+    sinks_H: Array | None = None
+    until: int | None = None  # instead: the keys below this position, wherever the token is
+    sparse: Sparse | None = None
+
+    def keys_of(self, position: int) -> tuple[int, int]:
+        """Keys [first, end) that a position reads, where no blocks are left out."""
+        return (self.first_key(position), position + 1) if self.until is None else (0, self.until)
+
+    def first_key(self, position: int) -> int:
+        """The first key up to its own that a position reads."""
+        first_of_window = 0 if self.window is None else position - self.window + 1
+        first_of_chunk = 0 if self.chunk is None else position // self.chunk * self.chunk
+        return max(0, first_of_window, first_of_chunk)

@@ -33,360 +33,116 @@ from penstock.kernels.operands import (
     SILU,
     Activation,
     Array,
+    AttentionSpec,
     Gate,
     KvShape,
     PackedExperts,
     PackedLinear,
     Routes,
     Routing,
-    Sparse,
     StepBatch,
 )
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Picks, Sampled, SampleRow
 from penstock.kernels.weight_source import Loading
 
-# MERGED: Operations on logits: which token a row draws, and how likely given ones were.
-# MERGED:
-# MERGED: Part of ``ops.Ops``, which says what the letters in the names mean.  Here goes what ends a step.
 
+class Steps(Protocol):
+    """What can be recorded: a model's order of operations.  Both methods call nothing but the given ``Ops``."""
 
-class HeadOps(Protocol):
-    """From logits to tokens."""
-
-    def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
-        """Draw one token a row: logit_bias, penalties, bans and mask, then temperature, top_k, top_p, min_p, then
-        Gumbel-max (or argmax at temperature 0, ties to the lower id).  Random numbers: Philox4x32-10 as in
-        ``kernels.philox``."""
+    def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
+        """hidden [R, D] of the wanted rows, or None when there are none."""
         ...
 
-    def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
-        """Log-probability of given tokens under each row, with the ``top`` likeliest (ties to the lower id)."""
+    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
+        """hidden [R, V]."""
         ...
 
 
-# MERGED: Operations of recurrent layers, which keep no keys but a state of fixed size
-# MERGED: (``operands.StateShape``).
-# MERGED:
-# MERGED: Part of ``ops.Ops``, which says what the letters in the names mean.  Here goes whatever reads and
-# MERGED: writes states.
-# MERGED:
-# MERGED: The state behind a token is made of the state before it and of the token, in fp32, one token after
-# MERGED: another; where it is
-# MERGED: kept between steps it loses no bit.  So how a prompt is cut changes nothing.
+class StepProgram(Protocol):
+    """All operations of a model's step, ready to be run again and again, for any tokens and rows.
 
+    The wanted rows of a batch stand in this order: rows that are only scored, rows that draw from logits, picks.
+    """
 
-class StateOps(Protocol):
-    """Along the tokens of a sequence.  The pages of its states are ``StepBatch.states_SW``."""
-
-    def causal_conv(self, x_TN: Array, weight_KC: Array, kv: Array, layer: int, batch: StepBatch) -> Array:
-        """hidden [T, C]: silu of a convolution over time of the first C columns of hidden x, each column by itself.
-
-        ``weight_KC``, a vector [K, C]: tap K - 1 is the token's own, tap 0 that of the token K - 1 before it; before
-        the first token there are zeros.  Summed from tap 0 on, in fp32.
-        """
-        ...
-
-    def delta_rule(
+    def run(
         self,
-        qkv_TC: Array,
-        gates_TN: Array,
-        kv: Array,
-        layer: int,
         batch: StepBatch,
-        *,
-        rates_H: Array,
-        shifts_H: Array,
-        beta: int,
-        decay: int,
-    ) -> Array:
-        """hidden [T, H value_dim]: the gated delta rule (arXiv:2412.06464), of hidden [T, C] queries, keys, values.
+        scored: int,
+        rows: list[SampleRow],
+        picks: Picks,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
+        """Compute the batch; the answers of ``rows``; those of ``picks`` stand in their array.
 
-        Head h has the queries and keys of head floor(h G / H) of the G key heads.  Of its gates, columns ``beta + h``
-        and ``decay + h`` of hidden ``gates_TN``, are made b = sigmoid(gate) and d = exp(-rate softplus(gate + shift)).
-        Queries and keys are brought to length 1 (x / sqrt(sum of squares + 1e-6)), queries then divided by
-        sqrt(key_dim).  Of the state S [key_dim, value_dim], zero before the first token, becomes d S + k u with
-        u = b (v - d S^T k); what comes out is S^T q of the new one.  All in fp32; the two sums over key_dim are each of
-        even rows, then of odd ones, joined last.
+        A row gives the same token whichever way it is drawn.  Arrays are read anew in every run, so a batch whose
+        arrays were overwritten may be given again.  Raises ValueError for indices out of range.
+
+        ``ready``: called once the logits are there and before any of ``rows`` is drawn; until it returns, the rows'
+        ``allowed`` may still be written by another thread.  What it raises comes out of ``run``.
+        """
+        ...
+
+    def hidden(self) -> Array:
+        """hidden [R, D] of the last run's wanted rows, valid until the next one; for ``Steps.logits``."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """What a program has besides, if what one step draws can be the next one's input without going by the host."""
+
+    def runs_ahead(self, batch: StepBatch, picks: Picks) -> bool:
+        """Can steps like this one follow each other so?  Only where every token of it draws, and by picking."""
+        ...
+
+    def run_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> NDArray[np.int32]:
+        """Up to ``steps`` steps; the tokens they drew, [steps done, F], valid until the next run.
+
+        ``batch_of(i)`` is called while step i - 1 is computed and makes the arrays, those of ``picks`` too, those of
+        step i, but for its tokens (of step 0: with them); None ends the run before it.
         """
         ...
 
 
-# MERGED: Operations that read or write KV memory, and attention without one.
-# MERGED:
-# MERGED: Part of ``ops.Ops``, which says what the letters in the names mean.  Here goes whatever sees more of
-# MERGED: a sequence than one
-# MERGED: token.
+CAPTURE_S = 2.0
+"""Time that making steps ready may take at the start; what is left is made ready when it comes."""
 
 
-class AttentionOps(Protocol):
-    """Across the tokens of a sequence."""
+@runtime_checkable
+class Captures(Protocol):
+    """What a program has besides, if steps of some sizes can be made ready before the first of them is asked for."""
 
-    def rope_and_write(
-        self,
-        qkv_TN: Array,
-        rope: Array | None,
-        kv: Array,
-        layer: int,
-        batch: StepBatch,
-        *,
-        heads: int,
-        kv_heads: int,
-        q_scale: Array | None = None,
-    ) -> Array:
-        """Split qkv [T, (H + G) C + G value_dim]; rotate q and k by their positions (``rope`` None: leave them); write
-        k and v to their pages, rounded to the type that these keep; return q as compute [T, H, C].  ``heads`` may be 0.
+    def capture(self, alive: Callable[[], None] | None = None, budget_s: float = CAPTURE_S) -> int:
+        """Make ready what so many seconds allow, but for kernels to be compiled; how many sizes.
 
-        ``q_scale``: fp32 by absolute position, which the rotated q is multiplied by.
+        ``alive`` is called every now and then.  Only while the KV memory holds nothing."""
+        ...
+
+
+class Ops(Protocol):
+    """A backend."""
+
+    numerics: str
+    """Numerics class: two backends with one name give the same bits."""
+
+    compute_dtype: str
+    """"bf16" or "fp32"."""
+
+    kv_dtype: str
+    """What keys and values are kept in: the compute type, or "fp8_e4m3" (``kv_types``)."""
+
+    kv_layout: str
+    """Name of the layout of the bytes in a page; pages pass only between equal layouts of one numerics class."""
+
+    def record(self, steps: Steps, kv: Array, *, tapped: tuple[int, ...] = ()) -> StepProgram:
+        """The steps as one program over this KV memory: recorded where the backend can, else run as they are.
+
+        ``tapped``: as that of every batch that it will be given.
         """
         ...
 
-    def latent_write(
-        self,
-        latent_TC: Array,
-        rope: Array,
-        kv: Array,
-        layer: int,
-        batch: StepBatch,
-        *,
-        norm: Array,
-        eps: float,
-    ) -> None:
-        """Write fp32 latent vectors (MLA, arXiv:2405.04434) to the pages of shared KV memory, rounded to the
-        type that these keep: the first value_dim columns normed as by ``rms_norm``, the others rotated."""
-        ...
-
-    def latent_query(
-        self, q_TN: Array, absorb: PackedLinear, rope: Array, kv: Array, batch: StepBatch, *, heads: int
-    ) -> Array:
-        """Queries of latent attention: compute [T, H, C] of hidden [T, H (K + rotated)].
-
-        The first K columns of head h, in the compute type, are multiplied by rows [h value_dim, (h + 1) value_dim) of
-        ``absorb`` [H value_dim, K] (plain, one segment) and become its first value_dim columns; the others are rotated
-        and follow them.  One form for reading prompts and writing answers.
-        """
-        ...
-
-    def paged_attention(
-        self,
-        q_THC: Array,
-        kv: Array,
-        layer: int,
-        batch: StepBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunk: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Array | None = None,
-        until: int | None = None,
-        sparse: Sparse | None = None,
-    ) -> Array:
-        """Causal attention of every token to its sequence's pages; compute [T, H value_dim] of q [T, H, C] or [T, H C].
-
-        A token at position p sees keys up to p: of these the last ``window`` (p itself is one of them), and those with
-        its floor(p / chunk).  Scores are q . k * scale, then softcap * tanh(score / softcap), then what ``vector``
-        made of ``sinks_H`` joins the softmax as one more score of each head, whose weight takes no value (StreamingLLM,
-        arXiv:2309.17453, as gpt-oss has it).
-
-        ``until``: instead, every token sees the keys of positions below it and no others, wherever it stands itself
-        (cross-attention to what a sequence begins with); every sequence reaches that far.
-
-        ``sparse``: of all keys up to p, those of the blocks that it says (see ``kernels.sparse``); with neither window,
-        chunk nor ``until``.
-
-        Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high, the
-        sink last.  Codes (``kv_types``) become numbers of the compute type on the way, exactly.  What a token does not
-        see is not multiplied: its pages may hold anything, but the table must name pages of the memory.
-        """
-        ...
-
-    def attention(
-        self,
-        qkv_TN: Array,
-        starts_S1: NDArray[np.int32],
-        *,
-        heads: int,
-        kv_heads: int,
-        scale: float,
-        causal: bool = False,
-        window: int | None = None,
-        softcap: float | None = None,
-        rope: Array | None = None,
-        rows_T: NDArray[np.int32] | None = None,
-        bias_HR: Array | None = None,
-    ) -> Array:
-        """Attention of whole sequences, without a cache; compute [T, H C] of hidden [T, (H + 2 G) C]: queries, keys,
-        values.  Sequence s owns tokens ``starts[s]:starts[s + 1]``.
-
-        A token reads all of its sequence, or, ``causal``, what stands up to itself; with a ``window`` only what is less
-        than so many positions away.  Queries and keys are rotated by row ``rows_T`` of ``rope``, the token's place in
-        its sequence unless given.  Scores are q . k * scale, then soft-capped as in ``paged_attention``; then entry
-        ``clip(key - position, -R, R) + R`` of the head's row of ``bias_HR``, which ``vector`` made of [H, 2 R + 1], is
-        added (relative positions of T5, arXiv:1910.10683, by distance).
-
-        Keys are reduced as in ``paged_attention``, by place in their sequence.
-        """
-        ...
-
-
-# MERGED: Operations over packed matrices: tables, products, adapters, and experts with their routing.
-# MERGED:
-# MERGED: Part of ``ops.Ops``, which says what the letters in the names mean.  Here goes whatever reads a
-# MERGED: ``PackedLinear``.
-
-
-class ProductOps(Protocol):
-    """x W^T and its kin."""
-
-    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:
-        """hidden [T, D]: rows of the table, times ``scale`` in fp32."""
-        ...
-
-    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Array) -> None:
-        """hidden += rows of the table, in place: learned positions.  Recorded: the batch's ``positions_T`` only."""
-        ...
-
-    def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
-        """hidden [T, N] = x W^T, summed in fp32 over K, segment by segment."""
-        ...
-
-    def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
-        """hidden += x W^T, in place: the product is finished before it is added."""
-        ...
-
-    def lora_add(
-        self, x_TK: Array, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Array, *, wanted: bool
-    ) -> None:
-        """out += scale * up (down x), in place, for rows whose sequence has an adapter (``batch.adapters_S``) that adds
-        to this product; all others stay as they are, to the bit.
-
-        Rows are tokens of the batch, or wanted rows.  down x is summed in the product's segments and rounded once to
-        the compute type, up is summed over the rank, both in fp32; the rest is one fused multiply and add."""
-
-    def heads_linear(self, x_THK: Array, weight: PackedLinear, *, heads: int) -> Array:
-        """compute [T, H N]: head h of x times rows [h N, (h + 1) N) of a weight [H N, K] (plain, one segment), each sum
-        in fp32 over K from low to high, rounded once."""
-        ...
-
-    def route(self, logits_TE: Array, routing: Routing, bias_E: Array | None = None) -> Routes:
-        """Each token's experts and their weights, by fp32 logits; ``bias_E`` (a vector) matters for the choice only."""
-        ...
-
-    def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
-        """hidden += sum over a token's experts of weight * (down(gated(gate_up(x) + bias)) + bias), in place.
-
-        Rows are grouped by expert; an expert that nobody chose is not read.  A token's experts are summed in fp32, by
-        ascending id, and the finished sum is added.
-        """
-        ...
-
-    def routes_to_numpy(self, routes: Routes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """ids [T, top_k] and weights [T, top_k] (tests and tools)."""
-        ...
-
-
-# MERGED: Operations that work row by row: norms, activations, sums, and what picks or places rows.
-# MERGED:
-# MERGED: Part of ``ops.Ops``, which says what the letters in the names mean.  Here goes whatever looks at one
-# MERGED: row (or head) at a
-# MERGED: time and reads no packed matrix and no KV memory.
-
-
-class RowOps(Protocol):
-    """Rows in, rows out."""
-
-    def features(self, batch: StepBatch, width: int) -> Array:
-        """hidden [T, width]: what the batch brings with every token; once a step."""
-        ...
-
-    def tap(self, hidden_TD: Array, batch: StepBatch, place: int) -> None:
-        """Hand the wanted rows of a hidden state out: they become columns [place D, (place + 1) D) of the batch's
-        ``taps_RW``, if it has one."""
-        ...
-
-    def place_rows(self, hidden_TD: Array, batch: StepBatch) -> None:
-        """The batch's given rows take the place of those of hidden; nothing where none are given."""
-        ...
-
-    def joined_rows(self, x_TK: Array, count: int) -> Array:
-        """compute [T / count, count K]: rows, ``count`` at a time, one after another in a row."""
-        ...
-
-    def rows(self, x_TD: Array, rows_R: NDArray[np.int32]) -> Array:
-        """The rows of x with these indices."""
-        ...
-
-    def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
-        """compute [T, D]: x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded once."""
-        ...
-
-    def norm_add(self, hidden_TD: Array, x_TD: Array, weight_D: Array, eps: float) -> None:
-        """hidden += rms_norm(x), in place; x fp32 [T, D], and the norm is not rounded to the compute type."""
-        ...
-
-    def layer_norm(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> Array:
-        """compute [T, D]: (x - mean) / sqrt(variance + eps) * weight + bias, in fp32, rounded once
-        (arXiv:1607.06450); the variance is the mean square distance, in a second pass."""
-        ...
-
-    def layer_norm_in_place(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> None:
-        """hidden = layer_norm(hidden), in place and fp32: post-norm encoders, whose residual stream is normed."""
-        ...
-
-    def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
-        """In place, in fp32: ``rms_norm`` of each of ``count`` groups of C columns of hidden [T, N], the first of which
-        begins at column ``first`` (norms of queries and keys; with C = all heads together, one norm for them)."""
-        ...
-
-    def gated(self, gate_up_T2I: Array, kind: Gate = SILU) -> Array:
-        """compute [T, I] = activation(gate) * up, in fp32, rounded once.  ``kind`` says which columns are which."""
-        ...
-
-    def activate(self, x_TI: Array, kind: Activation, alpha: float = 1.0) -> Array:
-        """compute [T, I] = activation(x), in fp32, rounded once."""
-        ...
-
-    def add(self, hidden_TD: Array, x_TD: Array) -> None:
-        """hidden += x, in place; both fp32."""
-        ...
-
-    def add_bias(self, x_TN: Array, bias_N: Array) -> None:
-        """x += bias in every row, in place; x fp32."""
-        ...
-
-    def scale(self, x_TN: Array, factor: float) -> None:
-        """x *= factor, in place; x fp32.  Of logits: tokens can still be picked without storing them."""
-        ...
-
-    def softcap(self, x_TN: Array, cap: float) -> None:
-        """x = cap * tanh(x / cap), in place; x fp32.  Of logits: as ``scale``, which may come before it."""
-        ...
-
-    def gated_norm(self, x_TN: Array, gate_TM: Array, weight_C: Array, eps: float, *, first: int) -> Array:
-        """compute [T, N]: ``rms_norm`` of each group of C columns of hidden x, times silu of the gate: columns
-        [first, first + N) of hidden [T, M].  In fp32, rounded once."""
-        ...
-
-    def sigmoid_gated(self, x_TN: Array, gate_TN: Array) -> Array:
-        """compute [T, N] = x * sigmoid(gate), of compute x and hidden gates, in fp32, rounded once."""
-        ...
-
-    def gated_add(self, hidden_TD: Array, x_TD: Array, gate_T1: Array) -> None:
-        """hidden += x * sigmoid(gate), in place; all fp32, multiply and add are fused."""
-        ...
-
-
-# MERGED: Operations once a model, and looking inside arrays: packing weights, KV memory, tables of rotary
-# MERGED: positions.
-# MERGED:
-# MERGED: Part of ``ops.Ops``, which says what the letters in the names mean.  Here goes what is called before
-# MERGED: the first step, or
-# MERGED: by tests and tools; never by a layer in a step.
-
-
-class ModelOps(Protocol):
-    """What a backend makes of a model before its first step."""
+    # --- weights, KV memory, tables; looking inside arrays ------------------------------------------------------------
 
     def pack_linear(self, weight_NK: Array, *, segments: tuple[int, ...] | None = None) -> PackedLinear:
         """Lay out a weight (NumPy array: ml_dtypes.bfloat16, float16 or float32) for ``linear`` and ``embed``.
@@ -488,98 +244,280 @@ class ModelOps(Protocol):
         """What an array of hidden or compute type contains (an encoder's output, tests and tools)."""
         ...
 
+    # --- row by row ---------------------------------------------------------------------------------------------------
 
-class Steps(Protocol):
-    """What can be recorded: a model's order of operations.  Both methods call nothing but the given ``Ops``."""
-
-    def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        """hidden [R, D] of the wanted rows, or None when there are none."""
+    def features(self, batch: StepBatch, width: int) -> Array:
+        """hidden [T, width]: what the batch brings with every token; once a step."""
         ...
 
-    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        """hidden [R, V]."""
+    def tap(self, hidden_TD: Array, batch: StepBatch, place: int) -> None:
+        """Hand the wanted rows of a hidden state out: they become columns [place D, (place + 1) D) of the batch's
+        ``taps_RW``, if it has one."""
         ...
 
+    def place_rows(self, hidden_TD: Array, batch: StepBatch) -> None:
+        """The batch's given rows take the place of those of hidden; nothing where none are given."""
+        ...
 
-class StepProgram(Protocol):
-    """All operations of a model's step, ready to be run again and again, for any tokens and rows.
+    def joined_rows(self, x_TK: Array, count: int) -> Array:
+        """compute [T / count, count K]: rows, ``count`` at a time, one after another in a row."""
+        ...
 
-    The wanted rows of a batch stand in this order: rows that are only scored, rows that draw from logits, picks.
-    """
+    def rows(self, x_TD: Array, rows_R: NDArray[np.int32]) -> Array:
+        """The rows of x with these indices."""
+        ...
 
-    def run(
+    def rms_norm(self, hidden_TD: Array, weight_D: Array, eps: float) -> Array:
+        """compute [T, D]: x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded once."""
+        ...
+
+    def norm_add(self, hidden_TD: Array, x_TD: Array, weight_D: Array, eps: float) -> None:
+        """hidden += rms_norm(x), in place; x fp32 [T, D], and the norm is not rounded to the compute type."""
+        ...
+
+    def layer_norm(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> Array:
+        """compute [T, D]: (x - mean) / sqrt(variance + eps) * weight + bias, in fp32, rounded once
+        (arXiv:1607.06450); the variance is the mean square distance, in a second pass."""
+        ...
+
+    def layer_norm_in_place(self, hidden_TD: Array, weight_D: Array, bias_D: Array | None, eps: float) -> None:
+        """hidden = layer_norm(hidden), in place and fp32: post-norm encoders, whose residual stream is normed."""
+        ...
+
+    def norm_heads(self, x_TN: Array, weight_C: Array, eps: float, *, first: int, count: int) -> None:
+        """In place, in fp32: ``rms_norm`` of each of ``count`` groups of C columns of hidden [T, N], the first of which
+        begins at column ``first`` (norms of queries and keys; with C = all heads together, one norm for them)."""
+        ...
+
+    def gated(self, gate_up_T2I: Array, kind: Gate = SILU) -> Array:
+        """compute [T, I] = activation(gate) * up, in fp32, rounded once.  ``kind`` says which columns are which."""
+        ...
+
+    def activate(self, x_TI: Array, kind: Activation, alpha: float = 1.0) -> Array:
+        """compute [T, I] = activation(x), in fp32, rounded once."""
+        ...
+
+    def add(self, hidden_TD: Array, x_TD: Array) -> None:
+        """hidden += x, in place; both fp32."""
+        ...
+
+    def add_bias(self, x_TN: Array, bias_N: Array) -> None:
+        """x += bias in every row, in place; x fp32."""
+        ...
+
+    def scale(self, x_TN: Array, factor: float) -> None:
+        """x *= factor, in place; x fp32.  Of logits: tokens can still be picked without storing them."""
+        ...
+
+    def softcap(self, x_TN: Array, cap: float) -> None:
+        """x = cap * tanh(x / cap), in place; x fp32.  Of logits: as ``scale``, which may come before it."""
+        ...
+
+    def gated_norm(self, x_TN: Array, gate_TM: Array, weight_C: Array, eps: float, *, first: int) -> Array:
+        """compute [T, N]: ``rms_norm`` of each group of C columns of hidden x, times silu of the gate: columns
+        [first, first + N) of hidden [T, M].  In fp32, rounded once."""
+        ...
+
+    def sigmoid_gated(self, x_TN: Array, gate_TN: Array) -> Array:
+        """compute [T, N] = x * sigmoid(gate), of compute x and hidden gates, in fp32, rounded once."""
+        ...
+
+    def gated_add(self, hidden_TD: Array, x_TD: Array, gate_T1: Array) -> None:
+        """hidden += x * sigmoid(gate), in place; all fp32, multiply and add are fused."""
+        ...
+
+    # --- packed matrices ----------------------------------------------------------------------------------------------
+
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Array:
+        """hidden [T, D]: rows of the table, times ``scale`` in fp32."""
+        ...
+
+    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Array) -> None:
+        """hidden += rows of the table, in place: learned positions.  Recorded: the batch's ``positions_T`` only."""
+        ...
+
+    def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
+        """hidden [T, N] = x W^T, summed in fp32 over K, segment by segment."""
+        ...
+
+    def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
+        """hidden += x W^T, in place: the product is finished before it is added."""
+        ...
+
+    def lora_add(
+        self, x_TK: Array, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Array, *, wanted: bool
+    ) -> None:
+        """out += scale * up (down x), in place, for rows whose sequence has an adapter (``batch.adapters_S``) that adds
+        to this product; all others stay as they are, to the bit.
+
+        Rows are tokens of the batch, or wanted rows.  down x is summed in the product's segments and rounded once to
+        the compute type, up is summed over the rank, both in fp32; the rest is one fused multiply and add."""
+
+    def heads_linear(self, x_THK: Array, weight: PackedLinear, *, heads: int) -> Array:
+        """compute [T, H N]: head h of x times rows [h N, (h + 1) N) of a weight [H N, K] (plain, one segment), each sum
+        in fp32 over K from low to high, rounded once."""
+        ...
+
+    def route(self, logits_TE: Array, routing: Routing, bias_E: Array | None = None) -> Routes:
+        """Each token's experts and their weights, by fp32 logits; ``bias_E`` (a vector) matters for the choice only."""
+        ...
+
+    def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
+        """hidden += sum over a token's experts of weight * (down(gated(gate_up(x) + bias)) + bias), in place.
+
+        Rows are grouped by expert; an expert that nobody chose is not read.  A token's experts are summed in fp32, by
+        ascending id, and the finished sum is added.
+        """
+        ...
+
+    def routes_to_numpy(self, routes: Routes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """ids [T, top_k] and weights [T, top_k] (tests and tools)."""
+        ...
+
+    # --- across a sequence --------------------------------------------------------------------------------------------
+
+    def rope_and_write(
         self,
+        qkv_TN: Array,
+        rope: Array | None,
+        kv: Array,
+        layer: int,
         batch: StepBatch,
-        scored: int,
-        rows: list[SampleRow],
-        picks: Picks,
-        ready: Callable[[], None] | None = None,
-    ) -> list[Sampled]:
-        """Compute the batch; the answers of ``rows``; those of ``picks`` stand in their array.
+        *,
+        heads: int,
+        kv_heads: int,
+        q_scale: Array | None = None,
+    ) -> Array:
+        """Split qkv [T, (H + G) C + G value_dim]; rotate q and k by their positions (``rope`` None: leave them); write
+        k and v to their pages, rounded to the type that these keep; return q as compute [T, H, C].  ``heads`` may be 0.
 
-        A row gives the same token whichever way it is drawn.  Arrays are read anew in every run, so a batch whose
-        arrays were overwritten may be given again.  Raises ValueError for indices out of range.
-
-        ``ready``: called once the logits are there and before any of ``rows`` is drawn; until it returns, the rows'
-        ``allowed`` may still be written by another thread.  What it raises comes out of ``run``.
+        ``q_scale``: fp32 by absolute position, which the rotated q is multiplied by.
         """
         ...
 
-    def hidden(self) -> Array:
-        """hidden [R, D] of the last run's wanted rows, valid until the next one; for ``Steps.logits``."""
+    def latent_write(
+        self,
+        latent_TC: Array,
+        rope: Array,
+        kv: Array,
+        layer: int,
+        batch: StepBatch,
+        *,
+        norm: Array,
+        eps: float,
+    ) -> None:
+        """Write fp32 latent vectors (MLA, arXiv:2405.04434) to the pages of shared KV memory, rounded to the
+        type that these keep: the first value_dim columns normed as by ``rms_norm``, the others rotated."""
         ...
 
+    def latent_query(
+        self, q_TN: Array, absorb: PackedLinear, rope: Array, kv: Array, batch: StepBatch, *, heads: int
+    ) -> Array:
+        """Queries of latent attention: compute [T, H, C] of hidden [T, H (K + rotated)].
 
-@runtime_checkable
-class RunsAhead(Protocol):
-    """What a program has besides, if what one step draws can be the next one's input without going by the host."""
-
-    def runs_ahead(self, batch: StepBatch, picks: Picks) -> bool:
-        """Can steps like this one follow each other so?  Only where every token of it draws, and by picking."""
-        ...
-
-    def run_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> NDArray[np.int32]:
-        """Up to ``steps`` steps; the tokens they drew, [steps done, F], valid until the next run.
-
-        ``batch_of(i)`` is called while step i - 1 is computed and makes the arrays, those of ``picks`` too, those of
-        step i, but for its tokens (of step 0: with them); None ends the run before it.
+        The first K columns of head h, in the compute type, are multiplied by rows [h value_dim, (h + 1) value_dim) of
+        ``absorb`` [H value_dim, K] (plain, one segment) and become its first value_dim columns; the others are rotated
+        and follow them.  One form for reading prompts and writing answers.
         """
         ...
 
+    def paged_attention(
+        self,
+        q_THC: Array,
+        kv: Array,
+        layer: int,
+        batch: StepBatch,
+        spec: AttentionSpec,
+    ) -> Array:
+        """Causal attention of every token to its sequence's pages; compute [T, H value_dim] of q [T, H, C] or [T, H C].
 
-CAPTURE_S = 2.0
-"""Time that making steps ready may take at the start; what is left is made ready when it comes."""
+        A token at position p reads keys up to p: of these the last ``spec.window`` (p itself is one of them), and those
+        with its floor(p / chunk).  Scores are q . k * scale, then softcap * tanh(score / softcap), then what ``vector``
+        made of ``sinks_H`` joins the softmax as one more score of each head, whose weight takes no value (StreamingLLM,
+        arXiv:2309.17453, as gpt-oss has it).
 
+        ``until``: instead, every token reads the keys of positions below it and no others, wherever it stands itself
+        (cross-attention to what a sequence begins with); every sequence reaches that far.
 
-@runtime_checkable
-class Captures(Protocol):
-    """What a program has besides, if steps of some sizes can be made ready before the first of them is asked for."""
+        ``sparse``: of all keys up to p, those of the blocks that it names (``operands.Sparse``); with neither window,
+        chunk nor ``until``.
 
-    def capture(self, alive: Callable[[], None] | None = None, budget_s: float = CAPTURE_S) -> int:
-        """Make ready what so many seconds allow, but for kernels to be compiled; how many sizes.
-
-        ``alive`` is called every now and then.  Only while the KV memory holds nothing."""
+        Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high, the
+        sink last.  Codes (``kv_types``) become numbers of the compute type on the way, exactly.  What a token does not
+        see is not multiplied: its pages may hold anything, but the table must name pages of the memory.
+        """
         ...
 
+    def attention(
+        self,
+        qkv_TN: Array,
+        starts_S1: NDArray[np.int32],
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        causal: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        rope: Array | None = None,
+        rows_T: NDArray[np.int32] | None = None,
+        bias_HR: Array | None = None,
+    ) -> Array:
+        """Attention of whole sequences, without a cache; compute [T, H C] of hidden [T, (H + 2 G) C]: queries, keys,
+        values.  Sequence s owns tokens ``starts[s]:starts[s + 1]``.
 
-class Ops(ModelOps, RowOps, ProductOps, AttentionOps, StateOps, HeadOps, Protocol):
-    """A backend."""
+        A token reads all of its sequence, or, ``causal``, what stands up to itself; with a ``window`` only what is less
+        than so many positions away.  Queries and keys are rotated by row ``rows_T`` of ``rope``, the token's place in
+        its sequence unless given.  Scores are q . k * scale, then soft-capped as in ``paged_attention``; then entry
+        ``clip(key - position, -R, R) + R`` of the head's row of ``bias_HR``, which ``vector`` made of [H, 2 R + 1], is
+        added (relative positions of T5, arXiv:1910.10683, by distance).
 
-    numerics: str
-    """Numerics class: two backends with one name give the same bits."""
-
-    compute_dtype: str
-    """"bf16" or "fp32"."""
-
-    kv_dtype: str
-    """What keys and values are kept in: the compute type, or "fp8_e4m3" (``kv_types``)."""
-
-    kv_layout: str
-    """Name of the layout of the bytes in a page; pages pass only between equal layouts of one numerics class."""
-
-    def record(self, steps: Steps, kv: Array, *, tapped: tuple[int, ...] = ()) -> StepProgram:
-        """The steps as one program over this KV memory: recorded where the backend can, else run as they are.
-
-        ``tapped``: as that of every batch that it will be given.
+        Keys are reduced as in ``paged_attention``, by place in their sequence.
         """
+        ...
+
+    # --- recurrent layers ---------------------------------------------------------------------------------------------
+
+    def causal_conv(self, x_TN: Array, weight_KC: Array, kv: Array, layer: int, batch: StepBatch) -> Array:
+        """hidden [T, C]: silu of a convolution over time of the first C columns of hidden x, each column by itself.
+
+        ``weight_KC``, a vector [K, C]: tap K - 1 is the token's own, tap 0 that of the token K - 1 before it; before
+        the first token there are zeros.  Summed from tap 0 on, in fp32.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        qkv_TC: Array,
+        gates_TN: Array,
+        kv: Array,
+        layer: int,
+        batch: StepBatch,
+        *,
+        rates_H: Array,
+        shifts_H: Array,
+        beta: int,
+        decay: int,
+    ) -> Array:
+        """hidden [T, H value_dim]: the gated delta rule (arXiv:2412.06464), of hidden [T, C] queries, keys, values.
+
+        Head h has the queries and keys of head floor(h G / H) of the G key heads.  Of its gates, columns ``beta + h``
+        and ``decay + h`` of hidden ``gates_TN``, are made b = sigmoid(gate) and d = exp(-rate softplus(gate + shift)).
+        Queries and keys are brought to length 1 (x / sqrt(sum of squares + 1e-6)), queries then divided by
+        sqrt(key_dim).  Of the state S [key_dim, value_dim], zero before the first token, becomes d S + k u with
+        u = b (v - d S^T k); what comes out is S^T q of the new one.  All in fp32; the two sums over key_dim are each of
+        even rows, then of odd ones, joined last.
+        """
+        ...
+
+    # --- from logits to tokens ----------------------------------------------------------------------------------------
+
+    def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
+        """Draw one token a row: logit_bias, penalties, bans and mask, then temperature, top_k, top_p, min_p, then
+        Gumbel-max (or argmax at temperature 0, ties to the lower id).  Random numbers: Philox4x32-10 as in
+        ``kernels.philox``."""
+        ...
+
+    def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
+        """Log-probability of given tokens under each row, with the ``top`` likeliest (ties to the lower id)."""
         ...

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from quick_interpreter import quicken
 
 from penstock.kernels.native.backend import NativeOps, families
-from penstock.kernels.operands import KvShape, StepBatch
+from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.select import REFERENCE, TRITON, TRITON_INTERPRETER, make_ops
 from penstock.types import FP8_E4M3
@@ -204,7 +204,7 @@ class Story:
         q = ops.rope_and_write(
             qkv, self.rope, self.kv, 1, batch, heads=heads.query, kv_heads=heads.kv, q_scale=self.q_scale
         )
-        return ops.paged_attention(q, self.kv, 1, batch, scale=heads.dim**-0.5, **self.arguments)
+        return ops.paged_attention(q, self.kv, 1, batch, AttentionSpec(heads.dim**-0.5, **self.arguments))
 
     def step(self, parts: list[tuple[int, int, int]]) -> None:
         """Compute tokens [start, end) of each named sequence together."""

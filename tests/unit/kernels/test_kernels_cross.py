@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.operands import StepBatch
+from penstock.kernels.operands import AttentionSpec, StepBatch
 from penstock.kernels.sampling import Picks
 
 UNTIL = 1100  # 2 partitions of 512 keys and a part, which ends within a block of 64 and within a page
@@ -47,7 +47,7 @@ class Cross(Story):
 
     def mix(self, qkv: Any, batch: StepBatch, ops: Any) -> Any:
         """Without writing anything."""
-        return ops.paged_attention(qkv, self.kv, 1, batch, scale=self.heads.dim**-0.5, **self.arguments)
+        return ops.paged_attention(qkv, self.kv, 1, batch, AttentionSpec(self.heads.dim**-0.5, **self.arguments))
 
     def step(self, parts: list[tuple[int, int, int]]) -> None:
         batch = self.batch(parts)
@@ -101,7 +101,7 @@ class CrossLayer:
         hidden_TD = ops.embed(self.table, batch.tokens_T)
         qkv_TN = ops.linear(ops.rms_norm(hidden_TD, self.ones, 1e-5), self.qkv)
         q_THC = ops.rope_and_write(qkv_TN, None, kv, 1, batch, heads=heads.query, kv_heads=heads.kv)
-        own_TK = ops.paged_attention(q_THC, kv, 1, batch, scale=0.2, chunk=BEGIN)
+        own_TK = ops.paged_attention(q_THC, kv, 1, batch, AttentionSpec(0.2, chunk=BEGIN))
         ops.linear_add(own_TK, self.out, hidden_TD)
         q_TK = ops.rms_norm(ops.linear(ops.rms_norm(hidden_TD, self.ones, 1e-5), self.q), self.wide(ops), 1e-5)
         ops.linear_add(self.story.mix(q_TK, batch, ops), self.out, hidden_TD)

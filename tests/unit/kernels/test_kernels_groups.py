@@ -14,7 +14,7 @@ from kernel_cases import NATIVE, SLOW_PAIRS, Heads, Story, assert_same_bits, kv_
 
 from penstock.kernels.groups import MOST_PADDING, layer_groups
 from penstock.kernels.native.program import RecordedProgram
-from penstock.kernels.operands import Array, KvShape, StepBatch
+from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import Picks
@@ -55,7 +55,7 @@ class Layers:
         for layer, window in enumerate((None, WINDOW.window, WINDOW.window, None)):
             sizes = {"heads": HEADS.query, "kv_heads": HEADS.kv}
             q_THC = ops.rope_and_write(qkv_TN, self.story.rope, self.kv, layer, batch, **sizes)
-            mixed = ops.paged_attention(q_THC, self.kv, layer, batch, scale=0.25, window=window)
+            mixed = ops.paged_attention(q_THC, self.kv, layer, batch, AttentionSpec(0.25, window=window))
             ops.linear_add(mixed, self.back, qkv_TN)
         return qkv_TN
 

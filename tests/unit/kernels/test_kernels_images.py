@@ -10,7 +10,7 @@ import pytest
 from kernel_cases import NATIVE, SLOW_TRITONS, TOLERANCE, assert_close, assert_same_bits, make, normal
 
 from penstock.kernels.native.program import RecordedProgram
-from penstock.kernels.operands import Array, GivenRows, KvShape, StepBatch
+from penstock.kernels.operands import Array, AttentionSpec, GivenRows, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import Picks
@@ -91,7 +91,7 @@ class Sight:
         ops.place_rows(hidden_TD, batch)
         qkv_TN = ops.linear(ops.rms_norm(hidden_TD, self.weight, 1e-5), self.qkv)
         q_THC = ops.rope_and_write(qkv_TN, self.rope, kv, 0, batch, heads=2, kv_heads=1)
-        ops.linear_add(ops.paged_attention(q_THC, kv, 0, batch, scale=0.3), self.out, hidden_TD)
+        ops.linear_add(ops.paged_attention(q_THC, kv, 0, batch, AttentionSpec(0.3)), self.out, hidden_TD)
         return ops.rows(hidden_TD, batch.sample_rows_R)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:

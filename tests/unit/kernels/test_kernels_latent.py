@@ -26,7 +26,7 @@ from kernel_cases import (
 from kernel_ways import assert_any_cut_is_the_same, assert_recorded_as_run
 from numpy.typing import NDArray
 
-from penstock.kernels.operands import Array, KvShape, StepBatch
+from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kv.layout import KvLayout
 
@@ -86,7 +86,7 @@ class LatentStory(Story):
     def attend(self, query: Any, latent: Any, batch: StepBatch, ops: Any) -> Any:
         ops.latent_write(latent, self.rope, self.kv, 1, batch, norm=self.norm, eps=EPS)
         q = ops.latent_query(query, self.packed, self.rope, self.kv, batch, heads=self.heads.query)
-        return ops.paged_attention(q, self.kv, 1, batch, scale=self.heads.dim**-0.5)
+        return ops.paged_attention(q, self.kv, 1, batch, AttentionSpec(self.heads.dim**-0.5))
 
     def plain_attention(self, qkv: NDArray[np.float32]) -> NDArray[np.float64]:
         ops, heads, tokens = self.ops, self.heads, len(qkv)

@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError
-from penstock.kernels.operands import KvShape, StepBatch, segment_ends
+from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch, segment_ends
 
 
 @pytest.fixture(params=SLOW_TRITONS, ids="-".join)
@@ -116,4 +116,4 @@ def test_bad_calls_are_refused(family: str, compute: str) -> None:
         np.zeros(1, np.int32),
     )  # fmt: skip
     with pytest.raises(ValueError, match="page outside the memory"):
-        ops.paged_attention(ops.compute(normal(1, 1, 2, 16)), story.kv, 0, batch, scale=1.0)
+        ops.paged_attention(ops.compute(normal(1, 1, 2, 16)), story.kv, 0, batch, AttentionSpec(1.0))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from test_kernels_attention import plain_attention
 from test_kernels_latent import Latent, LatentStory
 
-from penstock.kernels.operands import KvShape, Sparse, StepBatch
+from penstock.kernels.operands import AttentionSpec, KvShape, Sparse, StepBatch
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.triton.paged import Tile, TritonAttention
 
@@ -69,7 +69,7 @@ class Last(Story):
         return (ops or self.ops).rope_and_write(qkv, self.rope, self.kv, 1, batch, **sizes)
 
     def mixed(self, kernels: Any, q_THC: Any, batch: StepBatch) -> Any:
-        return kernels.paged_attention(q_THC, self.kv, 1, batch, scale=self.heads.dim**-0.5, **self.arguments)
+        return kernels.paged_attention(q_THC, self.kv, 1, batch, AttentionSpec(self.heads.dim**-0.5, **self.arguments))
 
 
 def test_a_prompt_and_its_tokens_one_by_one(ops: Any) -> None:
@@ -88,7 +88,7 @@ def test_partitions_apart_equal_partitions_in_turn(ops: Any) -> None:
     answers = []
     for apart in (False, True):
         story = Last(ops, Heads(2, 1, 16), [530], Way(sinks=True), poison=True)
-        answers.append(story.attend(0, TritonAttention(ops.form, ops.paged_attention, apart=apart)))
+        answers.append(story.attend(0, TritonAttention(ops.form, apart=apart)))
     assert_same_bits(answers[0], answers[1])
     wanted = plain_attention(ops, story.heads, Way(sinks=True), story.qkv[0])[-Last.attending :]
     assert_close(answers[0], wanted, 2 * TOLERANCE[ops.compute_dtype])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from triton_compiled import compile_only
 
-from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, KvShape, StateShape, StepBatch
+from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, AttentionSpec, KvShape, StateShape, StepBatch
 from penstock.kernels.sampling import SampleRow
 from penstock.kernels.triton.backend import TritonOps
 from penstock.kernels.triton.paged import TritonAttention
@@ -29,7 +29,7 @@ def attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, **how: Any) -> N
         step = batch(tokens, sequences)
         qkv = ops.hidden(np.zeros((tokens, (heads + 2 * kv_heads) * dim), np.float32))
         q = ops.rope_and_write(qkv, rope, kv, 1, step, heads=heads, kv_heads=kv_heads)
-        ops.paged_attention(q, kv, 1, step, scale=0.1, **how)
+        ops.paged_attention(q, kv, 1, step, AttentionSpec(0.1, **how))
 
 
 def latent(ops: TritonOps) -> None:
@@ -39,7 +39,7 @@ def latent(ops: TritonOps) -> None:
     ops.latent_write(ops.hidden(np.zeros((4, 576))), rope, kv, 1, step, norm=ops.vector(np.ones(512)), eps=1e-6)
     absorb = ops.pack_linear(np.zeros((16 * 512, 128), np.float32))
     q = ops.latent_query(ops.hidden(np.zeros((4, 16 * 192))), absorb, rope, kv, step, heads=16)
-    ops.paged_attention(q, kv, 1, step, scale=0.1)
+    ops.paged_attention(q, kv, 1, step, AttentionSpec(0.1))
 
 
 def recurrent(ops: TritonOps) -> None:
@@ -83,17 +83,16 @@ if __name__ == "__main__":
     made = compile_only()
     for compute in ("bf16", "fp32"):
         ops = TritonOps(compute_dtype=compute, device="cpu")
-        backend_attention = ops.paged_attention
         for apart in (False, True):
             made.about = f"{compute}, partitions {'apart' if apart else 'in turn'}"
-            ops.paged_attention = TritonAttention(ops.form, backend_attention, apart=apart).paged_attention
+            ops.paged = TritonAttention(ops.form, apart=apart)
             attend(ops, 32, 8, 128)
             attend(ops, 8, 8, 64, window=128, softcap=30.0, sinks_H=ops.vector(np.ones(8)))
             attend(ops, 10, 2, 80, chunk=8192)
             latent(ops)
             made.about += ", codes"
             coded = TritonOps(compute_dtype=compute, device="cpu", kv_dtype=FP8_E4M3)
-            coded.paged_attention = TritonAttention(coded.form, backend_attention, apart=apart).paged_attention
+            coded.paged = TritonAttention(coded.form, apart=apart)
             attend(coded, 32, 8, 128)
             attend(coded, 10, 2, 80)
             latent(coded)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.engine.layers.norm import Linear, Norm, Output, RmsNorm
-from penstock.kernels.operands import Array, PackedLinear, Sparse, StepBatch
+from penstock.kernels.operands import Array, AttentionSpec, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 
 
@@ -50,18 +50,13 @@ class SelfAttention:
     layer: int
     heads: int
     kv_heads: int
-    scale: float
+    spec: AttentionSpec
     norm: Norm
     qkv: Linear
     out: Output
     rope: Array | None  # None: queries and keys know no position
     head_norms: HeadNorms | None = None
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    sinks: Array | None = None
     q_scale: Array | None = None  # by absolute position
-    sparse: Sparse | None = None  # None: tokens read all keys that they see
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Keys and values of these tokens go to their pages; returns the queries, compute [T, H, C]."""
@@ -77,18 +72,7 @@ class SelfAttention:
 
     def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
         """What every token reads from its sequence's pages, before the output projection; compute [T, H C]."""
-        return ops.paged_attention(
-            q_THC,
-            kv,
-            self.layer,
-            batch,
-            scale=self.scale,
-            window=self.window,
-            chunk=self.chunk,
-            softcap=self.softcap,
-            sinks_H=self.sinks,
-            sparse=self.sparse,
-        )
+        return ops.paged_attention(q_THC, kv, self.layer, batch, self.spec)
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:
         """hidden += output projection, in place."""

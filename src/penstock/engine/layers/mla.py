@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.layers.norm import Linear, Norm, Output, RmsNorm
-from penstock.kernels.operands import Array, PackedLinear, Sparse, StepBatch
+from penstock.kernels.operands import Array, AttentionSpec, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 
 
@@ -27,7 +27,7 @@ class LatentAttention:
 
     layer: int
     heads: int
-    scale: float
+    spec: AttentionSpec
     norm: Norm
     query_down: QueryDown | None
     query: Linear
@@ -37,7 +37,6 @@ class LatentAttention:
     values: PackedLinear
     out: Output
     rope: Array
-    sparse: Sparse | None = None  # None: tokens read all keys before them
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:
         """Latent vectors of these tokens go to their pages; returns the queries, compute [T, H, C]."""
@@ -50,7 +49,7 @@ class LatentAttention:
 
     def mix(self, ops: Ops, q_THC: Array, batch: StepBatch, kv: Array) -> Array:
         """What every head of a token reads from its sequence's pages, as values; compute [T, H value_dim]."""
-        mixed_THC = ops.paged_attention(q_THC, kv, self.layer, batch, scale=self.scale, sparse=self.sparse)
+        mixed_THC = ops.paged_attention(q_THC, kv, self.layer, batch, self.spec)
         return ops.heads_linear(mixed_THC, self.values, heads=self.heads)
 
     def add_to(self, ops: Ops, mixed_TK: Array, hidden_TD: Array) -> None:

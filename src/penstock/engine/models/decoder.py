@@ -20,7 +20,7 @@ from penstock.engine.layers.norm import Linear, Output
 from penstock.engine.models.interface import Model
 from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ModelError
-from penstock.kernels.operands import Array, Gate, PackedLinear, Sparse, StepBatch
+from penstock.kernels.operands import Array, AttentionSpec, Gate, PackedLinear, Sparse, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture import decoder as forms
 from penstock.weights.architecture.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
@@ -112,7 +112,7 @@ class Parts:
         return LatentAttention(
             layer=self._numbers[index],
             heads=latent.heads,
-            scale=latent.scale,
+            spec=AttentionSpec(latent.scale, sparse=self._sparse),
             norm=self.norm_before(f"{index}.attention_norm"),
             query_down=None if latent.q_rank is None else QueryDown(self.linear(f"{index}.q_down"), norm("q_norm")),
             query=self.linear(f"{index}.q"),
@@ -122,7 +122,6 @@ class Parts:
             values=self.weights[f"{index}.values"],
             out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
             rope=self.rope(latent.rope),
-            sparse=self._sparse,
         )
 
     def delta(self, index: int, delta: Delta) -> DeltaNet:
@@ -151,24 +150,24 @@ class Parts:
         shared: dict[str, Any] = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
-            "scale": attention.scale,
             "norm": self.norm_before(f"{index}.attention_norm"),
             "qkv": self.linear(f"{index}.qkv"),
             "out": self.output(f"{index}.out", f"{index}.attention_norm_after"),
             "rope": self.rope(attention.rope),
             "head_norms": self.head_norms(index, attention),
-            "window": attention.window,
-            "softcap": attention.softcap,
         }
         if not self._causal:
-            return WholeAttention(**shared)
-        causal = SelfAttention(
-            **shared,
-            layer=self._numbers[index],
+            return WholeAttention(**shared, scale=attention.scale, window=attention.window, softcap=attention.softcap)
+        spec = AttentionSpec(
+            attention.scale,
+            window=attention.window,
             chunk=attention.chunk,
-            sinks=self.weights.get(f"{index}.sinks"),
-            q_scale=self.q_scale(attention.temperature),
+            softcap=attention.softcap,
+            sinks_H=self.weights.get(f"{index}.sinks"),
             sparse=self._sparse if attention.window is None and attention.chunk is None else None,
+        )
+        causal = SelfAttention(
+            **shared, layer=self._numbers[index], spec=spec, q_scale=self.q_scale(attention.temperature)
         )
         if not isinstance(attention, forms.GatedAttention):
             return causal

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.engine.layers.attention import SelfAttention
 from penstock.engine.layers.mlp import GatedMlp
 from penstock.engine.layers.norm import Linear, Output, RmsNorm
-from penstock.kernels.operands import Activation, Array, Gate, KvShape, PackedLinear, StepBatch
+from penstock.kernels.operands import Activation, Array, AttentionSpec, Gate, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.eagle import LoadedHead
 from penstock.weights.load import LoadedModel
@@ -120,7 +120,7 @@ def build_head(loaded: LoadedHead, model: LoadedModel, ops: Ops, positions: int)
         layer=0,
         heads=attention.heads,
         kv_heads=kv_heads,
-        scale=attention.scale,
+        spec=AttentionSpec(attention.scale),
         norm=norm("norm_feature"),
         qkv=Linear(weights["qkv_feature"]),
         out=Output(Linear(weights["out"])),

@@ -23,7 +23,7 @@ from penstock.engine.layers.attention import SelfAttention, WholeAttention
 from penstock.engine.layers.mlp import PlainMlp
 from penstock.engine.layers.norm import LayerNorm, Linear, Output
 from penstock.errors import ImageRefused
-from penstock.kernels.operands import Activation, Array, StepBatch
+from penstock.kernels.operands import Activation, Array, AttentionSpec, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.types import Medium, Sound
 from penstock.weights.architecture.spec import ModelSpec
@@ -51,12 +51,15 @@ class Parts:
         parts = [self._ops.to_numpy(self.weights[bias]) if bias else none for bias in biases]
         return Linear(self.weights[name], self._ops.vector(np.concatenate(parts)))
 
+    def scale(self, stack: Stack) -> float:
+        """What products of queries and keys are multiplied by."""
+        return float((self.width // stack.heads) ** -0.5)
+
     def attention(self, name: str, stack: Stack) -> dict[str, Any]:
         """What self-attention of either side is made of."""
         return {
             "heads": stack.heads,
             "kv_heads": stack.heads,
-            "scale": (self.width // stack.heads) ** -0.5,
             "norm": self.norm(f"{name}attention_norm"),
             "qkv": self.linear(f"{name}qkv", f"{name}q_bias", "", f"{name}v_bias"),
             "out": Output(self.linear(f"{name}out")),
@@ -74,8 +77,7 @@ class Parts:
         return CrossAttention(
             layer=index,
             heads=stack.heads,
-            scale=(self.width // stack.heads) ** -0.5,
-            source=self.whisper.source,
+            spec=AttentionSpec(self.scale(stack), until=self.whisper.source),
             norm=self.norm(f"{name}norm"),
             query=self.linear(f"{name}q"),
             keys_values=self.linear(f"{name}kv", "", f"{name}v_bias"),
@@ -96,7 +98,10 @@ class SoundEncoder:
         self.whisper = whisper
         self.width = parts.width
         self.leads = whisper.begin
-        self.attention = [WholeAttention(**parts.attention(f"encoder.{i}.", whisper.encoder)) for i in layers]
+        self.attention = [
+            WholeAttention(**parts.attention(f"encoder.{i}.", whisper.encoder), scale=parts.scale(whisper.encoder))
+            for i in layers
+        ]
         self.mlps = [parts.mlp(f"encoder.{i}.") for i in layers]
         self._first, self._second = parts.linear("encoder.first"), parts.linear("encoder.second")
         self._positions = parts.weights["positions"]
@@ -181,12 +186,11 @@ class Hearing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttention:
-    """Attention of every token to the first ``source`` positions of its sequence, in pages of layer ``layer``."""
+    """Attention of every token to the first ``spec.until`` positions of its sequence, in pages of layer ``layer``."""
 
     layer: int
     heads: int
-    scale: float
-    source: int
+    spec: AttentionSpec
     norm: LayerNorm
     query: Linear
     keys_values: Linear
@@ -200,7 +204,7 @@ class CrossAttention:
     def add_to(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> None:
         """hidden += block(hidden), in place."""
         q_TN = ops.activate(self.query(ops, self.norm(ops, hidden_TD)), Activation.NONE)
-        mixed_TK = ops.paged_attention(q_TN, kv, self.layer, batch, scale=self.scale, until=self.source)
+        mixed_TK = ops.paged_attention(q_TN, kv, self.layer, batch, self.spec)
         self.out.add_to(ops, mixed_TK, hidden_TD)
 
 
@@ -234,7 +238,8 @@ class WhisperModel:
     def _layer(self, parts: Parts, index: int) -> WhisperLayer:
         name, whisper = f"{index}.", parts.whisper
         # Text lies within the second chunk of so many positions: it reads itself, and not the sound before it.
-        attention = SelfAttention(**parts.attention(name, whisper.decoder), layer=index, chunk=whisper.begin)
+        spec = AttentionSpec(parts.scale(whisper.decoder), chunk=whisper.begin)
+        attention = SelfAttention(**parts.attention(name, whisper.decoder), layer=index, spec=spec)
         return WhisperLayer(attention, parts.cross(index), parts.mlp(name))
 
     def write_source(self, ops: Ops, rows_TD: Array, batch: StepBatch, kv: Array) -> None:

@@ -16,13 +16,13 @@ from penstock.kernels.native.memory import StepBuffers
 from penstock.kernels.operands import (
     Activation,
     Array,
+    AttentionSpec,
     Gate,
     KvShape,
     PackedExperts,
     PackedLinear,
     Routing,
     Score,
-    Sparse,
 )
 from penstock.kernels.sampling import Sampled, SampleRow
 
@@ -93,24 +93,19 @@ class NativeKv:
     shape: KvShape
 
 
-def attention_rule(
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks_H: NDArray[np.float32] | None,
-    *,
-    until: int | None = None,
-    sparse: Sparse | None = None,
-) -> _native.AttentionRule:
-    """The arguments of ``Ops.paged_attention``.  Raises KernelError for one that makes no sense."""
-    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap), ("until", until)):
+def attention_rule(spec: AttentionSpec) -> _native.AttentionRule:
+    """The kernels' form of a spec.  Raises KernelError for limits that are not above 0 or exclude each other."""
+    for name in ("window", "chunk", "softcap", "until"):
+        value = getattr(spec, name)
         if value is not None and not value > 0:
             raise KernelError(f"{name} must be above 0, not {value}")
-    if until is not None and (window is not None or chunk is not None):
+    if spec.until is not None and (spec.window is not None or spec.chunk is not None):
         raise KernelError("until goes with neither window nor chunk")
+    sparse = spec.sparse
     words = None if sparse is None else (sparse.sinks, sparse.window, sparse.chosen, sparse.start)
-    return _native.AttentionRule(scale, window or 0, chunk or 0, softcap or 0.0, sinks_H, until or 0, words)
+    return _native.AttentionRule(
+        spec.scale, spec.window or 0, spec.chunk or 0, spec.softcap or 0.0, spec.sinks_H, spec.until or 0, words
+    )
 
 
 def angle_table(

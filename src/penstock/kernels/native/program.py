@@ -27,12 +27,12 @@ from penstock.kernels.operands import (
     SILU,
     Activation,
     Array,
+    AttentionSpec,
     Gate,
     PackedExperts,
     PackedLinear,
     Routes,
     Routing,
-    Sparse,
     StepBatch,
 )
 from penstock.kernels.ops import Ops, Steps
@@ -197,19 +197,11 @@ class RecordingOps:
         kv: NativeKv,
         layer: int,
         batch: StepBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunk: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Array | None = None,
-        until: int | None = None,
-        sparse: Sparse | None = None,
+        spec: AttentionSpec,
     ) -> Value:
         """See ``Ops.paged_attention``."""
         self._check(batch, kv)
-        rule = attention_rule(scale, window, chunk, softcap, sinks_H, until=until, sparse=sparse)
-        return Value(self.step.attention(q_THC.slot, layer, rule))
+        return Value(self.step.attention(q_THC.slot, layer, attention_rule(spec)))
 
     def gated(self, gate_up_T2I: Value, kind: Gate = SILU) -> Value:
         """See ``Ops.gated``."""

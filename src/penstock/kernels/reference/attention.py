@@ -13,7 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.operands import BLOCK_KEYS, LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER, KvShape, Sparse, StepBatch
+from penstock.kernels.operands import (
+    BLOCK_KEYS,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
+    NO_NUMBER,
+    AttentionSpec,
+    KvShape,
+    Sparse,
+    StepBatch,
+)
 from penstock.types import PAGE_TOKENS
 
 # MERGED: The oracle's codes of keys and values (``kv_types``), by torch's own E4M3.
@@ -203,43 +212,21 @@ def _gathered(
     return gathered_GNC
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Which keys are seen and how scores become weights; see ``Ops.paged_attention``."""
-
-    scale: float
-    window: int | None
-    chunk: int | None
-    softcap: float | None
-    sinks: Tensor | None  # [H]
-    until: int | None = None
-    sparse: Sparse | None = None
-
-    def seen(self, position: int) -> tuple[int, int]:
-        """Keys [first, end) that a position sees."""
-        return (self.first_key(position), position + 1) if self.until is None else (0, self.until)
-
-    def first_key(self, position: int) -> int:
-        """That a position sees of those before it."""
-        left = 0 if self.window is None else position - self.window + 1
-        begun = 0 if self.chunk is None else position // self.chunk * self.chunk
-        return max(0, left, begun)
-
-    def weights(self, products_GMN: Tensor, hidden_GMN: Tensor) -> Tensor:
-        """Of all keys for all rows of a tile; a group's rows are its heads, one after another."""
-        scores_GMN = products_GMN * self.scale
-        if self.softcap is not None:
-            scores_GMN = torch.tanh(scores_GMN / self.softcap) * self.softcap
-        scores_GMN = scores_GMN.masked_fill(hidden_GMN, -torch.inf)
-        if self.sinks is None:
-            return torch.softmax(scores_GMN, dim=-1)
-        groups, rows = scores_GMN.shape[:2]
-        sinks_GM = self.sinks.view(groups, -1).repeat_interleave(PAGE_TOKENS, dim=1).view(groups, rows, 1)
-        return torch.softmax(torch.cat([scores_GMN, sinks_GM], dim=-1), dim=-1)[..., :-1]
+def attention_weights(spec: AttentionSpec, products_GMN: Tensor, hidden_GMN: Tensor) -> Tensor:
+    """Weights of all keys for all rows of a tile; a group's rows are its heads, one after another."""
+    scores_GMN = products_GMN * spec.scale
+    if spec.softcap is not None:
+        scores_GMN = torch.tanh(scores_GMN / spec.softcap) * spec.softcap
+    scores_GMN = scores_GMN.masked_fill(hidden_GMN, -torch.inf)
+    if spec.sinks_H is None:
+        return torch.softmax(scores_GMN, dim=-1)
+    groups, rows = scores_GMN.shape[:2]
+    sinks_GM = spec.sinks_H.view(groups, -1).repeat_interleave(PAGE_TOKENS, dim=1).view(groups, rows, 1)
+    return torch.softmax(torch.cat([scores_GMN, sinks_GM], dim=-1), dim=-1)[..., :-1]
 
 
-def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, rule: Rule) -> Tensor:
-    """Rows of one aligned tile of 16 positions, each in its own place; keys up to the tile's end, or to the rule's."""
+def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, spec: AttentionSpec) -> Tensor:
+    """Rows of one aligned tile of 16 positions, each in its own place; keys up to the tile's end, or to ``until``."""
     count, heads, head_dim = q_THC.shape
     groups, keys = k_GNC.shape[:2]
     slot = position % PAGE_TOKENS
@@ -249,12 +236,12 @@ def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, rule
     first = keys - PAGE_TOKENS
     seen_SN = torch.zeros((PAGE_TOKENS, keys), dtype=torch.bool, device=q_THC.device)
     for own in range(PAGE_TOKENS):
-        begin, end = rule.seen(first + own)
+        begin, end = spec.keys_of(first + own)
         seen_SN[own, begin:end] = True
     hidden_GMN = ~seen_SN.repeat(heads // groups, 1).expand(groups, -1, -1)
-    if rule.sparse is not None:
-        hidden_GMN = hidden_GMN | ~read_keys(q_GMC, k_GNC, first, rule.sparse, q_THC.dtype)
-    weights_GMN = rule.weights(q_GMC.contiguous() @ k_GNC.transpose(1, 2), hidden_GMN)
+    if spec.sparse is not None:
+        hidden_GMN = hidden_GMN | ~read_keys(q_GMC, k_GNC, first, spec.sparse, q_THC.dtype)
+    weights_GMN = attention_weights(spec, q_GMC.contiguous() @ k_GNC.transpose(1, 2), hidden_GMN)
     out_GMC = weights_GMN @ v_GNC
     out_THC = out_GMC.view(groups, heads // groups, PAGE_TOKENS, -1).permute(2, 0, 1, 3).flatten(1, 2)
     return out_THC[slot : slot + count]
@@ -272,7 +259,7 @@ class Once:
 
     heads: int
     kv_heads: int
-    rule: Rule
+    spec: AttentionSpec
     causal: bool
     bias: Tensor | None  # [H, 2 R + 1]
 
@@ -302,16 +289,16 @@ class Once:
     def _sequence(self, q_HTC: Tensor, k_GTC: Tensor, v_GTC: Tensor) -> Tensor:
         repeat = self.heads // self.kv_heads
         k_HTC, v_HTC = (x_GTC.repeat_interleave(repeat, dim=0) for x_GTC in (k_GTC, v_GTC))
-        scores_HTT = (q_HTC @ k_HTC.transpose(1, 2)) * self.rule.scale
-        if self.rule.softcap is not None:
-            scores_HTT = torch.tanh(scores_HTT / self.rule.softcap) * self.rule.softcap
+        scores_HTT = (q_HTC @ k_HTC.transpose(1, 2)) * self.spec.scale
+        if self.spec.softcap is not None:
+            scores_HTT = torch.tanh(scores_HTT / self.spec.softcap) * self.spec.softcap
         places_T = torch.arange(scores_HTT.shape[-1], device=scores_HTT.device)
         apart_TT = places_T[None] - places_T[:, None]  # key - position
         if self.bias is not None:
             reach = self.bias.shape[1] // 2
             scores_HTT = scores_HTT + self.bias[:, apart_TT.clamp(-reach, reach) + reach]
         hidden_TT = apart_TT > 0 if self.causal else torch.zeros_like(apart_TT, dtype=torch.bool)
-        if self.rule.window is not None:
-            hidden_TT = hidden_TT | (apart_TT.abs() >= self.rule.window)
+        if self.spec.window is not None:
+            hidden_TT = hidden_TT | (apart_TT.abs() >= self.spec.window)
         weights_HTT = torch.softmax(scores_HTT.masked_fill(hidden_TT, -torch.inf), dim=-1)
         return weights_HTT @ v_HTC

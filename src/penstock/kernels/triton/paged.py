@@ -8,7 +8,6 @@ This module imports torch and triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -17,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock.kernels.operands import KvShape, Sparse, StepBatch
+from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv
 from penstock.kernels.triton.arithmetic import UNFUSED
 from penstock.kernels.triton.attention import LOG2_E, PARTITION_KEYS, attend, join
@@ -90,34 +89,29 @@ def shared_memory(device: torch.device) -> int:
 class TritonAttention:
     """``Ops.paged_attention``."""
 
-    def __init__(self, form: TritonForm, sparse: Callable[..., Tensor], *, apart: bool | None = None) -> None:
-        """``sparse``: the oracle's, for attention that leaves out blocks.  ``apart``: always or never, for tests."""
+    def __init__(self, form: TritonForm, *, apart: bool | None = None) -> None:
+        """``apart``: always or never, for tests."""
         self._form = form
-        self._sparse = sparse
         self._apart = apart
 
     def paged_attention(
-        self,
-        q_THC: Tensor,
-        kv: ReferenceKv,
-        layer: int,
-        batch: StepBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunk: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
-        until: int | None = None,
-        sparse: Sparse | None = None,
+        self, q_THC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch, spec: AttentionSpec
     ) -> Tensor:
-        """See ``Ops.paged_attention``.  Rows of tokens that no sequence owns are zero."""
-        if sparse is not None:
-            return self._sparse(q_THC, kv, layer, batch, scale=scale, softcap=softcap, sinks_H=sinks_H, sparse=sparse)
-        for name, number in (("window", window), ("chunk", chunk), ("softcap", softcap), ("until", until)):
+        """compute [T, H value_dim]; rows of tokens that no sequence owns are zero.  Raises ValueError for a spec of
+        sparse attention, and for limits that are not above 0."""
+        if spec.sparse is not None:
+            raise ValueError("sparse attention has no kernel of its own")
+        for name in ("window", "chunk", "softcap", "until"):
+            number = getattr(spec, name)
             if number is not None and number <= 0:
                 raise ValueError(f"{name} must be above 0, got {number}")
-        masks = {"WINDOW": window or 0, "CHUNK": chunk or 0, "UNTIL": until or 0, "SINKS": sinks_H is not None}
+        scale, softcap, sinks_H = spec.scale, spec.softcap, spec.sinks_H
+        masks = {
+            "WINDOW": spec.window or 0,
+            "CHUNK": spec.chunk or 0,
+            "UNTIL": spec.until or 0,
+            "SINKS": sinks_H is not None,
+        }
         tokens, key_dim, value_dim = len(q_THC), kv.shape.key_dim, kv.shape.value_dim
         q_THC = q_THC.reshape(tokens, -1, key_dim).contiguous()
         out_THV = torch.zeros((tokens, q_THC.shape[1], value_dim), dtype=self._form.dtype, device=q_THC.device)

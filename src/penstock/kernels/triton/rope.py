@@ -18,6 +18,7 @@ This module imports torch and triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.operands import StepBatch
+from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.arithmetic import UNFUSED, turned_pair
 from penstock.kernels.triton.form import TritonForm
@@ -243,89 +244,6 @@ def strides_of(memory_PGSC: Tensor, name: str) -> dict[str, int]:
     return dict(zip((f"{name}_PAGE", f"{name}_HEAD", f"{name}_SLOT"), memory_PGSC.stride(), strict=False))
 
 
-class TritonRotary:
-    """The part of ``ops_attention.AttentionOps`` that writes keys and values and makes queries."""
-
-    def __init__(self, form: TritonForm, heads_linear: Any) -> None:
-        """``heads_linear``: that of the products."""
-        self._form = form
-        self._heads_linear = heads_linear
-
-    def rope_and_write(
-        self,
-        qkv_TN: Tensor,
-        rope: ReferenceRope | None,
-        kv: ReferenceKv,
-        layer: int,
-        batch: StepBatch,
-        *,
-        heads: int,
-        kv_heads: int,
-        q_scale: Tensor | None = None,
-    ) -> Tensor:
-        """See ``Ops.rope_and_write``."""
-        key_dim, value_dim, tokens = kv.shape.key_dim, kv.shape.value_dim, len(qkv_TN)
-        places, qkv_TN = places_of(self._form, kv, layer, batch), lined(qkv_TN)
-        keys, values = kv.keys[:, places.layer], kv.values[:, places.layer]
-        turns_T3 = None
-        if rope is not None and rope.axes is not None and batch.turns_T3 is not None:
-            turns_T3 = self._form.integers(batch.turns_T3)
-        q_THC = self._form.empty((tokens, heads, key_dim), self._form.dtype)
-        blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
-        if tokens:
-            _rope_and_write[(tokens, blocks)](
-                qkv_TN, q_THC, keys, values, *exponents_of(kv, places.layer), None if rope is None else rope.table,
-                turns_T3, None if rope is None else rope.axes, q_scale, places.positions_T, places.starts_S1,
-                places.table_SP, places.sequences, places.table_SP.stride(0), X_STRIDE=stride_of(qkv_TN),
-                **strides_of(keys, "K"), **strides_of(values, "V"), QUERY_HEADS=heads, KV_HEADS=kv_heads,
-                KEY_DIM=key_dim, VALUE_DIM=value_dim, AXES=turns_T3 is not None, SCALED=q_scale is not None,
-                **pairs_of(rope, key_dim), VALUE_BLOCK=triton.next_power_of_2(value_dim), HEAD_BLOCK=HEADS,
-                S_BLOCK=places.sequences_block, **UNFUSED,
-            )  # fmt: skip
-        return q_THC
-
-    def latent_write(
-        self,
-        latent_TC: Tensor,
-        rope: ReferenceRope,
-        kv: ReferenceKv,
-        layer: int,
-        batch: StepBatch,
-        *,
-        norm: Tensor,
-        eps: float,
-    ) -> None:
-        """See ``Ops.latent_write``."""
-        plain, turned = kv.shape.value_dim, kv.shape.key_dim - kv.shape.value_dim
-        places, latent_TC = places_of(self._form, kv, layer, batch), lined(latent_TC)
-        keys = kv.keys[:, places.layer]
-        if len(latent_TC):
-            _latent_write[(len(latent_TC),)](
-                latent_TC, norm, float(eps), keys, exponents_of(kv, places.layer)[0], rope.table, places.positions_T,
-                places.starts_S1, places.table_SP, places.sequences, places.table_SP.stride(0),
-                X_STRIDE=stride_of(latent_TC), K_PAGE=keys.stride(0), K_SLOT=keys.stride(2), PLAIN=plain, TURNED=turned,
-                **pairs_of(rope, turned), PLAIN_BLOCK=triton.next_power_of_2(plain), S_BLOCK=places.sequences_block,
-                **UNFUSED,
-            )  # fmt: skip
-
-    def latent_query(
-        self, q_TN: Tensor, absorb: Any, rope: ReferenceRope, kv: ReferenceKv, batch: StepBatch, *, heads: int
-    ) -> Tensor:
-        """See ``Ops.latent_query``."""
-        tokens, plain, turned = len(q_TN), kv.shape.value_dim, kv.shape.key_dim - kv.shape.value_dim
-        q_TN, out_THC = lined(q_TN), self._form.empty((tokens, heads, plain + turned), self._form.dtype)
-        if not tokens:
-            return out_THC
-        x_THK = q_TN.view(tokens, heads, -1)[..., : absorb.k].to(self._form.dtype).contiguous()
-        absorbed_TN = self._heads_linear(x_THK, absorb, heads=heads)
-        _latent_query[(tokens, triton.cdiv(heads, HEADS))](
-            q_TN, absorbed_TN, out_THC, rope.table, self._form.integers(batch.positions_T), X_STRIDE=stride_of(q_TN),
-            QUERY_HEADS=heads, ABSORBED=absorb.k, PLAIN=plain, TURNED=turned, **pairs_of(rope, turned),
-            PLAIN_BLOCK=triton.next_power_of_2(plain), HEAD_BLOCK=HEADS, **UNFUSED,
-        )  # fmt: skip
-        return out_THC
-
-
 def pairs_of(rope: ReferenceRope | None, width: int) -> dict[str, Any]:
     """How a kernel is told of a table that turns heads of ``width`` columns.  ValueError if it turns more."""
     pairs = 0 if rope is None else rope.table.shape[-1]
@@ -337,3 +255,85 @@ def pairs_of(rope: ReferenceRope | None, width: int) -> dict[str, Any]:
         "PAIR_BLOCK": triton.next_power_of_2(max(1, pairs)),
         "REST_BLOCK": triton.next_power_of_2(max(1, width - 2 * pairs)),
     }
+
+
+def rope_and_write(
+    form: TritonForm,
+    qkv_TN: Tensor,
+    rope: ReferenceRope | None,
+    kv: ReferenceKv,
+    layer: int,
+    batch: StepBatch,
+    *,
+    heads: int,
+    kv_heads: int,
+    q_scale: Tensor | None = None,
+) -> Tensor:
+    key_dim, value_dim, tokens = kv.shape.key_dim, kv.shape.value_dim, len(qkv_TN)
+    places, qkv_TN = places_of(form, kv, layer, batch), lined(qkv_TN)
+    keys, values = kv.keys[:, places.layer], kv.values[:, places.layer]
+    turns_T3 = None
+    if rope is not None and rope.axes is not None and batch.turns_T3 is not None:
+        turns_T3 = form.integers(batch.turns_T3)
+    q_THC = form.empty((tokens, heads, key_dim), form.dtype)
+    blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+    if tokens:
+        _rope_and_write[(tokens, blocks)](
+            qkv_TN, q_THC, keys, values, *exponents_of(kv, places.layer), None if rope is None else rope.table,
+            turns_T3, None if rope is None else rope.axes, q_scale, places.positions_T, places.starts_S1,
+            places.table_SP, places.sequences, places.table_SP.stride(0), X_STRIDE=stride_of(qkv_TN),
+            **strides_of(keys, "K"), **strides_of(values, "V"), QUERY_HEADS=heads, KV_HEADS=kv_heads,
+            KEY_DIM=key_dim, VALUE_DIM=value_dim, AXES=turns_T3 is not None, SCALED=q_scale is not None,
+            **pairs_of(rope, key_dim), VALUE_BLOCK=triton.next_power_of_2(value_dim), HEAD_BLOCK=HEADS,
+            S_BLOCK=places.sequences_block, **UNFUSED,
+        )  # fmt: skip
+    return q_THC
+
+
+def latent_write(
+    form: TritonForm,
+    latent_TC: Tensor,
+    rope: ReferenceRope,
+    kv: ReferenceKv,
+    layer: int,
+    batch: StepBatch,
+    *,
+    norm: Tensor,
+    eps: float,
+) -> None:
+    plain, turned = kv.shape.value_dim, kv.shape.key_dim - kv.shape.value_dim
+    places, latent_TC = places_of(form, kv, layer, batch), lined(latent_TC)
+    keys = kv.keys[:, places.layer]
+    if len(latent_TC):
+        _latent_write[(len(latent_TC),)](
+            latent_TC, norm, float(eps), keys, exponents_of(kv, places.layer)[0], rope.table, places.positions_T,
+            places.starts_S1, places.table_SP, places.sequences, places.table_SP.stride(0),
+            X_STRIDE=stride_of(latent_TC), K_PAGE=keys.stride(0), K_SLOT=keys.stride(2), PLAIN=plain, TURNED=turned,
+            **pairs_of(rope, turned), PLAIN_BLOCK=triton.next_power_of_2(plain), S_BLOCK=places.sequences_block,
+            **UNFUSED,
+        )  # fmt: skip
+
+
+def latent_query(
+    form: TritonForm,
+    q_TN: Tensor,
+    absorb: PackedLinear,
+    rope: ReferenceRope,
+    kv: ReferenceKv,
+    batch: StepBatch,
+    *,
+    heads: int,
+    heads_linear: Callable[..., Tensor],
+) -> Tensor:
+    tokens, plain, turned = len(q_TN), kv.shape.value_dim, kv.shape.key_dim - kv.shape.value_dim
+    q_TN, out_THC = lined(q_TN), form.empty((tokens, heads, plain + turned), form.dtype)
+    if not tokens:
+        return out_THC
+    x_THK = q_TN.view(tokens, heads, -1)[..., : absorb.k].to(form.dtype).contiguous()
+    absorbed_TN = heads_linear(x_THK, absorb, heads=heads)
+    _latent_query[(tokens, triton.cdiv(heads, HEADS))](
+        q_TN, absorbed_TN, out_THC, rope.table, form.integers(batch.positions_T), X_STRIDE=stride_of(q_TN),
+        QUERY_HEADS=heads, ABSORBED=absorb.k, PLAIN=plain, TURNED=turned, **pairs_of(rope, turned),
+        PLAIN_BLOCK=triton.next_power_of_2(plain), HEAD_BLOCK=HEADS, **UNFUSED,
+    )  # fmt: skip
+    return out_THC

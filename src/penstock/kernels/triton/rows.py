@@ -12,19 +12,14 @@ This module imports torch and triton.
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.operands import SILU, Activation, Gate, StepBatch
-from penstock.kernels.reference.tiles import numpy_of
+from penstock.kernels.operands import Activation, Gate
 from penstock.kernels.triton.arithmetic import KIND_NUMBERS, UNFUSED, activated, gate_of, rounded, sigmoid, tanh
-from penstock.kernels.triton.form import TritonForm
 
 COLUMNS = 1024
 """Of one program, where columns know nothing of each other."""
@@ -92,7 +87,7 @@ def _gated(
     tl.store(out_TI + row * WIDTH + columns, rounded(y, out_TI.dtype.element_ty), mask=inside)
 
 
-_ACTIVATE, _SOFTCAP, _SIGMOID_GATED, _GATED_ADD = (tl.constexpr(number) for number in range(4))
+ACTIVATE, SOFTCAP, SIGMOID_GATED, GATED_ADD = (tl.constexpr(number) for number in range(4))
 
 
 @triton.jit
@@ -106,11 +101,11 @@ def _each(
     inside = columns < WIDTH
     x = tl.load(x_TN + row * X_STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
     out = out_TN + row * OUT_STRIDE + columns
-    if WHAT == _ACTIVATE:
+    if WHAT == ACTIVATE:
         y = activated(x, number, KIND)
-    elif WHAT == _SOFTCAP:
+    elif WHAT == SOFTCAP:
         y = number * tanh(tl.math.div_rn(x, number))
-    elif WHAT == _SIGMOID_GATED:
+    elif WHAT == SIGMOID_GATED:
         y = x * sigmoid(tl.load(other_TN + row * OTHER_STRIDE + columns, mask=inside, other=0.0))
     else:
         gate = sigmoid(tl.load(other_TN + row * OTHER_STRIDE))
@@ -135,142 +130,58 @@ def warps_of(block: int) -> int:
     return min(MOST_WARPS, max(1, block // 512))
 
 
-class TritonRows:
-    """See ``ops_rows.RowOps``; what is not here is the oracle's."""
+def launch_norm(
+    x_TN: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    out_TN: Tensor,
+    *,
+    gate: Tensor | None = None,
+    added: bool = False,
+) -> None:
+    width = len(weight_C)
+    block = triton.next_power_of_2(width)
+    if x_TN.numel():
+        _normed_groups[(len(x_TN), x_TN.shape[1] // width)](
+            x_TN, weight_C, gate, out_TN, float(eps),
+            X_STRIDE=stride_of(x_TN), GATE_STRIDE=0 if gate is None else stride_of(gate),
+            OUT_STRIDE=stride_of(out_TN), WIDTH=width, GATED=gate is not None, ADDED=added, BLOCK=block,
+            num_warps=warps_of(block), **UNFUSED,
+        )  # fmt: skip
 
-    def __init__(self, form: TritonForm) -> None:
-        self._form = form
 
-    def rms_norm(self, hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """See ``Ops.rms_norm``."""
-        out_TD = self._form.empty(hidden_TD.shape, self._form.dtype)
-        self._normed(lined(hidden_TD), weight_D, eps, out_TD)
-        return out_TD
+def launch_layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, out_TD: Tensor) -> None:
+    block = triton.next_power_of_2(x_TD.shape[1])
+    if len(x_TD):
+        _layer_normed[(len(x_TD),)](
+            x_TD, weight_D, bias_D, out_TD, float(eps), X_STRIDE=stride_of(x_TD), OUT_STRIDE=stride_of(out_TD),
+            WIDTH=x_TD.shape[1], BIASED=bias_D is not None, BLOCK=block, num_warps=warps_of(block),
+            **UNFUSED,
+        )  # fmt: skip
 
-    def norm_add(self, hidden_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> None:
-        """See ``Ops.norm_add``."""
-        self._normed(lined(x_TD), weight_D, eps, hidden_TD, added=True)
 
-    def norm_heads(self, x_TN: Tensor, weight_C: Tensor, eps: float, *, first: int, count: int) -> None:
-        """See ``Ops.norm_heads``."""
-        columns_TN = x_TN[:, first : first + count * len(weight_C)]
-        self._normed(columns_TN, weight_C, eps, columns_TN)
+def launch_each(
+    x_TN: Tensor,
+    other_TN: Tensor | None,
+    out_TN: Tensor,
+    number: float,
+    what: tl.constexpr,
+    kind: Activation = Activation.NONE,
+) -> None:
+    rows, width = x_TN.shape
+    if rows:
+        _each[(rows, triton.cdiv(width, COLUMNS))](
+            x_TN, other_TN, out_TN, float(number), X_STRIDE=stride_of(x_TN),
+            OTHER_STRIDE=0 if other_TN is None else stride_of(other_TN), OUT_STRIDE=stride_of(out_TN),
+            WIDTH=width, WHAT=what.value, KIND=KIND_NUMBERS[kind], BLOCK=COLUMNS, **UNFUSED,
+        )  # fmt: skip
 
-    def gated_norm(self, x_TN: Tensor, gate_TM: Tensor, weight_C: Tensor, eps: float, *, first: int) -> Tensor:
-        """See ``Ops.gated_norm``."""
-        out_TN = self._form.empty(x_TN.shape, self._form.dtype)
-        self._normed(lined(x_TN), weight_C, eps, out_TN, gate=gate_TM[:, first : first + x_TN.shape[1]])
-        return out_TN
 
-    def layer_norm(self, hidden_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-        """See ``Ops.layer_norm``."""
-        out_TD = self._form.empty(hidden_TD.shape, self._form.dtype)
-        self._layer_normed(lined(hidden_TD), weight_D, bias_D, eps, out_TD)
-        return out_TD
-
-    def layer_norm_in_place(self, hidden_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> None:
-        """See ``Ops.layer_norm_in_place``."""
-        self._layer_normed(hidden_TD, weight_D, bias_D, eps, hidden_TD)
-
-    def gated(self, gate_up_T2I: Tensor, kind: Gate = SILU) -> Tensor:
-        """See ``Ops.gated``."""
-        rows, width = len(gate_up_T2I), gate_up_T2I.shape[1] // 2
-        gate_up_T2I, out_TI = lined(gate_up_T2I), self._form.empty((rows, width), self._form.dtype)
-        if rows:
-            _gated[(rows, triton.cdiv(width, COLUMNS))](
-                gate_up_T2I, out_TI, float(kind.alpha), float(kind.limit), float(kind.shift),
-                STRIDE=stride_of(gate_up_T2I), WIDTH=width, KIND=KIND_NUMBERS[kind.activation],
-                LIMITED=kind.limit < math.inf, INTERLEAVED=kind.interleaved, BLOCK=COLUMNS, **UNFUSED,
-            )  # fmt: skip
-        return out_TI
-
-    def activate(self, x_TI: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
-        """See ``Ops.activate``."""
-        out_TI = self._form.empty(x_TI.shape, self._form.dtype)
-        self._each(x_TI, None, out_TI, alpha, _ACTIVATE, kind)
-        return out_TI
-
-    def softcap(self, x_TN: Tensor, cap: float) -> None:
-        """See ``Ops.softcap``."""
-        self._each(x_TN, None, x_TN, cap, _SOFTCAP)
-
-    def sigmoid_gated(self, x_TN: Tensor, gate_TN: Tensor) -> Tensor:
-        """See ``Ops.sigmoid_gated``."""
-        out_TN = self._form.empty(gate_TN.shape, self._form.dtype)
-        self._each(x_TN.view(gate_TN.shape), gate_TN, out_TN, 0.0, _SIGMOID_GATED)
-        return out_TN
-
-    def gated_add(self, hidden_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> None:
-        """See ``Ops.gated_add``."""
-        self._each(x_TD, gate_T1, hidden_TD, 0.0, _GATED_ADD)
-
-    def rows(self, x_TD: Tensor, rows_R: NDArray[np.int32] | Tensor) -> Tensor:
-        """See ``Ops.rows``."""
-        return x_TD.index_select(0, self._form.integers(rows_R))
-
-    def place_rows(self, hidden_TD: Tensor, batch: StepBatch) -> None:
-        """See ``Ops.place_rows``."""
-        if batch.given is not None and len(batch.given.rows_G):
-            rows_G = self._form.integers(batch.given.rows_G)
-            hidden_TD.index_copy_(0, rows_G.long(), batch.given.values_GD)
-
-    def features(self, batch: StepBatch, width: int) -> Tensor:
-        """See ``Ops.features``.  Raises ValueError where the batch brings none of that width."""
-        brought_TW: Any = batch.features(width)
-        return brought_TW.clone() if isinstance(brought_TW, Tensor) else self._form.tensor(brought_TW)
-
-    def tap(self, hidden_TD: Tensor, batch: StepBatch, place: int) -> None:
-        """See ``Ops.tap``.  Taps on the device are filled there, and nobody waits.
-
-        Raises ValueError where there is not enough room.
-        """
-        taps_RW: Any = batch.taps_RW
-        if taps_RW is not None:
-            wanted_RD: Any = self.rows(hidden_TD, batch.sample_rows_R)
-            batch.hand_out(wanted_RD if isinstance(taps_RW, Tensor) else numpy_of(wanted_RD), place)
-
-    def _normed(
-        self,
-        x_TN: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        out_TN: Tensor,
-        *,
-        gate: Tensor | None = None,
-        added: bool = False,
-    ) -> None:
-        width = len(weight_C)
-        block = triton.next_power_of_2(width)
-        if x_TN.numel():
-            _normed_groups[(len(x_TN), x_TN.shape[1] // width)](
-                x_TN, weight_C, gate, out_TN, float(eps),
-                X_STRIDE=stride_of(x_TN), GATE_STRIDE=0 if gate is None else stride_of(gate),
-                OUT_STRIDE=stride_of(out_TN), WIDTH=width, GATED=gate is not None, ADDED=added, BLOCK=block,
-                num_warps=warps_of(block), **UNFUSED,
-            )  # fmt: skip
-
-    def _layer_normed(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, out_TD: Tensor) -> None:
-        block = triton.next_power_of_2(x_TD.shape[1])
-        if len(x_TD):
-            _layer_normed[(len(x_TD),)](
-                x_TD, weight_D, bias_D, out_TD, float(eps), X_STRIDE=stride_of(x_TD), OUT_STRIDE=stride_of(out_TD),
-                WIDTH=x_TD.shape[1], BIASED=bias_D is not None, BLOCK=block, num_warps=warps_of(block),
-                **UNFUSED,
-            )  # fmt: skip
-
-    def _each(
-        self,
-        x_TN: Tensor,
-        other_TN: Tensor | None,
-        out_TN: Tensor,
-        number: float,
-        what: tl.constexpr,
-        kind: Activation = Activation.NONE,
-    ) -> None:
-        rows, width = x_TN.shape
-        if rows:
-            _each[(rows, triton.cdiv(width, COLUMNS))](
-                x_TN, other_TN, out_TN, float(number), X_STRIDE=stride_of(x_TN),
-                OTHER_STRIDE=0 if other_TN is None else stride_of(other_TN), OUT_STRIDE=stride_of(out_TN),
-                WIDTH=width, WHAT=what.value, KIND=KIND_NUMBERS[kind], BLOCK=COLUMNS, **UNFUSED,
-            )  # fmt: skip
+def launch_gated(gate_up_T2I: Tensor, out_TI: Tensor, kind: Gate) -> None:
+    rows, width = out_TI.shape
+    if rows:
+        _gated[(rows, triton.cdiv(width, COLUMNS))](
+            gate_up_T2I, out_TI, float(kind.alpha), float(kind.limit), float(kind.shift),
+            STRIDE=stride_of(gate_up_T2I), WIDTH=width, KIND=KIND_NUMBERS[kind.activation],
+            LIMITED=kind.limit < math.inf, INTERLEAVED=kind.interleaved, BLOCK=COLUMNS, **UNFUSED,
+        )  # fmt: skip

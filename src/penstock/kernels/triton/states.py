@@ -184,64 +184,61 @@ def delta_kernel(
                 tl.store(at_K[:, None] + values_V[None, :], state_KV, mask=known_KV)
 
 
-class TritonStates:
-    """See ``ops_states.StateOps``."""
-
-    def __init__(self, form: TritonForm) -> None:
-        self._form = form
-
-    def causal_conv(self, x_TN: Tensor, weight_KC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch) -> Tensor:
-        """See ``Ops.causal_conv``."""
-        own, (taps, channels), form = kv.shape.kept_states, weight_KC.shape, self._form
-        out_TC, x_TN = form.empty((len(x_TN), channels)), lined(x_TN)
-        arrays, sizes = self._arrays(batch), {"ROWS_A_PAGE": kv.shape.state_rows_a_page}
-        sequences, first = len(batch.starts_S1) - 1, layer * own.layer_rows + own.matrix_rows
-        if not len(x_TN):
-            return out_TC
-        blocks = triton.cdiv(channels, CHANNELS)
-        conv_kernel[(len(x_TN), blocks)](
-            x_TN, weight_KC, out_TC, kv.states, *arrays, sequences, arrays[2].stride(0), kv.states.stride(0), first,
-            X_STRIDE=stride_of(x_TN), TAPS=taps, CHANNELS=channels, WIDTH=own.value_dim, **sizes,
-            S_BLOCK=max(SEQUENCES, triton.next_power_of_2(sequences)), BLOCK=CHANNELS, **UNFUSED,
-        )  # fmt: skip
-        keep_kernel[(sequences, blocks)](
-            x_TN, kv.states, *arrays, arrays[2].stride(0), kv.states.stride(0), first, kv.shape.state_parts,
-            X_STRIDE=stride_of(x_TN), KEPT=taps - 1, CHANNELS=channels, WIDTH=own.value_dim, CELL=own.cell, **sizes,
-            TAP_BLOCK=triton.next_power_of_2(max(1, taps - 1)), BLOCK=CHANNELS, **UNFUSED,
-        )  # fmt: skip
+def causal_conv(
+    form: TritonForm, x_TN: Tensor, weight_KC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch
+) -> Tensor:
+    own, (taps, channels) = kv.shape.kept_states, weight_KC.shape
+    out_TC, x_TN = form.empty((len(x_TN), channels)), lined(x_TN)
+    arrays, sizes = _arrays(form, batch), {"ROWS_A_PAGE": kv.shape.state_rows_a_page}
+    sequences, first = len(batch.starts_S1) - 1, layer * own.layer_rows + own.matrix_rows
+    if not len(x_TN):
         return out_TC
+    blocks = triton.cdiv(channels, CHANNELS)
+    conv_kernel[(len(x_TN), blocks)](
+        x_TN, weight_KC, out_TC, kv.states, *arrays, sequences, arrays[2].stride(0), kv.states.stride(0), first,
+        X_STRIDE=stride_of(x_TN), TAPS=taps, CHANNELS=channels, WIDTH=own.value_dim, **sizes,
+        S_BLOCK=max(SEQUENCES, triton.next_power_of_2(sequences)), BLOCK=CHANNELS, **UNFUSED,
+    )  # fmt: skip
+    keep_kernel[(sequences, blocks)](
+        x_TN, kv.states, *arrays, arrays[2].stride(0), kv.states.stride(0), first, kv.shape.state_parts,
+        X_STRIDE=stride_of(x_TN), KEPT=taps - 1, CHANNELS=channels, WIDTH=own.value_dim, CELL=own.cell, **sizes,
+        TAP_BLOCK=triton.next_power_of_2(max(1, taps - 1)), BLOCK=CHANNELS, **UNFUSED,
+    )  # fmt: skip
+    return out_TC
 
-    def delta_rule(
-        self,
-        qkv_TC: Tensor,
-        gates_TN: Tensor,
-        kv: ReferenceKv,
-        layer: int,
-        batch: StepBatch,
-        *,
-        rates_H: Tensor,
-        shifts_H: Tensor,
-        beta: int,
-        decay: int,
-    ) -> Tensor:
-        """See ``Ops.delta_rule``; sums over the keys are a tile's."""
-        own, arrays = kv.shape.kept_states, self._arrays(batch)
-        out_TV = self._form.empty((len(qkv_TC), own.heads * own.value_dim))
-        qkv_TC, gates_TN = qkv_TC.contiguous(), lined(gates_TN)
-        if len(qkv_TC):
-            delta_kernel[(len(batch.starts_S1) - 1, own.heads, triton.cdiv(own.value_dim, VALUES))](
-                qkv_TC, gates_TN, rates_H, shifts_H, out_TV, kv.states, *arrays, arrays[2].stride(0),
-                kv.states.stride(0), layer * own.layer_rows, kv.shape.state_parts, beta, decay, own.key_dim**-0.5,
-                GATE_STRIDE=stride_of(gates_TN), KEY_HEADS=own.key_heads, HEADS=own.heads, KEY_DIM=own.key_dim,
-                VALUE_DIM=own.value_dim, CELL=own.cell, ROWS_A_PAGE=kv.shape.state_rows_a_page,
-                KEY_BLOCK=triton.next_power_of_2(own.key_dim), VALUE_BLOCK=VALUES, **UNFUSED,
-            )  # fmt: skip
-        return out_TV
 
-    def _arrays(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, starts, pages.  Raises ValueError for a step without pages of states."""
-        if batch.states_SW is None:
-            raise ValueError("a step of recurrent layers brings the pages of its states")
-        own = (batch.positions_T, batch.starts_S1, batch.states_SW)
-        positions_T, starts_S1, pages_SW = map(self._form.integers, own)
-        return positions_T, starts_S1, pages_SW
+def delta_rule(
+    form: TritonForm,
+    qkv_TC: Tensor,
+    gates_TN: Tensor,
+    kv: ReferenceKv,
+    layer: int,
+    batch: StepBatch,
+    *,
+    rates_H: Tensor,
+    shifts_H: Tensor,
+    beta: int,
+    decay: int,
+) -> Tensor:
+    """Sums over the keys are a tile's."""
+    own, arrays = kv.shape.kept_states, _arrays(form, batch)
+    out_TV = form.empty((len(qkv_TC), own.heads * own.value_dim))
+    qkv_TC, gates_TN = qkv_TC.contiguous(), lined(gates_TN)
+    if len(qkv_TC):
+        delta_kernel[(len(batch.starts_S1) - 1, own.heads, triton.cdiv(own.value_dim, VALUES))](
+            qkv_TC, gates_TN, rates_H, shifts_H, out_TV, kv.states, *arrays, arrays[2].stride(0),
+            kv.states.stride(0), layer * own.layer_rows, kv.shape.state_parts, beta, decay, own.key_dim**-0.5,
+            GATE_STRIDE=stride_of(gates_TN), KEY_HEADS=own.key_heads, HEADS=own.heads, KEY_DIM=own.key_dim,
+            VALUE_DIM=own.value_dim, CELL=own.cell, ROWS_A_PAGE=kv.shape.state_rows_a_page,
+            KEY_BLOCK=triton.next_power_of_2(own.key_dim), VALUE_BLOCK=VALUES, **UNFUSED,
+        )  # fmt: skip
+    return out_TV
+
+
+def _arrays(form: TritonForm, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, starts, pages.  Raises ValueError for a step without pages of states."""
+    if batch.states_SW is None:
+        raise ValueError("a step of recurrent layers brings the pages of its states")
+    own = (batch.positions_T, batch.starts_S1, batch.states_SW)
+    positions_T, starts_S1, pages_SW = map(form.integers, own)
+    return positions_T, starts_S1, pages_SW
