@@ -36,7 +36,7 @@ import chats
 
 from penstock.sim.cluster import Setup, simulate
 from penstock.sim.fleet import FleetFile, load_fleet, parse_workers
-from penstock.sim.measures import quantiles
+from penstock.sim.results import quantiles
 from penstock.sim.trace import Job, Trace
 from penstock.types import PAGE_TOKENS
 

@@ -26,7 +26,7 @@ from penstock.kernels.host_ops import BlockIndex, hash_blocks, hash_chain
 from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, decide
 from penstock.router.fleet import Fleet
-from penstock.router.policy.named import NAMES, policy_named
+from penstock.router.policy.simple import NAMES, policy_named
 from penstock.router.prefix_index import SWEPT_AT_ONCE, PrefixIndex
 from penstock.types import (
     PAGE_TOKENS,

@@ -16,8 +16,7 @@ from penstock.engine.core.request import Request
 from penstock.engine.service.gateways import arrival_of
 from penstock.hashing import chain_root
 from penstock.intake.service import ModelIntake
-from penstock.router.endings import Patience
-from penstock.router.failover import Flight
+from penstock.router.failover import Flight, Patience
 from penstock.types import Leg, ModelIdentity, RequestId, SamplingParams, WorkerId, pack_token_ids, read_token_ids
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.messages import Recipient, Submit

@@ -14,9 +14,8 @@ from penstock.cli.paint import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import locate
-from penstock.sim.fitting import Fit, Reading, Writing, fit
+from penstock.sim.calibration import Bench, DecodeSample, Extent, Fit, PrefillSample, fit
 from penstock.sim.fleet import FleetFile, KvMemory, Limits, Links, as_toml, checked, parse_workers
-from penstock.sim.measuring import Bench, Extent
 
 EPILOG = """\
 examples:
@@ -95,7 +94,9 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--out {path}: {error.strerror}") from None
 
 
-def as_json(fleet: FleetFile, found: Fit, readings: list[Reading], writings: list[Writing]) -> dict[str, Any]:
+def as_json(
+    fleet: FleetFile, found: Fit, readings: list[PrefillSample], writings: list[DecodeSample]
+) -> dict[str, Any]:
     """Everything that was measured, in seconds, tokens and bytes."""
     return {
         "fleet": msgspec.to_builtins(fleet),

@@ -13,11 +13,11 @@ from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder
 from penstock.parallel.devices import parse_devices
-from penstock.router.policy.named import NAMES as POLICIES
+from penstock.router.policy.simple import NAMES as POLICIES
 from penstock.sim.cluster import Run, Setup, as_json, simulate
 from penstock.sim.fleet import DEFAULT, NAMES, FleetFile, load_fleet, parse_workers
-from penstock.sim.measures import Targets
 from penstock.sim.plot import draw, pyplot
+from penstock.sim.results import Targets
 from penstock.sim.roofline import fleet_of
 from penstock.sim.trace import read_trace
 from penstock.weights.inspect import read_outline

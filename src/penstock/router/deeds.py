@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.clock import Clock
-from penstock.router.budget import RetryBudget
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
 from penstock.router.failover import Phase
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
-from penstock.router.placement import Placement
+from penstock.router.placement import Placement, RetryBudget
 from penstock.router.slices import Slices
-from penstock.router.stream import Stream
-from penstock.router.tally import Tally
+from penstock.router.stream import Stream, Tally
 from penstock.router.watch import TICK_S
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId

@@ -18,28 +18,192 @@ time; the caller turns effects into deeds and hands in ``now``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from penstock.errors import NoWorkers, PenstockError, QueueFull, WorkerLost
+import msgspec
+
+from penstock.config.limits import FailoverConfig, Limits
+from penstock.errors import (
+    DeadlineMissed,
+    NoWorkers,
+    PenstockError,
+    QueueFull,
+    RequestError,
+    StalledRequest,
+    WorkerLost,
+)
 from penstock.router.decide import Ask, Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
-from penstock.router.endings import (
-    NO_FAILURES,
-    Patience,
-    aged,
-    is_no_fault_of_sender,
-    satisfied,
-    stalled,
-    too_large,
-    too_long,
-)
-from penstock.router.leg_run import UNHEARD_S, LegRun
 from penstock.router.poison import Guilt
-from penstock.router.prompt_told import PromptTold
-from penstock.router.submission import is_apart, joining, news_of, recipient, submissions
-from penstock.types import BlockHash, FinishReason, Leg, TokenBatch, ValidRequest, WorkerId
+from penstock.router.submission import aged, is_apart, joining, news_of, recipient, submissions
+from penstock.types import (
+    BlockHash,
+    Claim,
+    FinishReason,
+    Leg,
+    SamplingParams,
+    TokenBatch,
+    TokenLogprob,
+    ValidRequest,
+    WorkerId,
+)
+from penstock.wire.codec import MAX_FRAME_BYTES
 from penstock.wire.duties import HANDED_OVER, NO_FAULT
-from penstock.wire.messages import OTHER_PROCESS, TOO_LARGE, TOO_LONG, UNKNOWN, PageSource, TokenItem
+from penstock.wire.messages import NO_HELLO, OTHER_PROCESS, TOO_LARGE, TOO_LONG, UNKNOWN, PageSource, TokenItem
+
+# MERGED: How a flight ends that cannot go on: in an error, or because what was delivered is the whole answer.
+# MERGED: Pure.
+
+NO_FAILURES = frozenset(
+    {"queue_full", "preempted", "yielded", "deadline", "draining", TOO_LONG, NO_HELLO, OTHER_PROCESS}
+)
+"""Reasons of workers that are well and give a request back."""
+
+
+_LOST = (UNKNOWN, "unsent", "connection lost", "the gateway was silent")
+
+
+def is_no_fault_of_sender(reason: str) -> bool:
+    """Does this reason speak of a message that was lost, or of another worker, and not of whoever says it?"""
+    return reason in _LOST or reason == TOO_LARGE or reason.startswith("pages_lost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """When to give up."""
+
+    max_attempts: int  # submissions without a new token in between
+    first_byte_s: float  # to the first token, of a request that says nothing else
+    stall_s: float  # between two tokens
+    poison_tokens: int = 8  # new tokens clear a request of the deaths before them
+
+    @classmethod
+    def of(cls, failover: FailoverConfig, limits: Limits) -> Patience:
+        """As it is set."""
+        return cls(
+            max_attempts=failover.max_attempts,
+            first_byte_s=limits.first_byte_s,
+            stall_s=limits.stall_s,
+            poison_tokens=failover.poison_tokens,
+        )
+
+    def first_s(self, claim: Claim) -> float:
+        """To the first token."""
+        return self.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
+
+
+def too_long(request: ValidRequest, longest: float, *, started: bool) -> PenstockError:
+    """Nobody has the memory for it.  ``longest``: the longest context of any worker, if that is why."""
+    known, left = len(request.prompt), request.sampling.max_tokens
+    if request.open_ended:
+        text = f"No worker has the KV memory for {known} tokens of prompt and an answer."
+    else:
+        text = f"No worker has the KV memory for {known} tokens of prompt and {left} of answer."
+    if longest < math.inf:
+        text += f" The longest context of any worker is {longest:.0f} tokens."
+    return WorkerLost(text) if started else RequestError(text, code="context_length_exceeded")
+
+
+def too_large() -> PenstockError:
+    """A message about it is larger than any may be, whoever sends it."""
+    return RequestError(
+        f"This request, or a step of its answer, does not fit into a message of {MAX_FRAME_BYTES} bytes between "
+        "processes. Ask for fewer log-probabilities, or send a shorter prompt.",
+        code="message_too_large",
+    )
+
+
+def stalled(limit_s: float, *, started: bool, waiting: bool, bounded: bool = False) -> PenstockError:
+    """No token came within the limit.  ``waiting``: no worker even had it; ``bounded``: it may wait for no longer."""
+    if bounded and not started:
+        return DeadlineMissed(f"The request waited for {limit_s:g} s, as long as it may, and no token was computed.")
+    what = "next" if started else "first"
+    if waiting:
+        return NoWorkers(f"No worker was free to compute the {what} token within {limit_s:g} s.")
+    return StalledRequest(f"No worker computed the {what} token within {limit_s:g} s.")
+
+
+def satisfied(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason | None:
+    """Do the delivered tokens end the answer already, though nobody has said so?"""
+    count = len(emitted)
+    if count and count >= sampling.min_tokens and emitted[-1] in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if count >= sampling.max_tokens else None
+
+
+# MERGED: Log-probabilities of a long prompt's tokens, which come in several messages: put together again.
+# MERGED: Pure.
+# MERGED:
+# MERGED: Messages may be lost, doubled or overtaken: a part is known by its place.  No more is kept than the
+# MERGED: prompt has tokens.
+
+LOST_S = 1.0
+"""After the last part the others are waited for so long."""
+
+
+class PromptTold:
+    """What one epoch of a request has brought so far."""
+
+    __slots__ = ("_kept", "_last", "_most", "_parts", "_since")
+
+    def __init__(self, request: ValidRequest) -> None:
+        self._most = 0 if request.sampling.prompt_logprobs is None else max(0, len(request.prompt) - 1)
+        self._parts: dict[int, tuple[TokenLogprob, ...]] = {}
+        self._kept = 0  # of those
+        self._last: TokenItem | None = None
+        self._since = 0.0  # when the last part came
+
+    def whole(self, item: TokenItem, now: float) -> TokenItem | None:
+        """The item to go on with: as it came, or with all that other parts have brought; None while some miss."""
+        last = self._last
+        if not item.prompt_more and not item.prompt_start:
+            return item
+        told = item.prompt_logprobs or ()
+        if item.prompt_start not in self._parts and self._kept + len(told) <= self._most:
+            self._parts[item.prompt_start] = told
+            self._kept += len(told)
+        if last is None and not item.prompt_more:
+            last, self._last, self._since = item, item, now
+        if last is None:
+            return None
+        whole: list[TokenLogprob] = []
+        while len(whole) < self._most and (part := self._parts.get(len(whole))):
+            whole += part
+        if len(whole) < last.prompt_start + len(last.prompt_logprobs or ()):
+            return None
+        self._last = None
+        return msgspec.structs.replace(last, prompt_logprobs=tuple(whole), prompt_start=0)
+
+    def lost(self, now: float) -> bool:
+        """Has the last part come, and others not for so long that they will not?"""
+        return self._last is not None and now - self._since >= LOST_S
+
+
+# MERGED: One leg of a flight's current epoch: where it runs, and what has been heard of it.
+
+UNHEARD_S = 1.0
+"""A leg that has said nothing for so long is asked about: what was sent to it, or what it said, may have been lost."""
+
+
+@dataclass(slots=True)
+class LegRun:
+    """A leg that was sent to a worker."""
+
+    leg: Leg
+    worker: WorkerId
+    incarnation: int
+    heard: float  # when it was sent, or said something, or was asked about last
+    spoken: bool = False
+    ended: bool = False
+    joins: bool = False  # it fetches an answer that another leg still writes
+
+    @property
+    def silent(self) -> bool:
+        """Is there something that it has still to say?  A prefill leg speaks once."""
+        return not self.ended and not (self.spoken and self.leg is Leg.PREFILL)
+
 
 HOLD_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""

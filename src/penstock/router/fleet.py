@@ -16,11 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from penstock.router.book import Book
-from penstock.router.columns import Columns, Due, Slots
-from penstock.router.tiers import tier_rows
+from penstock.router.columns import Book, Columns, Due, Slots
+from penstock.telemetry.metrics import TIER_FIGURES, TIER_PAGES, TIERS, tier_counter
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older
 from penstock.wire.messages import Report, WorkerDown, WorkerUp
+
+# MERGED: What a worker reports of the tiers of its KV store, as an operator sees it.  Pure.
+
+
+def tier_rows(counters: Mapping[str, float]) -> list[dict[str, Any]]:
+    """One mapping a tier that has pages or has counted anything, nearest first."""
+    rows = []
+    for tier in TIERS:
+        figures = {name: counters.get(tier_counter(tier, name), 0.0) for name in (TIER_PAGES, *TIER_FIGURES)}
+        if any(figures.values()):
+            whole = {
+                name: round(value, 3) if name.endswith("seconds") else int(value) for name, value in figures.items()
+            }
+            rows.append({"tier": tier, **whole})
+    return rows
+
 
 _MOST_SILENCES = 8
 

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
-from penstock.config.limits import RoutingConfig
+from penstock.config.limits import FailoverConfig, RoutingConfig
 from penstock.hashing import chain_root
-from penstock.router.decide import Decision, How, decide, relieve
-from penstock.router.decision_log import DecisionLog
+from penstock.router.decide import Decision, DecisionLog, How, decide, relieve
 from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
 from penstock.router.poison import KeptApart
-from penstock.router.policy.named import policy_named
+from penstock.router.policy.simple import policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
@@ -139,3 +138,38 @@ def _root(decision: Decision, request: ValidRequest) -> BlockHash:
         return BlockHash(b"")
     adapter = request.adapter.fingerprint if request.adapter is not None else ""
     return chain_root(decision.identity, adapter=adapter, tenant_salt=request.cache_salt)
+
+
+# MERGED: How many repeated resubmissions there may be: a bucket that new requests and time fill, and each of
+# MERGED: them empties.
+# MERGED:
+# MERGED: A stream's first resubmission costs nothing: a host that dies with thousands of streams must not
+# MERGED: keep any of them from
+# MERGED: going on.  Who fails again without a new token in between pays.  There is enough for every open
+# MERGED: stream to do so once;
+# MERGED: where everything that is resubmitted fails again and again, the rest is spread out in time, and the
+# MERGED: fleet does not drown
+# MERGED: in repetitions of what does not work.  Nothing is refused here, and nobody waits for longer than
+# MERGED: ``retry_wait_s``.
+# MERGED: Pure: time is handed in.
+
+
+class RetryBudget:
+    """Full to begin with."""
+
+    def __init__(self, config: FailoverConfig, now: float) -> None:
+        self._config = config
+        self._spent = 0.0  # what has not been filled up again
+        self._at = now
+
+    def request(self) -> None:
+        """A new request has come."""
+        self._spent = max(0.0, self._spent - self._config.retry_share)
+
+    def spend(self, now: float, open_streams: int) -> float:
+        """One resubmission: when it may go, ``now`` or later.  There is room for each of the ``open_streams``."""
+        config = self._config
+        self._spent = max(0.0, self._spent - max(0.0, now - self._at) * config.retry_per_s) + 1
+        self._at = max(self._at, now)
+        lacking = self._spent - max(config.retry_burst, open_streams)
+        return now + min(max(0.0, lacking / config.retry_per_s), config.retry_wait_s)

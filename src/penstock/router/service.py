@@ -17,30 +17,24 @@ from typing import Any, TypeAlias
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
-from penstock.router.budget import RetryBudget
 from penstock.router.decide import Decision, can_serve
 from penstock.router.deeds import Deeds, Means
-from penstock.router.endings import Patience
-from penstock.router.failover import Flight
+from penstock.router.failover import Flight, Patience
 from penstock.router.fleet import Fleet
-from penstock.router.forecast import READERS, forecast
 from penstock.router.links import Connect, Links
-from penstock.router.losses import Losses
+from penstock.router.losses import Losses, Relief
 from penstock.router.orders import Orders
-from penstock.router.placement import Placement
-from penstock.router.plausible import has_known_tokens, is_of
+from penstock.router.placement import Placement, RetryBudget
 from penstock.router.poison import KeptApart
-from penstock.router.relief import Relief
-from penstock.router.rounds import Rounds
-from penstock.router.slices import Slices, logged_errors
+from penstock.router.policy.least_cost import queue_wait
+from penstock.router.slices import Rounds, Slices, logged_errors
 from penstock.router.spans import Place, recorded
-from penstock.router.stream import Stream
-from penstock.router.tally import Tally
-from penstock.router.token_stream import RoutedTokens
+from penstock.router.stream import RoutedTokens, Stream, Tally
+from penstock.router.submission import has_known_tokens, is_of
 from penstock.router.watch import TICK_S, Watch, WatchedState
 from penstock.telemetry.registry import Metrics, PrefixFigures
 from penstock.telemetry.spans import NoTracer, Tracer
-from penstock.types import ModelIdentity, RequestId, ServiceClass, ValidRequest, WorkerId
+from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
 from penstock.wire.duties import HANDED_OVER, Relieve, StillWanted
 from penstock.wire.messages import (
@@ -57,6 +51,31 @@ from penstock.wire.messages import (
     WorkerUp,
 )
 from penstock.wire.ports import Forecast
+
+# MERGED: How long a request that came now would take to its first token, by what workers report.  Pure.
+# MERGED:
+# MERGED: The worker is taken that would be first; which one the router will choose is another question, but
+# MERGED: no worse one.
+
+READERS = (Role.PREFILL, Role.BOTH)
+
+
+def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> Forecast | None:
+    """For a prompt of so many tokens, nothing of it cached; None while no worker has measured a step."""
+    found: Forecast | None = None
+    for role in READERS:
+        slots = fleet.slots_of(role, None)
+        if not len(slots) or not fleet.columns.measured(slots).any():
+            continue
+        load, rates = fleet.columns.at(slots)
+        wait = queue_wait(load, rates, urgent=service is ServiceClass.INTERACTIVE)
+        read = rates.step + rates.token * tokens + rates.pair * (tokens * (tokens + 1) / 2) + rates.draw
+        best = int((wait + read).argmin())
+        here = Forecast(wait_s=float(wait[best]), read_s=float(read[best]))
+        if found is None or here.wait_s + here.read_s < found.wait_s + found.read_s:
+            found = here
+    return found
+
 
 log = logging.getLogger("penstock.router")
 
@@ -257,7 +276,7 @@ class RouterService:
 
     def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
         """See ``wire.ports.TokenStreams``."""
-        return forecast(self.fleet, tokens, service)
+        return predict_ttft(self.fleet, tokens, service)
 
     def workers(self) -> Sequence[dict[str, Any]]:
         """``Fleet.status_rows``."""

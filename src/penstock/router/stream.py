@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.errors import PenstockError
 from penstock.router.effects import Effects
 from penstock.router.failover import Flight
+from penstock.router.placement import Placement
 from penstock.router.spans import FlightSpans, Place
-from penstock.types import TokenBatch
+from penstock.telemetry.registry import Metrics
+from penstock.types import TokenBatch, ValidRequest
 from penstock.wire.messages import TokenItem
 
 MAX_BATCH_TOKENS = 64
@@ -146,3 +148,135 @@ def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:
         cached_tokens=first.cached_tokens if known else 0,
         pooled=first.pooled,
     )
+
+
+# MERGED: Counts what becomes of requests: first tokens, gaps, ends; and how many are not over.
+# MERGED:
+# MERGED: Knows nothing about workers.
+
+
+class Tally:
+    """Of one gateway."""
+
+    def __init__(self, metrics: Metrics, placement: Placement) -> None:
+        self._metrics = metrics
+        self._placement = placement
+        self.open = 0  # requests that are not over
+
+    def delivered(self, stream: Stream, batch: TokenBatch, now: float) -> None:
+        """These tokens went on to the client; the last of them end the request."""
+        request, metrics = stream.flight.request, self._metrics
+        self._placement.answered(request.id)
+        if stream.first_at is None:
+            stream.first_at = now
+            metrics.first_token(now - request.arrival, stream.queued_s, len(request.prompt))
+            metrics.levels.queued(request.claim.service, stream.queued_s)
+            metrics.more_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
+        else:
+            metrics.more_tokens(len(batch.tokens), now - stream.last_at)
+        stream.last_at = now
+        if stream.spans is not None:
+            stream.spans.delivered(len(batch.tokens), now)
+        if batch.finish is not None:
+            self.settled(stream, batch.finish.value, now)
+
+    def went_on(self, delivered: Sequence[tuple[Stream, TokenItem]], now: float) -> None:
+        """More tokens of answers that have begun went on to their clients.  Those of one step had the last step in
+        common, too, so most gaps are counted together."""
+        metrics, since, streams, tokens = self._metrics, -1.0, 0, 0
+        for stream, item in delivered:
+            count = len(item.tokens)
+            if stream.last_at != since or count != tokens:
+                metrics.more_tokens(tokens, now - since, streams)
+                since, streams, tokens = stream.last_at, 0, count
+            streams += 1
+            stream.last_at = now
+            if stream.spans is not None:
+                stream.spans.delivered(count, now)
+        metrics.more_tokens(tokens, now - since, streams)
+
+    def settled(self, stream: Stream, reason: str, now: float) -> None:
+        """A flight is over: count it, once."""
+        if stream.settled:
+            return
+        stream.settled = True
+        self.open -= 1
+        first = stream.first_at
+        self._placement.ended(stream.flight)
+        decode_s = None if first is None else now - first
+        self._metrics.finished(reason, now - stream.flight.request.arrival, decode_s)
+        if stream.spans is not None:
+            stream.spans.ended(reason, now, error=reason == "error")
+
+
+# MERGED: ``wire.ports.PolledTokens`` of one request: its flight begins with the first look at it.
+# MERGED:
+# MERGED: Knows nothing about workers and flights but how they are begun and ended.
+
+
+class RoutedTokens:
+    """For one consumer, which either polls or iterates."""
+
+    __slots__ = ("_begin", "_end", "_finished", "_over", "_request", "_stream")
+
+    def __init__(
+        self, request: ValidRequest, begin: Callable[[ValidRequest], Stream], end: Callable[[Stream], None]
+    ) -> None:
+        """``begin`` raises NoWorkers and RequestError; ``end`` frees what the flight holds."""
+        self._request: ValidRequest | None = request
+        self._begin = begin
+        self._end = end
+        self._stream: Stream | None = None
+        self._finished = False  # the last batch was given
+        self._over = False
+
+    # --- polled -----------------------------------------------------------------------------------------------------
+
+    def begin(self, ready: Callable[[], None]) -> Callable[[], TokenBatch | None]:
+        """See ``PolledTokens``."""
+        stream = self._begun()
+        stream.notify(ready)
+        return stream.poll
+
+    def close(self) -> None:
+        """See ``PolledTokens``."""
+        stream, self._stream, self._over = self._stream, None, True
+        if stream is not None:
+            stream.notify(None)
+            self._end(stream)
+
+    # --- iterated ---------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> RoutedTokens:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        if self._finished:
+            self.close()
+        if self._over:
+            raise StopAsyncIteration
+        stream = self._begun()
+        try:
+            while (batch := stream.poll()) is None:
+                await stream.wait()
+        except BaseException:
+            self.close()
+            raise
+        self._finished = batch.finish is not None
+        return batch
+
+    async def aclose(self) -> None:
+        """See ``TokenStream``."""
+        self.close()
+
+    def _begun(self) -> Stream:
+        request, self._request = self._request, None
+        if request is not None:
+            try:
+                self._stream = self._begin(request)
+            except BaseException:
+                self._over = True
+                raise
+        if self._stream is None:
+            raise RuntimeError("the tokens of this request are over")
+        return self._stream

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from penstock.hashing import block_hash, image_marks
 from penstock.router.decide import Chosen, Decision
-from penstock.router.endings import aged
-from penstock.types import PAGE_TOKENS, BlockHash, Claim, Leg, ModelIdentity, TokenBatch, ValidRequest
-from penstock.wire.messages import MAX_AGE_S, PageSource, Recipient, Submit, TokenItem
+from penstock.types import (
+    PAGE_TOKENS,
+    BlockHash,
+    Claim,
+    Leg,
+    ModelIdentity,
+    TokenBatch,
+    TokenLogprob,
+    ValidRequest,
+)
+from penstock.wire.messages import (
+    MAX_AGE_S,
+    PageSource,
+    Recipient,
+    Submit,
+    TokenItem,
+)
 
 
 def submissions(
@@ -148,3 +162,40 @@ def _hashed_for(request: ValidRequest, root: BlockHash) -> bool:
     hashes = request.block_hashes
     marks = image_marks(request.images, 0, PAGE_TOKENS)
     return bool(hashes) and hashes[0] == block_hash(root, request.prompt[:PAGE_TOKENS], marks)
+
+
+# MERGED: Can this be what a worker says of an answer?  By request and model: the codec has looked at ranges.
+# MERGED: Pure.
+
+
+def has_known_tokens(item: TokenItem, vocabulary: int) -> bool:
+    """Are all tokens of the item, and of its log-probabilities, those of a model that knows so many?"""
+    if max(item.tokens, default=0) >= vocabulary:
+        return False
+    if item.logprobs is not None and (len(item.logprobs) != len(item.tokens) or not _known(item.logprobs, vocabulary)):
+        return False
+    return item.prompt_logprobs is None or _known(item.prompt_logprobs, vocabulary)
+
+
+def _known(logprobs: Iterable[TokenLogprob], vocabulary: int) -> bool:
+    return all(one.token < vocabulary and all(token < vocabulary for token, _ in one.top) for one in logprobs)
+
+
+def is_of(item: TokenItem, request: ValidRequest) -> bool:
+    """Can the item be a part of an answer to this request?"""
+    most, prompt = request.sampling.max_tokens, len(request.prompt)
+    if item.index + len(item.tokens) > most or item.cached_tokens > prompt + most:
+        return False
+    if request.sampling.logprobs is not None and item.tokens and item.logprobs is None and request.pooling is None:
+        return False
+    if request.pooling is None:
+        return item.pooled is None
+    return item.pooled is None or (len(item.pooled) > 0 and len(item.pooled) % 4 == 0)
+
+
+def aged(claim: Claim, waited_s: float, *, started: bool) -> Claim:
+    """The claim by now: some of its time is over, and who has a token waits for no first one."""
+    if claim.max_wait_s is None:
+        return claim
+    left = None if started else max(0.0, claim.max_wait_s - waited_s)
+    return msgspec.structs.replace(claim, max_wait_s=left)

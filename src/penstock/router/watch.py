@@ -7,27 +7,27 @@ lost their worker.  Knows nothing of what becomes of those, and nothing about to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.router.decide import can_serve, could_serve
-from penstock.router.endings import NO_FAILURES, is_no_fault_of_sender
-from penstock.router.failover import Flight
+from penstock.router.failover import NO_FAILURES, Flight, is_no_fault_of_sender
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
-from penstock.router.pinned import PinnedModel
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.quarantine import Quarantine
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
     GREEDY,
     Leg,
+    ModelIdentity,
     PoolingParams,
     RequestId,
     Role,
@@ -51,6 +51,158 @@ from penstock.wire.messages import (
     WorkerDown,
     WorkerUp,
 )
+
+# MERGED: Which model a gateway serves: that of most workers when it began, and no other from then on.
+# MERGED:
+# MERGED: Requests are tokenized for one model.  A worker of another one, joined by mistake or upgraded too
+# MERGED: soon, would read their
+# MERGED: tokens as other words; so it is given nothing, also while all others are away.  Pure: time is handed
+# MERGED: in.
+
+
+class PinnedModel:
+    """Of one gateway.  Numerics classes of one model are no different models."""
+
+    def __init__(self, pin_s: float, *, follows_upgrades: bool) -> None:
+        """Decided ``pin_s`` after the first worker was ready; never, if it ``follows_upgrades``."""
+        self._pin_s = pin_s
+        self._follows = follows_upgrades
+        self._since: float | None = None  # when a worker was ready first
+        self.fingerprint: str | None = None  # of the model; None: not decided yet
+
+    def look(self, present: Iterable[ModelIdentity], now: float, *, ready: bool) -> None:
+        """Workers of these identities are there, whatever their state; ``ready``: one of them is."""
+        if self._follows or self.fingerprint is not None or not (ready or self._since is not None):
+            return
+        if self._since is None:
+            self._since = now
+        if now - self._since < self._pin_s:
+            return
+        counts = Counter(identity.fingerprint for identity in present)
+        if counts:
+            self.fingerprint = counts.most_common(1)[0][0]
+
+    def is_foreign(self, identity: ModelIdentity) -> bool:
+        """Is this another model?"""
+        return self.fingerprint is not None and identity.fingerprint != self.fingerprint
+
+
+# MERGED: Workers that were given up and speak again: kept out of routing for a while, then probed, then let
+# MERGED: back.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     in routing --given up--> out --speaks again--> held for quarantine_s --probe sent--> probed
+# MERGED: --answered--> in routing
+# MERGED:                                         ^                                                  |
+# MERGED:                                         +------------------ twice as long <---- no answer -+
+# MERGED:
+# MERGED: A worker that was stopped for a moment comes back within a second or two; one that speaks but
+# MERGED: computes nothing never
+# MERGED: answers its probe.  A new incarnation begins with a clean slate.  Pure: time is handed in.
+
+MOST_UNANSWERED = 3
+"""A supervisor that is told so often that a worker does nothing ends it (``launch.restart``)."""
+
+
+@dataclass(slots=True)
+class _Held:
+    incarnation: int
+    held_s: float
+    until: float
+    probe: RequestId | None = None  # that is out
+    probe_until: float = 0.0
+    unanswered: int = 0  # probes, one after the other
+
+
+class Quarantine:
+    """By worker."""
+
+    def __init__(self, config: FailoverConfig, gateway: str) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._held: dict[WorkerId, _Held] = {}
+        self._served: dict[WorkerId, tuple[int, float]] = {}  # -> incarnation, and how long it was held the last time
+        self._probes: dict[RequestId, WorkerId] = {}
+        self._sent = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, worker: WorkerId, incarnation: int, now: float) -> None:
+        """It was given up.  Each time of one incarnation is twice as long as the one before."""
+        known = self._held.get(worker)
+        if known is not None and known.incarnation == incarnation and known.probe is None and now < known.until:
+            return
+        unanswered = known.unanswered if known is not None and known.incarnation == incarnation else 0
+        self._forget_probe(worker)
+        before = (known.incarnation, known.held_s) if known is not None else self._served.get(worker, (0, 0.0))
+        first, most = self._config.quarantine_s, self._config.quarantine_max_s
+        held_s = min(most, 2 * before[1]) if before[0] == incarnation else first
+        self._held[worker] = _Held(incarnation, held_s, now + held_s, unanswered=unanswered)
+
+    def holds(self, worker: WorkerId, incarnation: int) -> bool:
+        """Is this incarnation to be kept out of routing?"""
+        held = self._held.get(worker)
+        return held is not None and held.incarnation == incarnation
+
+    def clear(self, worker: WorkerId) -> None:
+        """Its process is another one, or none."""
+        self._forget_probe(worker)
+        self._held.pop(worker, None)
+        self._served.pop(worker, None)
+
+    def overdue(self, now: float) -> list[tuple[WorkerId, int]]:
+        """Who has not answered in time: it is held for longer."""
+        late = [(worker, held) for worker, held in self._held.items() if held.probe and now >= held.probe_until]
+        for worker, held in late:
+            self._forget_probe(worker)
+            held.unanswered += 1
+            held.held_s = min(self._config.quarantine_max_s, 2 * held.held_s)
+            held.until = now + held.held_s
+        return [(worker, held.incarnation) for worker, held in late]
+
+    @property
+    def hopeless(self) -> frozenset[WorkerId]:
+        """Those that speak and never answer: their supervisor, if they have one, would have ended them by now."""
+        return frozenset(worker for worker, held in self._held.items() if held.unanswered > MOST_UNANSWERED)
+
+    def due(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:
+        """Who is to be probed now; all of them where it is ``urgent``, as nobody else can serve."""
+        return [
+            (worker, held.incarnation)
+            for worker, held in self._held.items()
+            if held.probe is None and (urgent or now >= held.until)
+        ]
+
+    def probe(self, worker: WorkerId, now: float) -> RequestId:
+        """A probe is sent to it: under this name."""
+        self._sent += 1
+        held = self._held[worker]
+        held.probe = RequestId(f"probe-{self._gateway}-{worker}-{self._sent}")
+        held.probe_until = now + self._config.probe_s
+        self._probes[held.probe] = worker
+        return held.probe
+
+    def asks(self, request: RequestId) -> bool:
+        """Is this a probe that is out?"""
+        return request in self._probes
+
+    def answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> bool:
+        """A token of ``request`` came from this worker.  True when that was its probe: it is let back."""
+        if self._probes.get(request) != worker or not self.holds(worker, incarnation):
+            return False
+        held = self._held.pop(worker)
+        del self._probes[request]
+        self._served[worker] = incarnation, held.held_s
+        return True
+
+    def _forget_probe(self, worker: WorkerId) -> None:
+        held = self._held.get(worker)
+        if held is not None and held.probe is not None:
+            del self._probes[held.probe]
+            held.probe = None
+
 
 log = logging.getLogger("penstock.router")
 

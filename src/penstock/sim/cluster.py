@@ -11,13 +11,11 @@ from typing import Any
 
 from penstock.config.limits import RoutingConfig
 from penstock.errors import ConfigError
-from penstock.sim.crowd import Crowd
-from penstock.sim.events import Agenda
 from penstock.sim.fleet import FleetFile, checked
 from penstock.sim.gateway import SimGateway
-from penstock.sim.measures import Measures, Targets, quantiles
-from penstock.sim.prompts import Prompts
-from penstock.sim.trace import Trace
+from penstock.sim.resources import Agenda, Crowd
+from penstock.sim.results import Measures, Targets, quantiles
+from penstock.sim.trace import Prompts, Trace
 from penstock.sim.worker import Place, SimWorker, Stage
 from penstock.types import PAGE_TOKENS, RequestId, WorkerId
 

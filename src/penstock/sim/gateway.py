@@ -8,27 +8,115 @@ Time alone fails nothing here: there are no deadlines, so a fleet that is too sm
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from penstock.config.limits import RoutingConfig
-from penstock.engine.core.events import Cancelled
-from penstock.engine.core.plan import Outcome, ReturnedRequest
+from penstock.engine.core.events import Cancelled, FirstToken, Granted, PagesArrived, Released
+from penstock.engine.core.plan import Outcome, PageDone, Progress, ReturnedRequest
 from penstock.engine.core.request import Request
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.endings import Patience
-from penstock.router.failover import Flight, Phase
+from penstock.router.failover import Flight, Patience, Phase
 from penstock.router.fleet import Fleet
 from penstock.router.placement import Placement
-from penstock.sim.events import Agenda
 from penstock.sim.fleet import Links
-from penstock.sim.hand_over import HandOvers
-from penstock.sim.measures import Measures
+from penstock.sim.resources import Agenda
+from penstock.sim.results import Measures
 from penstock.sim.worker import INCARNATION, SimWorker
 from penstock.telemetry.registry import Metrics
-from penstock.types import RequestId, TokenBatch, ValidRequest, WorkerId
+from penstock.types import Leg, RequestId, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.messages import TokenItem, WorkerUp
+
+# MERGED: Hand-overs between simulated workers: credit, pages over the wires, the first token, release.
+# MERGED:
+# MERGED: The order of events is that of ``kv.transfer``; instead of bytes there is the time that they take.
+# MERGED: Pages travel while
+# MERGED: later chunks are computed, and stop nobody's steps (direct memory access), so what is modelled is
+# MERGED: the wire alone.
+
+Key = tuple[RequestId, int]
+"""(request, epoch)."""
+
+
+@dataclass(slots=True)
+class _HandOver:
+    """One, from the receiver's credit on."""
+
+    source: SimWorker
+    receiver: SimWorker
+    skip_tokens: int  # that the receiver has already
+    through_at: float  # when everything that was sent so far has arrived
+
+
+class HandOvers:
+    """All of a fleet."""
+
+    def __init__(self, agenda: Agenda, message_s: float) -> None:
+        self._agenda = agenda
+        self._message_s = message_s
+        self._sources: dict[Key, WorkerId] = {}  # where a decode leg's pages come from
+        self._open: dict[Key, _HandOver] = {}
+        self.pages = 0  # that have travelled
+
+    def announce(self, key: Key, source: WorkerId) -> None:
+        """A decode leg was placed whose pages come from there."""
+        self._sources[key] = source
+
+    def reserved(self, receiver: SimWorker, request: Request, workers: Mapping[WorkerId, SimWorker]) -> None:
+        """The receiver has room: that is the credit."""
+        key = (request.id, request.epoch)
+        if key not in self._sources:
+            return  # it is cancelled, and the receiver has not heard of that yet
+        source = workers[self._sources[key]]
+        self._open[key] = _HandOver(source, receiver, request.computed, self._agenda.now)
+        self._agenda.after(self._message_s, source.tell, Granted(id=request.id, epoch=request.epoch))
+
+    def sent(self, worker: SimWorker, outcome: Outcome) -> None:
+        """What a prefill worker's step has brought: pages, and perhaps the first token after the last of them."""
+        by_key: dict[Key, list[PageDone]] = {}
+        for done in outcome.pages_done:
+            by_key.setdefault((done.request.id, done.request.epoch), []).append(done)
+        for key, pages in by_key.items():
+            self._pages(key, pages)
+        for progress in outcome.progress:
+            if progress.request.leg is Leg.PREFILL:
+                self._first(progress)
+
+    def _pages(self, key: Key, pages: list[PageDone]) -> None:
+        open_ = self._open.get(key)
+        if open_ is None:
+            return
+        size = open_.receiver.config.page_tokens
+        wanted = [done for done in pages if done.block * size + done.tokens > open_.skip_tokens]
+        if not wanted:
+            return
+        self.pages += len(wanted)
+        nbytes = len(wanted) * open_.receiver.page_bytes
+        through = open_.source.out.carry(nbytes, self._agenda.now, open_.receiver.into)
+        open_.through_at = max(open_.through_at, through)
+        computed = max(done.block * size + done.tokens for done in wanted)
+        arrived = PagesArrived(id=key[0], epoch=key[1], computed=computed)
+        self._agenda.at(through + self._message_s, open_.receiver.tell, arrived)
+
+    def _first(self, progress: Progress) -> None:
+        request = progress.request
+        key = (request.id, request.epoch)
+        open_ = self._open.get(key)
+        if open_ is None:
+            return
+        first = FirstToken(id=key[0], epoch=key[1], token=progress.tokens[0], finish=progress.finish)
+        when = max(open_.through_at, self._agenda.now) + self._message_s
+        self._agenda.at(when, open_.receiver.tell, first)
+        self._agenda.at(when + self._message_s, open_.source.tell, Released(id=key[0], epoch=key[1]))
+        self.forget(key)
+
+    def forget(self, key: Key) -> None:
+        """It is over, or nobody wants it any more."""
+        self._open.pop(key, None)
+        self._sources.pop(key, None)
+
 
 REPORT_S = 0.1
 """Between two reports of a worker at least (``WorkerConfig.report_min_s``)."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.sim.cluster import Run
-from penstock.sim.measures import Array
+from penstock.sim.results import Array
 
 BUCKETS = 60
 """Places on the axis of time."""

@@ -20,14 +20,9 @@ from penstock.engine.core.plan import Drawn, Outcome, Plan, ReturnedRequest, Row
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.kv_events import KvLog
-from penstock.sim.busy import Busy
-from penstock.sim.costs import Duration, duration, known_before
-from penstock.sim.crowd import Crowd
-from penstock.sim.events import Agenda
 from penstock.sim.fleet import FleetFile
-from penstock.sim.network import Wire
-from penstock.sim.prompts import END, IDENTITY, WORD
-from penstock.sim.tiers import Tiers
+from penstock.sim.resources import Agenda, Busy, Crowd, Duration, Tiers, Wire, duration, known_before
+from penstock.sim.trace import END, IDENTITY, WORD
 from penstock.types import BlockHash, Leg, RequestId, Role, WorkerId, WorkerState, read_token_ids
 from penstock.wire.messages import KvEvents, Report, StepRates, Submit
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from penstock.router.rounds import LEAST_STALE, Rounds
+from penstock.router.links import TurnRoom
+from penstock.router.slices import LEAST_STALE, Rounds
 from penstock.router.stream import Stream
-from penstock.router.turn_room import TurnRoom
 
 
 def a_stream(name: str) -> Stream:

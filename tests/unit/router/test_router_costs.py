@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.router.columns import Load, Rates
-from penstock.router.policy import costs
+from penstock.router.policy import least_cost
 
 BOTH = np.array([0, 1])
 ZERO = np.zeros(2)
@@ -35,7 +35,7 @@ VIEW: Any = Asked()
 
 
 def test_reading_a_prompt_disturbs_who_is_written_there_or_soon_will_be() -> None:
-    found = costs.reading(VIEW, BOTH, LOAD, RATES)
+    found = least_cost.prefill_costs(VIEW, BOTH, LOAD, RATES)
     work = np.array([48e-3 + 1e-6 * 48 * (16 + 24.5), 64e-3 + 1e-6 * 64 * 32.5])
     assert found.read == pytest.approx(10e-3 + work + 2e-3)
     assert found.wait == pytest.approx([30e-3 + 1e-3, 0.0])  # batch work does not go before it
@@ -43,7 +43,7 @@ def test_reading_a_prompt_disturbs_who_is_written_there_or_soon_will_be() -> Non
 
 
 def test_an_answer_more_makes_the_steps_of_all_others_longer() -> None:
-    found = costs.writing(VIEW, LOAD, RATES)
+    found = least_cost.decode_costs(VIEW, LOAD, RATES)
     more = 3e-3 + 64e-6
     step = np.array([10e-3 + 6 * 3e-3 + 600e-6, 10e-3])
     assert found.step == pytest.approx(step)
@@ -52,5 +52,5 @@ def test_an_answer_more_makes_the_steps_of_all_others_longer() -> None:
 
 
 def test_pages_that_a_writer_lacks_are_waited_for_by_everybody_there() -> None:
-    assert costs.moving(VIEW, BOTH, LOAD, RATES) == pytest.approx([3 * (5e-3 * 7 + 1e-3), 4 * 5e-3])
-    assert costs.short_of(VIEW, LOAD) == pytest.approx([1.0, 0.0])
+    assert least_cost.transfer_costs(VIEW, BOTH, LOAD, RATES) == pytest.approx([3 * (5e-3 * 7 + 1e-3), 4 * 5e-3])
+    assert least_cost.missing_pages(VIEW, LOAD) == pytest.approx([1.0, 0.0])

@@ -13,7 +13,7 @@ from penstock.router.decide import Ask, How, relieve
 from penstock.router.effects import LegEnded, Recall, Send
 from penstock.router.failover import Flight
 from penstock.router.placement import Placement
-from penstock.router.policy.named import NAMES, policy_named
+from penstock.router.policy.simple import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.spans import FlightSpans
 from penstock.router.submission import joining, recipient

@@ -14,9 +14,9 @@ from router_words import chain, fleet_of, holds, report, request, up
 from penstock.router.columns import Due
 from penstock.router.decide import Ask, Decision, How, can_serve, decide
 from penstock.router.fleet import Fleet
-from penstock.router.forecast import forecast
-from penstock.router.policy.named import NAMES, policy_named
+from penstock.router.policy.simple import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.service import predict_ttft
 from penstock.types import Claim, Leg, RequestId, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
 from penstock.wire.messages import StepRates
 
@@ -228,11 +228,11 @@ def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: Servi
     decision = decide(Ask(request=asked), fleet, PrefixIndex(100, 4), 0.0)
     assert picked(decision) == [(Leg.WHOLE, WorkerId(taken))]
     assert decision.legs[0].due.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
-    seen = forecast(fleet, 100, service)
+    seen = predict_ttft(fleet, 100, service)
     assert seen is not None
     assert seen.wait_s == pytest.approx(0.0 if service is ServiceClass.INTERACTIVE else 0.005)
     assert seen.read_s == pytest.approx(0.002, rel=0.01)
 
 
 def test_nothing_is_foreseen_before_anything_was_measured():
-    assert forecast(fleet_of("both-0"), 100, ServiceClass.BATCH) is None
+    assert predict_ttft(fleet_of("both-0"), 100, ServiceClass.BATCH) is None

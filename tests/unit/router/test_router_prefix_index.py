@@ -12,8 +12,7 @@ from router_words import chain, holds
 
 from penstock.engine.service.kv_events import KvLog
 from penstock.kernels.host_ops import keys_of
-from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex
-from penstock.router.promises import Promises
+from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex, Promises
 from penstock.types import BlockHash, RequestId, WorkerId
 from penstock.wire.messages import KV_EVENT_BLOCKS, KvEvents
 

@@ -8,8 +8,7 @@ import pytest
 from router_words import request
 
 from penstock.errors import NoWorkers
-from penstock.router.endings import Patience
-from penstock.router.failover import Flight
+from penstock.router.failover import Flight, Patience
 from penstock.router.stream import MAX_BATCH_TOKENS, Stream
 from penstock.types import FinishReason, RequestId, TokenBatch, TokenLogprob
 from penstock.wire.messages import TokenItem

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sim.costs import Duration, duration
-from penstock.sim.events import Agenda
-from penstock.sim.fitting import Reading, Writing, fit
+from penstock.sim.calibration import DecodeSample, PrefillSample, fit
 from penstock.sim.fleet import StepTimes
-from penstock.sim.hand_over import HandOvers
-from penstock.sim.measures import Measures, Targets, quantiles
-from penstock.sim.network import Wire
-from penstock.sim.tiers import Tiers
+from penstock.sim.gateway import HandOvers
+from penstock.sim.resources import Agenda, Duration, Tiers, Wire, duration
+from penstock.sim.results import Measures, Targets, quantiles
 from penstock.types import BlockHash, Leg, RequestId, WorkerId
 
 A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
@@ -174,11 +171,11 @@ def test_each_late_interval_of_a_delivery_counts() -> None:
 
 def test_a_fit_finds_what_steps_are_made_of() -> None:
     readings = [
-        Reading(start, count, 0.002 + 1e-5 * count + 2e-10 * (count * start + count * (count + 1) / 2))
+        PrefillSample(start, count, 0.002 + 1e-5 * count + 2e-10 * (count * start + count * (count + 1) / 2))
         for count in (32, 128, 512)
         for start in (0, 1024, 4096)
     ]
-    writings = [Writing(rows, rows * n, 0.01 + 2e-4 * rows) for rows in (1, 4, 16) for n in (10, 1000)]
+    writings = [DecodeSample(rows, rows * n, 0.01 + 2e-4 * rows) for rows in (1, 4, 16) for n in (10, 1000)]
     found = fit(readings, writings)
     assert found.times.token_s == pytest.approx(1e-5)
     assert found.times.pair_s == pytest.approx(2e-10)

@@ -17,9 +17,9 @@ from penstock.errors import ConfigError
 from penstock.router.decide import How, decide
 from penstock.router.failover import Flight
 from penstock.router.placement import Placement
-from penstock.router.policy.named import NAMES, policy_named
+from penstock.router.policy.simple import NAMES, policy_named
 from penstock.sim.cluster import as_json
-from penstock.sim.prompts import END, WORD, Prompts
+from penstock.sim.trace import END, WORD, Prompts
 from penstock.sim.worker import SimWorker, scheduler_config
 from penstock.types import BlockHash, Leg
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from penstock.telemetry.histogram import WeightedHistogram
+from penstock.telemetry.registry import WeightedHistogram
 
 BOUNDS = (0.01, 0.1, 1.0)
 SEEN = ((0.005, 3), (0.01, 1), (0.010001, 2), (1.0, 4), (7.5, 2))

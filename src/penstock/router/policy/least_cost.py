@@ -16,15 +16,153 @@ Reading and writing are weighed apart, so that every pair of workers is compared
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.columns import Load, Numbers, Rates, Slots
-from penstock.router.policy import costs
+from penstock.router.columns import Due, Load, Numbers, Rates, Slots
 from penstock.router.policy.port import Choice, View, Weighed, foremost, mixed, told
-from penstock.types import Leg
+from penstock.types import PAGE_TOKENS, Leg
+
+# MERGED: What a request costs at each of some workers, in seconds of somebody's waiting.
+# MERGED:
+# MERGED: A step takes ``step + token * tokens + pair * (query, key) pairs + draw * draws`` seconds, by rates
+# MERGED: that each worker has
+# MERGED: learned from its own steps.  From that follow, for a request of ``known`` tokens of which ``cached``
+# MERGED: are there already:
+# MERGED:
+# MERGED:     wait     what lies before it: all prompt tokens that the worker has still to read (for an
+# MERGED: interactive request those
+# MERGED:              of batch work do not count)
+# MERGED:     read     its own prompt, without what is cached
+# MERGED:     fetch    pages that it takes out of the caches of others on its host or out of its own lower
+# MERGED: tiers, by its measured
+# MERGED:              time to take one from there, where that is less than computing them; they count as
+# MERGED: ``cached`` in the others
+# MERGED:     disturb  answers that are written there, each of which waits while it is read; no fewer are
+# MERGED: expected than the
+# MERGED:              candidates write on the average, for an idle worker of a busy fleet does not stay idle
+# MERGED:     move     pages that a decode worker lacks, by its measured time to copy one, for which who is
+# MERGED: written there waits
+# MERGED:              too, and by the measured time that prompts waited for one when all was computed
+# MERGED:     write    its answer, in steps with all others that are written there
+# MERGED:     slow     what those others lose by its being in their steps
+# MERGED:
+# MERGED: The sum is what everybody together waits longer.  Pure arithmetic on columns; chooses nothing.
+
+
+class PrefillCosts(NamedTuple):
+    """The cost of reading the prompt, at each candidate."""
+
+    cached: Numbers  # tokens, here
+    fetch: Numbers  # seconds
+    compute: Numbers  # tokens
+    wait: Numbers
+    read: Numbers
+    disturb: Numbers
+
+
+class DecodeCosts(NamedTuple):
+    """The cost of writing the answer, at each candidate."""
+
+    step: Numbers  # seconds of the next step without the request
+    write: Numbers
+    slow: Numbers
+
+
+def pages_of(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+    """KV pages that hold so many tokens."""
+    return -(-tokens // page_tokens)
+
+
+def attention_pairs(compute: Numbers, cached: Numbers) -> Numbers:
+    """(query, key) pairs of the attention of ``compute`` tokens after ``cached`` ones."""
+    return compute * (cached + 0.5 * (compute + 1))
+
+
+def prefill_costs(view: View, slots: Slots, load: Load, rates: Rates) -> PrefillCosts:
+    """One token at least is computed, for the next one is drawn from it."""
+    cached = here = np.minimum(view.hits.take(slots) * float(view.page_tokens), view.known - 1)
+    compute = view.known - cached
+    work = rates.token * compute + rates.pair * attention_pairs(compute, cached)
+    fetch = np.zeros(len(slots))
+    for there, bringing in prefix_sources(view, slots, rates, here):
+        left = view.known - there
+        rest = rates.token * left + rates.pair * attention_pairs(left, there)
+        sooner = (there > here) & (bringing + rest < fetch + work)
+        fetch, work, compute = (
+            np.where(sooner, one, other) for one, other in ((bringing, fetch), (rest, work), (left, compute))
+        )
+    return PrefillCosts(
+        cached=here,
+        fetch=fetch,
+        compute=compute,
+        wait=queue_wait(load, rates, urgent=view.urgent),
+        read=rates.step + work + rates.draw,
+        disturb=np.maximum(load.rows, load.rows.mean()) * work,
+    )
+
+
+def prefix_sources(view: View, slots: Slots, rates: Rates, here: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+    """Beside its cache: (tokens that a candidate then has, seconds of taking them), from others, from each tier."""
+    if view.reach is not view.hits:
+        there = np.minimum(view.reach.take(slots) * float(view.page_tokens), view.known - 1)
+        yield there, rates.fetch * np.ceil((there - here) / view.page_tokens)
+    so_far, bringing = here, np.zeros(len(slots))
+    for depths, page_s in zip(view.below, rates.tiers, strict=False):
+        there = np.maximum(so_far, np.minimum(depths.take(slots) * float(view.page_tokens), view.known - 1))
+        pages = np.ceil((there - so_far) / view.page_tokens)
+        bringing = bringing + np.where(pages > 0, pages, 0.0) * np.where(pages > 0, page_s, 0.0)
+        so_far = there
+        yield there, bringing
+
+
+def queue_wait(load: Load, rates: Rates, *, urgent: bool) -> Numbers:
+    """What lies before a request; batch work lies before other batch work alone."""
+    seconds: Numbers = rates.token * load.tokens + rates.pair * load.pairs
+    if urgent:
+        seconds = np.maximum(seconds - rates.token * load.batch_tokens - rates.pair * load.batch_pairs, 0.0)
+    return seconds
+
+
+def decode_costs(view: View, load: Load, rates: Rates) -> DecodeCosts:
+    """Every answer is in every step, and the one that is added makes all of them longer."""
+    row = rates.token + rates.draw
+    step = rates.step + row * load.rows + rates.pair * load.context
+    more = row + rates.pair * view.known
+    return DecodeCosts(step=step, write=view.write * (step + more), slow=view.write * load.rows * more)
+
+
+def transfer_costs(view: View, slots: Slots, load: Load, rates: Rates) -> Numbers:
+    """Copying what a decode worker lacks, between two of its steps, and what its link takes that nothing hides."""
+    lacking = np.maximum(pages_of(view.known, view.page_tokens) - view.hits.take(slots), 0)
+    return lacking * (rates.page * (1 + load.rows) + rates.wait)
+
+
+def missing_pages(view: View, load: Load) -> Numbers:
+    """Pages that a worker lacks to take the request at once."""
+    return np.maximum(pages_of(view.known, view.page_tokens) - load.pages, 0.0)
+
+
+def expected_work(
+    known: int, hit: int, *, reads: bool, writes: bool, batch: bool = False, page_tokens: int = PAGE_TOKENS
+) -> Due:
+    """What a leg asks of a worker that has the first ``hit`` pages of ``known`` tokens."""
+    cached = min(hit * page_tokens, known - 1)
+    compute = known - cached if reads else 0
+    pairs = int(compute * (cached + 0.5 * (compute + 1)))
+    return Due(
+        tokens=compute,
+        pairs=pairs,
+        batch_tokens=compute if batch else 0,
+        batch_pairs=pairs if batch else 0,
+        rows=int(writes),
+        context=known if writes else 0,
+        pages=pages_of(known, page_tokens),
+    )
+
 
 SLACK = 0.02
 """Costs closer than this part of the lesser one are equal."""
@@ -55,7 +193,7 @@ class _At(NamedTuple):
     def of(cls, view: View, slots: Slots) -> _At:
         slots = _looked_at(view, slots)
         load, rates = view.columns.at(slots)
-        return cls(slots, load, rates, costs.short_of(view, load))
+        return cls(slots, load, rates, missing_pages(view, load))
 
     def those(self, mask: NDArray[np.bool_]) -> _At:
         """Some of them."""
@@ -77,7 +215,7 @@ class LeastCost:
         if not len(view.prefill) or not len(view.decode):
             return Choice() if whole is None else _chosen(whole, "no workers for two legs")
         prefill, writers = _prefill(view, _At.of(view, view.prefill)), _At.of(view, view.decode)
-        writing = costs.writing(view, writers.load, writers.rates)
+        writing = decode_costs(view, writers.load, writers.rates)
         decode = _decode(view, writers, writing)
         both = (prefill.short or decode.short, prefill.cost + decode.cost)
         if not view.always_split:
@@ -91,7 +229,7 @@ class LeastCost:
     def writer(self, view: View) -> Choice:
         """See ``port.Policy``."""
         at = _At.of(view, view.decode)
-        found = _decode(view, at, costs.writing(view, at.load, at.rates))
+        found = _decode(view, at, decode_costs(view, at.load, at.rates))
         return Choice(((Leg.DECODE, found.slot),), (found.weighed,), "its worker wants to be relieved of it")
 
 
@@ -100,17 +238,17 @@ def _at(view: View, slots: Slots) -> _At | None:
 
 
 def _prefill(view: View, at: _At) -> _Found:
-    reading = costs.reading(view, at.slots, at.load, at.rates)
+    reading = prefill_costs(view, at.slots, at.load, at.rates)
     cost = reading.wait + _shared(view, reading.read + reading.fetch) + reading.disturb
     spent = (reading.wait, reading.read, reading.fetch, reading.disturb)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
     return _best(view, Leg.PREFILL, at, (READ_NAMES, table))
 
 
-def _decode(view: View, at: _At, writing: costs.Writing) -> _Found:
+def _decode(view: View, at: _At, writing: DecodeCosts) -> _Found:
     _, load, rates, short = at
-    move = costs.moving(view, at.slots, load, rates)
-    wait = costs.waiting(load, rates, urgent=view.urgent)
+    move = transfer_costs(view, at.slots, load, rates)
+    wait = queue_wait(load, rates, urgent=view.urgent)
     cached = np.minimum(view.hits.take(at.slots) * float(view.page_tokens), view.known)
     cost = wait + move + writing.write + writing.slow
     table = np.array((cost, wait, move, writing.write, writing.slow, load.rows, cached, short))
@@ -120,8 +258,8 @@ def _decode(view: View, at: _At, writing: costs.Writing) -> _Found:
 def _whole(view: View, at: _At | None) -> _Found | None:
     if at is None:
         return None
-    reading = costs.reading(view, at.slots, at.load, at.rates)
-    writing = costs.writing(view, at.load, at.rates)
+    reading = prefill_costs(view, at.slots, at.load, at.rates)
+    writing = decode_costs(view, at.load, at.rates)
     reads = _shared(view, reading.read + reading.fetch)
     cost = reading.wait + reads + reading.disturb + writing.write + writing.slow
     spent = (reading.wait, reading.read, reading.fetch, reading.disturb, writing.write, writing.slow)
@@ -135,7 +273,7 @@ def _quick(view: View, at: _At, step: Numbers) -> _At | None:
     least = view.known - view.page_tokens * deepest  # tokens that are to be read, at least
     if least * at.rates.token.min() > step.max():
         return None
-    reading = costs.reading(view, at.slots, at.load, at.rates)
+    reading = prefill_costs(view, at.slots, at.load, at.rates)
     known = view.columns.measured(at.slots) & (at.short == 0)
     quick = known & (reading.read + reading.fetch - at.rates.step <= step) & (reading.wait <= step)
     return at.those(quick) if quick.any() else None

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.router.columns import Numbers, Slots
-from penstock.router.policy.port import Choice, View, Weighed, by_legs, foremost, mixed, told
+from penstock.router.policy.least_cost import LeastCost
+from penstock.router.policy.port import Choice, Policy, View, Weighed, by_legs, foremost, mixed, told
 from penstock.types import Leg
 
 Order = Callable[[View, Slots], tuple[str, Numbers]]
@@ -56,3 +57,15 @@ def by_prefix(view: View, slots: Slots) -> tuple[str, Numbers]:
 def by_turn(view: View, slots: Slots) -> tuple[str, Numbers]:
     """By turns: whoever was given nothing for longest."""
     return "turn", view.columns.turns(slots)
+
+
+# MERGED: The policies by name.
+
+
+NAMES = ("penstock", "round-robin", "random", "least-loaded", "prefix")
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of this name.  Raises KeyError for one that is not among ``NAMES``."""
+    orders = {"round-robin": by_turn, "random": at_random, "least-loaded": by_load, "prefix": by_prefix}
+    return LeastCost() if name == LeastCost.name else Simple(name, orders[name])

@@ -1,0 +1,266 @@
+"""What will happen when: the simulator's one queue, and its clock."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.core.cost_model import SCALE, Vector
+from penstock.engine.core.plan import Plan
+from penstock.sim.fleet import StepTimes
+from penstock.types import BlockHash, WorkerId
+
+
+class Agenda:
+    """Calls, in order of their times; of equal times the one that was entered first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds; never goes back
+        self._serial = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        """Have this called then, or now if that is past."""
+        self._serial += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._serial, call, args))
+
+    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        """Have this called so much later."""
+        self.at(self.now + seconds, call, *args)
+
+    def turn(self) -> bool:
+        """Make the next call.  False when there is none."""
+        if not self._heap:
+            return False
+        self.now, _, call, args = heapq.heappop(self._heap)
+        call(*args)
+        return True
+
+
+# MERGED: How long a plan takes: arithmetic on its rows by a fleet's ``StepTimes``.
+# MERGED:
+# MERGED: Of several equal steps each is longer than the one before by the context that it has more, so the
+# MERGED: time of ``n`` of them
+# MERGED: is a polynomial, and they need not be gone through one by one.
+
+
+class Duration(NamedTuple):
+    """Of the steps of a plan."""
+
+    first_s: float  # the first step
+    growth_s: float  # each step takes so much longer than the one before
+
+    def of(self, steps: int) -> float:
+        """Seconds of so many."""
+        return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def steps_within(self, seconds: float, most: int) -> int:
+        """The step that is under way, or ends, after so long: 1 to ``most``."""
+        if seconds <= self.first_s:
+            return 1
+        half = self.growth_s / 2
+        linear = self.first_s - half
+        steps = math.ceil(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)) - 1e-9)
+        return max(1, min(most, steps))
+
+
+def duration(times: StepTimes, plan: Plan, slower: float = 1.0) -> Duration:
+    """A row writes when it computes one token of an answer; whatever else it computes it reads.
+
+    ``slower``: what everything takes, by what it takes alone.
+    """
+    rows = context = tokens = pairs = 0
+    for row in plan.rows:
+        start, count = row.start, row.count
+        if count == 1 and start >= len(row.request.prompt):
+            rows += 1
+            context += start + 1
+        else:
+            tokens += count
+            pairs += count * start + count * (count + 1) // 2
+    reading = times.token_s * tokens + times.pair_s * pairs
+    if not rows:
+        return Duration((times.read_step_s + reading) * slower, 0.0)
+    writing = times.step_s + times.row_s * rows + times.context_s * context
+    return Duration((writing + reading) * slower, times.context_s * rows * slower)
+
+
+def known_before(times: StepTimes) -> Vector:
+    """What a worker that has run for a while expects (``engine.core.cost.StepCost``'s prior)."""
+    pair = max(times.pair_s, times.context_s, 1e-15)
+    draw = max(times.row_s - times.token_s, times.row_s / 100, 1e-9)
+    each = (max(times.step_s, 1e-6), max(times.token_s, 1e-9), pair, draw)
+    return (each[0] * SCALE[0], each[1] * SCALE[1], each[2] * SCALE[2], each[3] * SCALE[3])
+
+
+# MERGED: When a worker computed: spans of time, and how much of them lies between given moments.
+
+
+class Busy:
+    """Spans in order of time; those that touch are one."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    def note(self, begun: float, until: float) -> None:
+        """From then until now."""
+        if self._spans and self._spans[-1][1] == begun:
+            begun = self._spans.pop()[0]
+        self._spans.append((begun, until))
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return sum(end - begin for begin, end in self._spans)
+
+    def between(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of those, how many lie between each two of ``edges``."""
+        ends = np.array([(0.0, 0.0), *self._spans])
+        reached = np.concatenate(([0.0], np.cumsum(ends[:, 1] - ends[:, 0])))
+        place = np.searchsorted(ends[:, 0], edges, side="right") - 1
+        until: NDArray[np.float64] = reached[place] + np.clip(edges, ends[place, 0], ends[place, 1]) - ends[place, 0]
+        return np.diff(until)
+
+
+# MERGED: Workers of one machine, which take its memory, caches and power from each other: how much slower a
+# MERGED: step is for it.
+# MERGED:
+# MERGED: A step is longer by a share ``beside`` (``fleet.StepTimes``) for each other worker that computes
+# MERGED: when it begins.  Who
+# MERGED: has been granted several steps at once is told when that number changes, and plans anew.  Knows no
+# MERGED: cores.
+
+Stop = Callable[[], None]
+
+
+class Crowd:
+    """Who computes now."""
+
+    def __init__(self, beside: float) -> None:
+        self._beside = beside
+        self._computing: dict[WorkerId, Stop] = {}
+
+    def slower(self, worker: WorkerId) -> float:
+        """What a step of this worker takes now, by what it takes alone."""
+        return 1 + self._beside * (len(self._computing) - (worker in self._computing))
+
+    def settle(self, worker: WorkerId, stop: Stop | None) -> None:
+        """From now on this worker computes, and ``stop`` ends its steps after the present one; None: it has nothing."""
+        before = len(self._computing)
+        if stop is None:
+            self._computing.pop(worker, None)
+        else:
+            self._computing[worker] = stop
+        if self._beside and len(self._computing) != before:
+            for other, theirs in tuple(self._computing.items()):
+                if other != worker:
+                    theirs()
+
+
+# MERGED: Links between workers and to their tiers: first come, first served, at a number of bytes a second.
+
+
+class Wire:
+    """One direction of one link."""
+
+    def __init__(self, bytes_s: float) -> None:
+        self._bytes_s = bytes_s
+        self.free_at = 0.0  # seconds: when what was given to it so far is through
+        self.busy_s = 0.0
+
+    def carry(self, nbytes: float, now: float, other: Wire | None = None) -> float:
+        """When so many bytes are through that are given to it now; ``other`` is busy with them, too."""
+        begin = max(now, self.free_at, other.free_at if other is not None else 0.0)
+        took = nbytes / min(self._bytes_s, other._bytes_s if other is not None else self._bytes_s)
+        for wire in (self, other):
+            if wire is not None:
+                wire.free_at = begin + took
+                wire.busy_s += took
+        return begin + took
+
+
+# MERGED: The lower tiers of one worker's KV cache, by capacity and order of use: a model, not the real store.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     device --evicted--> host --evicted--> disk --evicted--> gone
+# MERGED:        ^                  |                 |
+# MERGED:        +---- read back ---+-----------------+      what was read back stays below, too
+# MERGED:
+# MERGED: Writes are free (they are few beside what the links carry); reading waits its turn and takes the
+# MERGED: link's time.
+# MERGED: Knows names of blocks and counts, no bytes.
+
+
+class Tier:
+    """So many blocks, the least recently used of which goes first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def __contains__(self, block: BlockHash) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self._blocks)
+
+    def keep(self, block: BlockHash) -> BlockHash | None:
+        """Have this block, as the one used last; returns the one that had to leave."""
+        if not self.capacity:
+            return block
+        self._blocks[block] = None
+        self._blocks.move_to_end(block)
+        return self._blocks.popitem(last=False)[0] if len(self._blocks) > self.capacity else None
+
+
+class Tiers:
+    """Host memory above a disk."""
+
+    def __init__(self, host: int, disk: int) -> None:
+        self._tiers = (Tier(host), Tier(disk))
+        self.read = [0, 0]  # blocks, of each
+
+    def __contains__(self, block: BlockHash) -> bool:
+        return any(block in tier for tier in self._tiers)
+
+    def keep(self, block: BlockHash) -> list[tuple[BlockHash, int]]:
+        """The device gives this block up.  Which blocks now stand in which tier at best: 1 host, 2 disk, 0 none."""
+        moved, leaving = [], block
+        for number, tier in enumerate(self._tiers, 1):
+            dropped = tier.keep(leaving)
+            if dropped != leaving:
+                moved.append((leaving, number))
+            if dropped is None:
+                return moved
+            leaving = dropped
+        return moved if leaving in self else [*moved, (leaving, 0)]
+
+    def nearest(self) -> Iterator[tuple[BlockHash, int]]:
+        """Every block, and the nearest tier that has it: 1 host, 2 disk."""
+        host, disk = self._tiers
+        yield from ((block, 1) for block in host)
+        yield from ((block, 2) for block in disk if block not in host)
+
+    def found(self, hashes: Sequence[BlockHash], start: int, limit: int) -> tuple[int, int]:
+        """Of the blocks from ``start`` on, up to the first that is nowhere here: how many are in host memory, and how
+        many on disk only."""
+        host, disk = self._tiers
+        counts = [0, 0]
+        for block in hashes[start:limit]:
+            if block in host:
+                counts[0] += 1
+            elif block in disk:
+                counts[1] += 1
+            else:
+                break
+        return counts[0], counts[1]
