@@ -41,10 +41,10 @@ from penstock.engine.service.worker_service import HandOver, WorkerMailbox
 from penstock.hashing import chain_root
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.kv.transfer.port import PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids

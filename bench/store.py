@@ -31,14 +31,13 @@ from penstock.errors import ConfigError
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.directory import area_bytes
+from penstock.kv.store.envelope import AnySeal, EncryptingSeal, StoreSeal
 from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
-from penstock.kv.store.peers import PeerTier
-from penstock.kv.store.port import FinalPage, PageKey, Tier
-from penstock.kv.store.remote import RedisTier
-from penstock.kv.store.seal import AnySeal, EncryptingSeal, StoreSeal
-from penstock.kv.store.slab_file import SlabFile, head_for
-from penstock.kv.store.slabs import SlabTier
+from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.peer_tier import PeerTier
+from penstock.kv.store.redis_tier import RedisTier
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
+from penstock.kv.store.tier import FinalPage, PageKey, Tier
 from penstock.types import BlockHash, ModelIdentity, PageId, WorkerId
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench")

@@ -40,13 +40,12 @@ from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import Matcher
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal, PageSeals
+from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.seals import PageSeals
-from penstock.kv.store.port import FinalPage, PageKey
 from penstock.kv.store.store import PageStore
-from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.kv.transfer.port import PageSeal
+from penstock.kv.store.tier import FinalPage, PageKey
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import (

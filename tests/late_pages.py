@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import PageCorrupt
-from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.kv.transfer.port import CORRUPT, Landed, Wanted
+from penstock.kv.connectors.base import CORRUPT, Landed, Wanted
+from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.types import RequestId
 from penstock.wire.messages import PageSource
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, TierFailed
+from penstock.kv.store.envelope import AnySeal
 from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
-from penstock.kv.store.seal import AnySeal
 
 
 class Mooncake:

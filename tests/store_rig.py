@@ -18,14 +18,13 @@ from tests.mooncake_rig import mooncake_store, mooncake_tier
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.directory import area_bytes
-from penstock.kv.store.hands import Job
-from penstock.kv.store.peers import PeerTier
-from penstock.kv.store.port import FinalPage, PageKey, Tier
-from penstock.kv.store.remote import RedisTier
-from penstock.kv.store.seal import AnySeal, StoreSeal
-from penstock.kv.store.slab_file import SlabFile, head_for
-from penstock.kv.store.slabs import SlabTier
+from penstock.kv.store.envelope import AnySeal, StoreSeal
+from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.peer_tier import PeerTier
+from penstock.kv.store.redis_tier import RedisTier
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
+from penstock.kv.store.tier import FinalPage, PageKey, Tier
+from penstock.kv.store.tier_worker import Job
 from penstock.types import BlockHash, ModelIdentity, PageId, WorkerId
 
 IDENTITY = ModelIdentity(fingerprint="a" * 64, numerics="null-1")
@@ -138,7 +137,7 @@ def pair(kind: str, folder: Path, redis_url: Callable[[], str]) -> Iterator[Pair
 def _seal(kind: str) -> AnySeal:
     if "encrypted" not in kind:
         return StoreSeal(IDENTITY, LAYOUT)
-    from penstock.kv.store.seal import EncryptingSeal
+    from penstock.kv.store.envelope import EncryptingSeal
 
     pytest.importorskip("cryptography", reason="an extra")
     return EncryptingSeal(IDENTITY, LAYOUT, bytes(range(32)))

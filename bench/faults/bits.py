@@ -14,7 +14,7 @@ from bench.faults.result import Budget, Result, judged
 
 from contract.transfer_rig import IDENTITY, LAYOUT, THEIRS, TOKENS, Rig, make_rig, start
 from penstock.errors import PageCorrupt
-from penstock.kv.transfer.port import PageSeal
+from penstock.kv.checksum import PageSeal
 from penstock.types import PageId, RequestId
 from penstock.wire.messages import PageReady
 

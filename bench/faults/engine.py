@@ -20,9 +20,9 @@ from penstock.engine.runner.lora import AdapterRoom, Adapters
 from penstock.engine.runner.model_runner import Aids, ModelRunner
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.select import make_ops
+from penstock.kv.checksum import PageSeals
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.seals import PageSeals
 from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
 from penstock.weights.inspect import for_length, inspect_model
 from penstock.weights.load import load_model

@@ -22,10 +22,9 @@ from blows import strike
 from penstock.errors import ConfigError, PageCorrupt, TierFailed
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.mooncake.keeper import Keeper
+from penstock.kv.store.envelope import EncryptingSeal, StoreSeal
+from penstock.kv.store.mooncake.client import Keeper, Put
 from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
-from penstock.kv.store.mooncake.words import Put
-from penstock.kv.store.seal import EncryptingSeal, StoreSeal
 from penstock.types import ModelIdentity
 
 SEAL = StoreSeal(IDENTITY, LAYOUT)
@@ -239,7 +238,7 @@ def test_its_process_ends_with_a_worker_that_is_killed(store: Mooncake, stopped:
         "import sys, time\n"
         "from tests.mooncake_rig import mooncake_tier\n"
         "from tests.store_rig import IDENTITY, LAYOUT\n"
-        "from penstock.kv.store.seal import StoreSeal\n"
+        "from penstock.kv.store.envelope import StoreSeal\n"
         "class At: at = sys.argv[1]\n"
         "tier = mooncake_tier(At, StoreSeal(IDENTITY, LAYOUT))\n"
         "print(tier.pid, flush=True)\n"

@@ -10,8 +10,8 @@ from tests.store_rig import IDENTITY, LAYOUT, TIERS, Pair, final_of, key_of, pag
 
 from penstock.errors import PageCorrupt, TierFailed
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.remote import RedisTier
-from penstock.kv.store.seal import EncryptingSeal, StoreSeal
+from penstock.kv.store.envelope import EncryptingSeal, StoreSeal
+from penstock.kv.store.redis_tier import RedisTier
 from penstock.types import ModelIdentity
 
 

@@ -31,10 +31,10 @@ from transfer_rig import (
 
 from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer import sender
-from penstock.kv.transfer.effects import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released, SenderTurn
-from penstock.kv.transfer.port import PageSeal
+from penstock.kv.transfer.events import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released, SenderTurn
 from penstock.types import FinishReason, PageId, RequestId
 from penstock.wire.messages import PageReady, PrefillDone, PullPages
 from penstock.wire.page_doors import Announced, PagesReady

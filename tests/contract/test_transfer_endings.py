@@ -23,7 +23,7 @@ from transfer_rig import (
     start,
 )
 
-from penstock.kv.transfer.effects import FirstToken, Granted, PagesAdvanced, PullFailed, Released
+from penstock.kv.transfer.events import FirstToken, Granted, PagesAdvanced, PullFailed, Released
 from penstock.kv.transfer.sender import MAX_WAITING_PULLS
 from penstock.types import RequestId
 from penstock.wire.messages import HandOverFailed, PageReady, PullPages

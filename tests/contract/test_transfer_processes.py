@@ -18,10 +18,13 @@ from transfer_rig import IDENTITY, LAYOUT, R, first_token
 
 from penstock.clock import MonotonicClock, VirtualClock
 from penstock.config.schema import HandOverConfig
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import PageCarrier
+from penstock.kv.connectors.inline import CurveCarrier
+from penstock.kv.connectors.shm import ShmCarrier
+from penstock.kv.connectors.tcp.connector import TcpCarrier
 from penstock.kv.memory import KvFile, KvMemory
-from penstock.kv.transfer.curve import CurveCarrier
-from penstock.kv.transfer.drive import post, post_pulls
-from penstock.kv.transfer.effects import (
+from penstock.kv.transfer.events import (
     FirstToken,
     Granted,
     Offer,
@@ -31,11 +34,8 @@ from penstock.kv.transfer.effects import (
     ReceiverTurn,
     Released,
 )
-from penstock.kv.transfer.port import PageCarrier, PageSeal
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
-from penstock.kv.transfer.shm import ShmCarrier
-from penstock.kv.transfer.tcp import TcpCarrier
+from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
+from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import PageId, WorkerId
 from penstock.wire.keys import Keys
 from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages

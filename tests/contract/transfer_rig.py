@@ -16,11 +16,15 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import PageCarrier
+from penstock.kv.connectors.inline import CurveCarrier
+from penstock.kv.connectors.nixl.connector import NixlCarrier
+from penstock.kv.connectors.shm import MemoryCarrier, ShmCarrier
+from penstock.kv.connectors.tcp.connector import TcpCarrier
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile, KvMemory
-from penstock.kv.transfer.curve import CurveCarrier
-from penstock.kv.transfer.drive import post, post_pulls
-from penstock.kv.transfer.effects import (
+from penstock.kv.transfer.events import (
     FirstToken,
     Granted,
     Offer,
@@ -31,13 +35,8 @@ from penstock.kv.transfer.effects import (
     Released,
     SenderTurn,
 )
-from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.kv.transfer.nixl.carrier import NixlCarrier
-from penstock.kv.transfer.port import PageCarrier, PageSeal
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
-from penstock.kv.transfer.shm import ShmCarrier
-from penstock.kv.transfer.tcp import TcpCarrier
+from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
+from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.keys import Keys
 from penstock.wire.memory import MemoryHub

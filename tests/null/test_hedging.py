@@ -10,7 +10,7 @@ from tests.late_pages import LateCarrier
 from null.worker_stage import WINDOWED, Stage, StageWorker, expected
 from penstock.engine.service.kv_transfer import OwnPace
 from penstock.kv.layout import KvLayout
-from penstock.kv.transfer.effects import Outrun
+from penstock.kv.transfer.events import Outrun
 from penstock.types import RequestId, Role
 
 PROMPT = range(100, 170)  # 4 full pages and a part of one

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.transfer.memory import MemoryCarrier
+from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.types import FinishReason, Leg, ModelIdentity, Role, WorkerId
 from penstock.wire.messages import OTHER_PROCESS, Cancel, Hello, Recipient, Tokens
 

@@ -20,13 +20,12 @@ from penstock.engine.service import kv_prefetch
 from penstock.engine.service.readiness import PageWait
 from penstock.errors import TierFailed
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.directory import area_bytes
-from penstock.kv.store.hands import Hand
-from penstock.kv.store.peers import PeerTier
-from penstock.kv.store.port import FinalPage, PageKey, Tier
-from penstock.kv.store.seal import StoreSeal
-from penstock.kv.store.slab_file import SlabFile, head_for
-from penstock.kv.store.slabs import SlabTier
+from penstock.kv.store.envelope import StoreSeal
+from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.peer_tier import PeerTier
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
+from penstock.kv.store.tier import FinalPage, PageKey, Tier
+from penstock.kv.store.tier_worker import Hand
 from penstock.types import Leg, Role, WorkerId
 from penstock.wire.messages import Cancel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.reach import Pieces
+from penstock.kv_spec import Pieces
 from penstock.types import Role
 from penstock.wire.messages import Cancel
 

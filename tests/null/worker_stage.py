@@ -25,15 +25,15 @@ from penstock.engine.service.readiness import PagesHere, Ready
 from penstock.engine.service.worker_service import WorkerMailbox
 from penstock.hashing import chain_root
 from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.port import Tier
 from penstock.kv.store.store import PageStore
-from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.kv.transfer.port import PageSeal
+from penstock.kv.store.tier import Tier
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.wire.duties import Relieve, StillWanted
 from penstock.wire.memory import MemoryHub

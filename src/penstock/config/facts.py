@@ -8,7 +8,7 @@ from penstock.config.base import Config
 from penstock.config.schema import (
     PoolingConfig,
 )
-from penstock.reach import EVERYTHING, Reach, most_pages, tokens_held
+from penstock.kv_spec import EVERYTHING, Reach, most_pages, tokens_held
 from penstock.types import PAGE_TOKENS
 
 

@@ -22,7 +22,7 @@ from penstock.config.limits import (
     TraceLimits,
     TurnLimits,
 )
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
 
 BACKLOG = 2048

@@ -15,7 +15,7 @@ import time
 
 import msgspec
 
-from penstock import children
+from penstock import sidecar
 from penstock.grammar.frames import OUT_OF_MEMORY, Limits, Verdict, framed, read_frame
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.types import Grammar
@@ -40,11 +40,11 @@ class Checker:
         """Starts it; it gets ready while the first question is on its way."""
         self._limits = limits
         self._process = subprocess.Popen(
-            children.command("penstock.grammar.checker"),
+            sidecar.command("penstock.grammar.checker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=children.environment(),
+            env=sidecar.environment(),
             bufsize=0,
         )
         assert self._process.stdin is not None

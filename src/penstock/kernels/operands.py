@@ -16,8 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.groups import LayerGroup, layer_groups
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, LayerGroup, Reach, layer_groups
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
 # MERGED: What keys and values are kept in: the compute type, or codes of 8 bits.

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.kernels.operands import KV_TYPES, KvShape
-from penstock.reach import Pieces
+from penstock.kv_spec import Pieces
 from penstock.types import PAGE_TOKENS
 
 

@@ -30,7 +30,6 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.children import no_core_dumps
 from penstock.config.api_keys import check_keys, load_keys
 from penstock.config.device import is_ruled_out
 from penstock.config.facts import Beside, GpuReport, MachineFacts, ModelFacts
@@ -64,6 +63,7 @@ from penstock.launch.startup_log import Phases, fleet_lines, join_lines, model_l
 from penstock.launch.supervisor import Stopped, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
+from penstock.sidecar import no_core_dumps
 from penstock.telemetry.log import configure
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
 from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock import children
+from penstock import sidecar
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
 from penstock.launch.restart_policy import HOPELESS, Vitals
 
@@ -200,7 +200,7 @@ def _child(
 
 
 def _settle(name: str, kept: frozenset[int], parent: int) -> None:
-    children.end_with_parent()
+    sidecar.end_with_parent()
     if os.getppid() != parent:
         os._exit(0)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock import children
+from penstock import sidecar
 from penstock.config.facts import GpuFacts, GpuReport
 
 DRIVER = "libcuda.so.1"
@@ -69,7 +69,7 @@ def package_version(name: str) -> str | None:
 
 def _ask(driver: str) -> tuple[str, str]:
     """What the child says: its line, and its complaint."""
-    command, env = children.command(__name__, driver), children.environment()
+    command, env = sidecar.command(__name__, driver), sidecar.environment()
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -144,7 +144,7 @@ def _call(cuda: Any, function: str, *arguments: object) -> None:
 
 def main(driver: str = DRIVER) -> int:
     """The child's."""
-    children.end_with_parent()
+    sidecar.end_with_parent()
     try:
         print(json.dumps(ask_driver(driver)))  # noqa: T201 - this is what it is for
     except OSError as error:

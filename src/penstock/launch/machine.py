@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.config.cpu_cores import parse_cpus
 from penstock.config.facts import Core, MachineFacts
 from penstock.errors import ConfigError
-from penstock.kv.transfer.tcp_frames import aead
+from penstock.kv.connectors.tcp.protocol import aead
 
 _START_TIME = 19
 """proc_pid_stat(5): ticks from the system's start to the process's, counted from the field after its name."""

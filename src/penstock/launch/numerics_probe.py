@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from penstock import children
+from penstock import sidecar
 from penstock.errors import KernelError, PenstockError
 from penstock.kernels.ops import Ops
 from penstock.kernels.page_export import WritesPages, layout_of
@@ -39,11 +39,11 @@ class AskedNumerics:
         # Files: nobody reads while the child writes, and a pipe would be full after 64 KiB.
         self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed below
         self._child = subprocess.Popen(
-            children.command(__name__, family, dtype, device),
+            sidecar.command(__name__, family, dtype, device),
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._complained,
-            env=children.environment(),
+            env=sidecar.environment(),
         )
 
     def answer(self, keep_watch: Callable[[], None]) -> str:
@@ -88,7 +88,7 @@ def checked(ops: Ops, reads: str, writes: str, *, twins: bool) -> str:
 
 def main(family: str, dtype: str, device: str) -> int:
     """The child's."""
-    children.end_with_parent()
+    sidecar.end_with_parent()
     try:
         print(make_ops(family=family, compute_dtype=dtype, device=device).numerics)  # noqa: T201 - what it is for
     except PenstockError as error:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from penstock.children import forget_secrets, keep_memory_private
 from penstock.config.limits import Limits
 from penstock.config.mixed_numerics import Reading, mixed_numerics
 from penstock.config.resolve import ServePlan, WorkerPlan, kv_store
@@ -42,7 +41,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvFile
-from penstock.kv.store import setup
+from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
 from penstock.launch.fork_server import prefer_for_oom_kill
@@ -54,6 +53,7 @@ from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.sparse_attention import numerics_of
 from penstock.launch.startup_log import LoadLog
 from penstock.launch.supervisor import Job
+from penstock.sidecar import forget_secrets, keep_memory_private
 from penstock.telemetry.log import configure
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
 from penstock.weights.architecture.spec import ModelSpec
@@ -122,10 +122,10 @@ class Workers:
             for worker, place in self._places.items()
         }
         self._store = kv_store(config, plan.device, writes=self._spec.pooler is None)
-        setup.check(self._store)
+        store.check(self._store)
         self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.on_device(own)]
-        self._share = setup.StoreShare(self._store, [(worker, self._kv[worker].pages) for worker in holders])
+        self._share = store.StoreShare(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
         self._loaded: _Loaded | None = None
 

@@ -10,7 +10,7 @@ import msgspec
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
 from penstock.kernels.operands import BLOCK_KEYS, Sparse
-from penstock.reach import EVERYTHING
+from penstock.kv_spec import EVERYTHING
 from penstock.types import Task
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.families.registry import DECODERS

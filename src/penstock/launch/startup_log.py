@@ -15,9 +15,9 @@ from penstock import __version__
 from penstock.config.cpu_cores import show_cpus
 from penstock.config.memory_budget import show_bytes
 from penstock.config.resolve import ServePlan, WorkerPlan
+from penstock.kv_spec import EVERYTHING
 from penstock.launch.model_path import Located
 from penstock.launch.sparse_attention import sparse_line
-from penstock.reach import EVERYTHING
 from penstock.types import Task
 from penstock.weights.architecture.spec import ModelSpec
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-from penstock.children import forget_secrets, keep_memory_private
 from penstock.clock import MonotonicClock
 from penstock.config.storefront import StoreConfig
 from penstock.edge.catalogue import Store, make_catalogue_app
@@ -14,6 +13,7 @@ from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
 from penstock.launch.http_server import SWITCH_S, HttpProcess, Rim
 from penstock.launch.rings import ring_of
+from penstock.sidecar import forget_secrets, keep_memory_private
 
 log = logging.getLogger(__name__)
 

@@ -40,17 +40,16 @@ from penstock.kernels.core_lending import Cores
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import CAPTURE_S, Captures, Ops, StepProgram
 from penstock.kernels.page_export import WritesPages
+from penstock.kv.checksum import PageSeal, PageSeals
+from penstock.kv.connectors.base import PageCarrier
+from penstock.kv.connectors.inline import CurveCarrier
+from penstock.kv.connectors.nixl.connector import NixlCarrier, needs_writing
+from penstock.kv.connectors.shm import ShmCarrier
+from penstock.kv.connectors.tcp.connector import SEALED, TcpCarrier
 from penstock.kv.memory import KvFile, KvMemory
-from penstock.kv.seals import PageSeals
-from penstock.kv.store.setup import Place, StoreShare, open_tiers
-from penstock.kv.store.store import PageStore
-from penstock.kv.transfer.curve import CurveCarrier
-from penstock.kv.transfer.nixl.carrier import NixlCarrier, needs_writing
-from penstock.kv.transfer.port import PageCarrier, PageSeal
+from penstock.kv.store.store import PageStore, Place, StoreShare, open_tiers
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
-from penstock.kv.transfer.shm import ShmCarrier
-from penstock.kv.transfer.tcp import SEALED, TcpCarrier
 from penstock.launch.heartbeat import Slot
 from penstock.launch.pulse import Pulse
 from penstock.launch.speculation import Guessing, Loaded, record

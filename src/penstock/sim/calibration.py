@@ -25,9 +25,9 @@ from penstock.engine.runner.model_runner import ModelRunner
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.kernels.select import make_ops
+from penstock.kv.checksum import PageSeal
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.transfer.port import PageSeal
 from penstock.sim.fleet import StepTimes
 from penstock.sim.results import Array
 from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams

@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from penstock.errors import ModelError
 from penstock.kernels.operands import KvShape, StateShape
+from penstock.kv_spec import Reach, most_blocks
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
-from penstock.reach import Reach, most_blocks
 from penstock.types import PAGE_TOKENS
 from penstock.weights.architecture.decoder import Decoder
 from penstock.weights.architecture.gated_delta_net import Delta

@@ -15,7 +15,7 @@ from penstock.config.memory_budget import show_bytes
 from penstock.config.resolve import ServePlan, kv_store, resolve, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from penstock.config.mixed_numerics import mixed_numerics
 from penstock.config.resolve import ServePlan, resolve, resolve_worker
 from penstock.config.schema import PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
-from penstock.reach import Reach
+from penstock.kv_spec import Reach
 from penstock.types import ModelIdentity, Role, WorkerId
 
 GIB = 1 << 30

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE, SLOW_PAIRS, Heads, Story, assert_same_bits, kv_over, make, short
 
-from penstock.kernels.groups import MOST_PADDING, layer_groups
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import Picks
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, MOST_PADDING, Reach, layer_groups
 
 HEADS = Heads(4, 2, 16)
 WINDOW = Reach(window=51)

@@ -13,7 +13,7 @@ from penstock.errors import KernelError
 from penstock.kernels.operands import KvShape, StateShape, StepBatch
 from penstock.kernels.page_export import CELLS, ROWS, WritesPages, layout_of
 from penstock.kernels.select import REFERENCE
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS
 
 PAGES = 5

@@ -12,11 +12,11 @@ from tests.store_rig import IDENTITY, LAYOUT, final_of, key_of, page_of, slab_ti
 
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
+from penstock.kv.store.envelope import seal_for
 from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
-from penstock.kv.store.remote import RedisTier
-from penstock.kv.store.seal import seal_for
-from penstock.kv.store.setup import Place, file_name
-from penstock.reach import Reach
+from penstock.kv.store.redis_tier import RedisTier
+from penstock.kv.store.store import Place, file_name
+from penstock.kv_spec import Reach
 from penstock.types import WorkerId
 
 KEY = bytes(range(32))

@@ -18,10 +18,13 @@ from tests.late_pages import LateCarrier
 
 from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import PageCarrier
+from penstock.kv.connectors.inline import CurveCarrier
+from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.transfer.curve import CurveCarrier
-from penstock.kv.transfer.effects import (
+from penstock.kv.transfer.events import (
     FirstToken,
     Granted,
     Offer,
@@ -33,8 +36,6 @@ from penstock.kv.transfer.effects import (
     Send,
     SenderTurn,
 )
-from penstock.kv.transfer.memory import MemoryCarrier
-from penstock.kv.transfer.port import PageCarrier, PageSeal
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config.facts import Core
 from penstock.errors import ConfigError
-from penstock.kv.transfer.tcp_frames import aead
+from penstock.kv.connectors.tcp.protocol import aead
 from penstock.launch.machine import free_memory, machine_facts, process_began, topology, usable_cores
 
 MEMINFO = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"

@@ -10,10 +10,10 @@ import pytest
 
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.tcp.connector import TcpCarrier
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.transfer.port import PageSeal
-from penstock.kv.transfer.tcp import TcpCarrier
 from penstock.launch.worker_process import _carrier
 from penstock.types import ModelIdentity, Role, WorkerId
 

@@ -11,9 +11,9 @@ import pytest
 from penstock.bundled import storyteller
 from penstock.errors import ModelError
 from penstock.kv.layout import KvLayout
+from penstock.kv_spec import most_pages, tokens_held
 from penstock.parallel.devices import Devices
 from penstock.parallel.plan import ModelSize, lay_out
-from penstock.reach import most_pages, tokens_held
 from penstock.weights.architecture.tensor_layout import Matrix
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.config_json import Fields

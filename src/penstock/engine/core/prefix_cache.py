@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.core.page_pool import BlockPool, Label, Lease
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, BlockHash, PageId
 
 NAMELESS = BlockHash(b"")

@@ -48,7 +48,7 @@ from penstock.engine.core.request_table import RequestTable
 from penstock.engine.core.step_planner import Draft, Planner
 from penstock.engine.core.waiting_queue import FairClock
 from penstock.errors import ConfigError
-from penstock.reach import blocks_of
+from penstock.kv_spec import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
 from penstock.wire.messages import TOO_LONG
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.engine.core.plan import Drawn
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.kernels.sampling import Picks, Sampled, SampleRow
-from penstock.reach import blocks_of
+from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from penstock.engine.runner.sampling_state import Answers, MaskThreads, Patience
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, RunsAhead, StepProgram
-from penstock.reach import blocks_of
+from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, Grammar, RequestId
 
 

@@ -16,7 +16,7 @@ from penstock.engine.core.plan import Drawn, Plan, Row
 from penstock.engine.models.interface import Reader
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.reach import blocks_of
+from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, PoolingParams, RequestId
 from penstock.weights.architecture.spec import Pooling, Scores
 

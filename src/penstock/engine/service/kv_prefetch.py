@@ -29,10 +29,10 @@ from penstock.engine.service.kv_events import Bulletins
 from penstock.engine.service.load_report import Reporter
 from penstock.engine.service.readiness import PagesHere, PageWait
 from penstock.hashing import block_hash, image_marks
-from penstock.kv.store.at_work import Found, Load, Loaded, Ticket
-from penstock.kv.store.port import FinalPage, PageKey
+from penstock.kv.store.eviction import Reuse
 from penstock.kv.store.store import PageStore
-from penstock.kv.store.worth import Reuse
+from penstock.kv.store.tier import FinalPage, PageKey
+from penstock.kv.store.tier_worker import Found, Load, Loaded, Ticket
 from penstock.types import BlockHash, Leg, PageId, RequestId
 
 LOOKED_UP = 256

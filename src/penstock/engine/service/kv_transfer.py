@@ -33,8 +33,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.peer_links import Peers
 from penstock.engine.service.validation import unfit_first
 from penstock.kernels.page_export import PageWriter, Writing
-from penstock.kv.transfer.drive import post, post_pulls
-from penstock.kv.transfer.effects import (
+from penstock.kv.transfer.events import (
     FirstToken,
     Granted,
     Offer,
@@ -46,8 +45,8 @@ from penstock.kv.transfer.effects import (
     Released,
     SenderTurn,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver, SenderMessage
-from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.transfer.receiver import HandOverReceiver, SenderMessage, post_pulls
+from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.messages import (
     HandOverAlive,

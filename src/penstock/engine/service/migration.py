@@ -25,8 +25,8 @@ from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.gateways import Ask, Asks, Gateway
 from penstock.engine.service.kv_transfer import HandOvers
-from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released
-from penstock.reach import Pieces, blocks_of
+from penstock.kv.transfer.events import TAKEN, Granted, Offer, Released
+from penstock.kv_spec import Pieces, blocks_of
 from penstock.types import Leg, RequestId, TokenLogprob
 from penstock.wire.duties import Relieve
 from penstock.wire.messages import TokenItem

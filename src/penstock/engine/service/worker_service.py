@@ -38,7 +38,7 @@ from penstock.engine.service.peer_links import Peers
 from penstock.engine.service.readiness import Held, PageWait, Ready
 from penstock.engine.service.remote_encoder import ServedImages
 from penstock.engine.service.validation import UNFIT, unfit
-from penstock.kv.transfer.effects import FirstToken, Granted, Outrun, PagesAdvanced, PullFailed, Released
+from penstock.kv.transfer.events import FirstToken, Granted, Outrun, PagesAdvanced, PullFailed, Released
 from penstock.types import Duty, Leg, RequestId, WorkerState
 from penstock.wire.codec import fits
 from penstock.wire.duties import HANDED_OVER, Assign, StillWanted

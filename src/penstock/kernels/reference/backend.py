@@ -64,7 +64,7 @@ from penstock.kernels.reference.tiles import (
 )
 from penstock.kernels.sampling import Sampled, SampleRow
 from penstock.kernels.weight_source import Loading
-from penstock.reach import blocks_of
+from penstock.kv_spec import blocks_of
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
 COMPUTE_TYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})

@@ -23,13 +23,15 @@ Knows no sockets and no clock, and nothing of what the pages mean.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 from penstock.config.limits import HandOverConfig
 from penstock.errors import HandOverRefused, PageCorrupt
+from penstock.kv.connectors.base import CORRUPT, REFUSED, Landed, PageCarrier, Wanted
 from penstock.kv.layout import KvLayout
-from penstock.kv.transfer.counters import TransferCounters
-from penstock.kv.transfer.effects import (
+from penstock.kv.transfer.events import (
     FirstToken,
     Outrun,
     PagesAdvanced,
@@ -38,10 +40,8 @@ from penstock.kv.transfer.effects import (
     ReceiverTurn,
     SendTo,
 )
-from penstock.kv.transfer.haste import Haste, Waiting
-from penstock.kv.transfer.port import CORRUPT, REFUSED, Landed, PageCarrier, Wanted
-from penstock.kv.transfer.pulling import Pulling, Queued, frames_of
 from penstock.kv.transfer.sender import SIGNS_PER_LEASE
+from penstock.kv_spec import Pieces
 from penstock.types import RequestId, WorkerId, is_older, same_run
 from penstock.wire.messages import (
     HandOverAlive,
@@ -51,8 +51,130 @@ from penstock.wire.messages import (
     PagesReceived,
     PrefillDone,
     PullPages,
+    TokenItem,
 )
 from penstock.wire.page_doors import PagesAt, PagesReady
+
+# MERGED: What the receiving end of hand-overs knows of one of them, and of a page that was announced.
+# MERGED: Decides nothing.
+
+
+@dataclass(slots=True)
+class Pulling:
+    """One request whose pages may still be written."""
+
+    pull: Pull
+    pieces: Pieces  # what a "block" is in all messages: a page, in the order of travel
+    missing: set[int]  # blocks that are not here
+    queued: set[int]  # blocks whose frame is here
+    contiguous: int  # blocks from 0 that are here
+    heard: float  # when the sender last gave a sign
+    moved: float  # when it last gave a frame
+    spoke: float  # when we last gave a sign
+    patience: float  # silence before asking again; doubles each time
+    first: TokenItem | None = None
+    waiting: Waiting | None = None  # since ``first`` came, for bytes alone
+    told: int = -1  # tokens that were told of as computed
+    acknowledged: int = 0  # blocks from 0 that the sender was told of
+
+    def fits(self, frame: PageReady) -> bool:
+        """Can there be such a page, with so many tokens?"""
+        if not 0 <= frame.block < len(self.pull.pages):
+            return False
+        most = self.pieces.tokens_of(frame.block)
+        return 0 < frame.tokens <= most and (self.pull.ahead > 0 or frame.tokens == most)
+
+
+@dataclass(slots=True)
+class Queued:
+    """A page that is to be brought."""
+
+    pulling: Pulling
+    frame: PageReady
+    payload: memoryview | None = field(repr=False)
+
+
+def frames_of(several: PagesReady) -> Iterator[PageReady]:
+    """Each as if it had been announced alone."""
+    for each in several.pages:
+        yield PageReady(
+            request=several.request,
+            epoch=several.epoch,
+            block=each.block,
+            tokens=each.tokens,
+            page=each.page,
+            generation=each.generation,
+            checksum=each.checksum,
+        )
+
+
+# MERGED: Is it sooner to compute here what is slow to come from another worker?  Pure.
+# MERGED:
+# MERGED: Everything was computed elsewhere and only bytes are missing, so what has come since then says how
+# MERGED: long the rest will
+# MERGED: take: pages left, by pages a second.  A sender that was stopped, a link that is slow and one that is
+# MERGED: crowded all look
+# MERGED: alike.  The two may race: the pages are fetched only until computing begins, and by law 1 both have
+# MERGED: the same content.
+
+Predict = Callable[[RequestId, int, int], float | None]
+"""Seconds to compute tokens [start, stop) of a request here, with what lies before it; None: it cannot be done."""
+
+BEFORE_THE_FIRST = 0.5
+"""Pages that are taken to have come while none has: the first is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For bytes alone: since when, and how many pages were missing then."""
+
+    since: float
+    missing: int
+
+
+def nobody_can(request: RequestId, start: int, stop: int) -> float | None:
+    """``Predict`` of a worker that computes no prompts."""
+    del request, start, stop
+    return None
+
+
+class Haste:
+    """``predict`` is set by whoever knows how fast this worker computes."""
+
+    def __init__(self, config: HandOverConfig) -> None:
+        self.predict: Predict = nobody_can
+        self._after_s = config.hedge_after_s
+        self._margin = config.hedge_margin
+
+    def outruns(self, request: RequestId, waiting: Waiting, left: tuple[int, int, int], now: float) -> bool:
+        """``left``: pages that are missing now; tokens that are here; tokens that there are to be."""
+        elapsed = now - waiting.since
+        missing, here, tokens = left
+        if elapsed < self._after_s or not missing:
+            return False
+        came = max(waiting.missing - missing, BEFORE_THE_FIRST)
+        coming = elapsed * missing / came
+        computing = self.predict(request, here, tokens)
+        return coming > self._margin * (inf if computing is None else computing)
+
+
+# MERGED: What the receiving end of hand-overs counts.
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Numbers only grow."""
+
+    pages: int = 0
+    bytes: int = 0
+    corrupt: int = 0  # pages whose copy failed its check
+    duplicates: int = 0  # frames for a block that was here or queued
+    strays: int = 0  # frames that nobody expected
+    expired: int = 0  # pulls given up because the sender was silent
+    outrun: int = 0  # pulls given up because computing was sooner
+    waited_s: float = 0.0  # that complete prompts waited for their last pages, and others for any, in vain
+    missed: int = 0  # pages that were announced and had not come when their pulls were given up for that
+
 
 TOLD_PER_WINDOW = 8
 """How often the sender hears how far we are while one window of bytes comes."""
@@ -404,3 +526,16 @@ class HandOverReceiver:
             ahead=pull.ahead,
         )
         turn.sends.append(SendTo(pull.source, message))
+
+
+# MERGED: Doing what a turn asks for, over a listener and links: the same few lines for every worker, bench
+# MERGED: and test.
+
+
+def post_pulls(
+    turn: ReceiverTurn, say: Callable[[PageSource, PullPages | PagesReceived], object]
+) -> list[PagesAdvanced | FirstToken | Outrun | PullFailed]:
+    """Send what the receiving end asks for with ``say``; what is left is for the scheduler."""
+    for send in turn.sends:
+        say(send.source, send.message)
+    return turn.effects

@@ -23,8 +23,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.config.limits import HandOverConfig
-from penstock.kv.transfer.effects import TAKEN, Granted, Offer, Released, Send, SenderTurn
-from penstock.kv.transfer.port import PageCarrier
+from penstock.kv.connectors.base import PageCarrier
+from penstock.kv.transfer.events import (
+    TAKEN,
+    Granted,
+    Offer,
+    Released,
+    Send,
+    SenderTurn,
+)
 from penstock.types import RequestId
 from penstock.wire.messages import (
     MOST_REASON_CHARS,
@@ -37,6 +44,7 @@ from penstock.wire.messages import (
     TokenItem,
 )
 from penstock.wire.page_doors import MOST_ANNOUNCED, Announced, PagesAt, PagesReady
+from penstock.wire.transport import Listener
 
 SIGNS_PER_LEASE = 4
 """How often an idle end says that it is still there."""
@@ -386,3 +394,11 @@ def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
         return frames[0]
     pages = tuple(Announced(each.block, each.tokens, each.page, each.generation, each.checksum) for each in frames)
     return PagesReady(request=frames[0].request, epoch=frames[0].epoch, pages=pages)
+
+
+def post(turn: SenderTurn, listener: Listener, sender: HandOverSender, now: float) -> list[Granted | Released]:
+    """Send what the sending end asks for; what is left is for the scheduler."""
+    for send in turn.sends:
+        if not listener.send(send.peer, send.message, send.payload):
+            sender.unsent(send.peer, now)
+    return turn.effects

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.kernels.operands import Activation, KvShape, Routing
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.weights.architecture.decoder import Attention, Decoder, Layer
 from penstock.weights.architecture.gated_delta_net import Delta
 from penstock.weights.architecture.rope import Rope

@@ -14,7 +14,7 @@ from penstock.engine.core.events import Arrive, Cancelled, ComputeHere, FirstTok
 from penstock.engine.core.plan import Outcome, Plan, Speculator
 from penstock.engine.core.request import Request, Status
 from penstock.engine.core.scheduler import Scheduler
-from penstock.reach import most_blocks
+from penstock.kv_spec import most_blocks
 from penstock.types import FinishReason, Leg, RequestId
 
 MOST_GUESSES = 5

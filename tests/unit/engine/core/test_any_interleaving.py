@@ -22,7 +22,7 @@ from penstock.engine.core.events import Arrive
 from penstock.engine.core.plan import Drawn, Row
 from penstock.engine.core.request import Request, Status
 from penstock.hashing import block_hashes
-from penstock.reach import EVERYTHING, Reach, most_pages
+from penstock.kv_spec import EVERYTHING, Reach, most_pages
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 MAX_LEN = 32

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.core.page_pool import BlockPool, Leaks, Lease, Shortfall
 from penstock.engine.core.prefix_cache import PrefixCache
-from penstock.reach import EVERYTHING, Pieces, Reach
+from penstock.kv_spec import EVERYTHING, Pieces, Reach
 from penstock.types import BlockHash, PageId
 
 

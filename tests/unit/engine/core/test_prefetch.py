@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.engine.core.kv_cache_manager import PageMemory
 from penstock.engine.core.page_pool import Lease
 from penstock.engine.core.prefetch import Imports
-from penstock.reach import EVERYTHING, Reach
+from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import BlockHash
 
 BLOCKS = 24

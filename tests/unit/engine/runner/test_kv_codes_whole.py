@@ -13,12 +13,11 @@ from penstock.bundled import storyteller
 from penstock.engine.core.request import Request
 from penstock.errors import PageCorrupt
 from penstock.kernels.select import REFERENCE, TRITON_INTERPRETER
+from penstock.kv.checksum import PageSeal
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.seal import StoreSeal
-from penstock.kv.store.slab_file import SlabFile, head_for
-from penstock.kv.store.slabs import SlabTier
-from penstock.kv.transfer.port import PageSeal
+from penstock.kv.store.envelope import StoreSeal
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
 from penstock.types import FP8_E4M3, ModelIdentity, PageId, RequestId, SamplingParams
 from penstock.wire.messages import PageReady
 from runner_bench import RunnerBench

@@ -10,7 +10,7 @@ from penstock.engine.core.page_pool import BlockPool
 from penstock.engine.core.plan import PageDone
 from penstock.engine.core.request import Holding, Request
 from penstock.engine.service.kv_transfer import Departures
-from penstock.kv.transfer.effects import Offer
+from penstock.kv.transfer.events import Offer
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 from penstock.wire.messages import TokenItem
 

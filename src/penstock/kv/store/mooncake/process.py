@@ -17,9 +17,11 @@ from typing import Any
 
 import msgspec
 
-from penstock import children
-from penstock.kv.store.mooncake.words import (
+from penstock import sidecar
+from penstock.kv.store.mooncake.client import (
+    LEAVE_S,
     QUESTION_BYTES,
+    START_S,
     THERE_ALREADY,
     Answer,
     Get,
@@ -29,9 +31,6 @@ from penstock.kv.store.mooncake.words import (
     Remove,
     Setup,
 )
-
-START_S = 30.0
-LEAVE_S = 2.0
 
 BUFFER_BYTES = 16 << 20
 """Of the client's own, for what is not done here; it takes no less."""
@@ -61,7 +60,7 @@ def main() -> None:
     """Until the worker has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends the lanes
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    children.end_with_parent()  # should the worker be killed while this is stopped
+    sidecar.end_with_parent()  # should the worker be killed while this is stopped
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
     lanes = [Lane(each, setup.value_bytes) for each in setup.lanes]
     signal.setitimer(signal.ITIMER_REAL, START_S)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError, PageCorrupt, TierFailed
-from penstock.kv.store.mooncake.keeper import Keeper, Lane
-from penstock.kv.store.mooncake.words import (
+from penstock.kv.store.envelope import PROOF_BYTES, AnySeal, bound, names_of
+from penstock.kv.store.mooncake.client import (
     ASKED_AT_ONCE,
     NO_ROOM,
     NOT_READY,
@@ -25,13 +25,14 @@ from penstock.kv.store.mooncake.words import (
     Answer,
     Get,
     Has,
+    Keeper,
+    Lane,
     Put,
     Question,
     Remove,
     Setup,
 )
-from penstock.kv.store.port import FinalPage, PageKey
-from penstock.kv.store.seal import PROOF_BYTES, AnySeal, bound, names_of
+from penstock.kv.store.tier import FinalPage, PageKey
 
 _MASTER = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _TRIAL_S = 60.0

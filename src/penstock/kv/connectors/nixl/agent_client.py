@@ -1,0 +1,159 @@
+"""A process for NIXL as its worker sees it: started, told, heard, and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import threading
+
+import msgspec
+
+from penstock import sidecar
+
+# MERGED: What a worker and its process for NIXL say to each other, over a socket that keeps messages apart.
+
+MESSAGE_BYTES = 128 << 10
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process begins with."""
+
+    name: str  # of the agent; no other has it
+    transports: str  # UCX_TLS
+    devices: str  # UCX_NET_DEVICES
+    gives: bool  # others read its memory; otherwise it reads theirs into it
+    writable: bool  # how its memory is mapped
+    nbytes: int  # of its memory
+    descriptors: tuple[int, int]  # socket, memory
+
+
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """Somebody to read from."""
+
+    peer: int
+    agent: bytes
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Read pieces of ``nbytes`` from a peer's addresses, to offsets of the memory here."""
+
+    number: int
+    peer: int
+    nbytes: int
+    addresses: list[int]
+    offsets: list[int]
+
+
+Order = Meet | Read
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The agent is there.  ``base``: where its memory lies in the process."""
+
+    agent: bytes
+    base: int
+
+
+class Absent(msgspec.Struct, frozen=True, tag="absent"):
+    """There is no agent, and will be none."""
+
+    reason: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Of a ``Read``."""
+
+    number: int
+    failure: str | None = None
+
+
+News = Ready | Absent | Done
+
+
+PROCESS = "penstock.kv.connectors.nixl.agent_process"
+
+
+class HouseEmptyError(Exception):
+    """The process has ended, or was never there."""
+
+
+class NoNixlError(HouseEmptyError):
+    """There is no agent, and will be none."""
+
+
+class House:
+    """One life of it.  ``say`` and ``hear`` are for one thread each; ``end`` for any, and more than once."""
+
+    def __init__(self, begin: Begin, memory: int) -> None:
+        """``memory``: the descriptor of what it maps; the caller's, before and after.
+
+        Raises OSError and RuntimeError where there is no room for another socket or thread.
+        """
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._decoder: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+        self._lock = threading.Lock()  # of the two below
+        self._process: subprocess.Popen[bytes] | None = None
+        self._over = False
+        self._begin = msgspec.structs.replace(begin, descriptors=(self._theirs.fileno(), memory))
+        self._tending = threading.Thread(target=self._tend, name="kv-nixl-process", daemon=True)
+        try:
+            self._tending.start()
+        except RuntimeError:
+            self._socket.close()
+            self._theirs.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """None: not started yet, or never."""
+        with self._lock:
+            return None if self._process is None else self._process.pid
+
+    def say(self, order: Order) -> None:
+        """Raises HouseEmptyError."""
+        try:
+            self._socket.send(msgspec.msgpack.encode(order))
+        except OSError:
+            raise HouseEmptyError("its process has ended") from None
+
+    def hear(self, timeout_s: float | None) -> News | None:
+        """None: nothing, for so long.  Raises HouseEmptyError."""
+        try:
+            self._socket.settimeout(timeout_s)
+            raw = self._socket.recv(MESSAGE_BYTES)
+            if raw:
+                return self._decoder.decode(raw)
+        except TimeoutError:
+            return None
+        except (OSError, msgspec.DecodeError):
+            pass
+        raise HouseEmptyError("its process has ended")
+
+    def end(self) -> None:
+        """Kill it.  What it was about to write to, nobody else may use again."""
+        with self._lock:
+            self._over = True
+            if self._process is not None:
+                self._process.kill()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._tending.join()
+
+    def close(self) -> None:
+        """``end``, and give back the socket: when nobody is listening any more."""
+        self.end()
+        self._socket.close()
+
+    def _tend(self) -> None:
+        """The kernel kills the process when the thread that started it has ended: so this one stays as long as it."""
+        with self._theirs, self._lock:
+            if self._over:
+                return
+            try:
+                words = msgspec.json.encode(self._begin).decode()
+                self._process = sidecar.started(PROCESS, words, self._begin.descriptors)
+            except OSError:
+                return  # its end of the socket is closed: whoever listens hears that
+            process = self._process
+        process.wait()

@@ -1,0 +1,234 @@
+"""Pages over NIXL where both ends have it, over sockets otherwise: what ``--transfer nixl`` means.
+
+Both ends have a ``TcpCarrier`` with all that it needs, and are called by its name: a worker without NIXL hands pages
+to one that has it, and takes them.  What NIXL does not bring is asked for over the sockets, once it is known; so
+are the pages of the first hand-over, while its processes come up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.config.limits import HandOverConfig
+from penstock.errors import PageCorrupt
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import Landed, PageCarrier, Wanted
+from penstock.kv.connectors.nixl.agent_client import Begin, House, HouseEmptyError, Ready
+from penstock.kv.connectors.nixl.reader import FAILED, Errand, Key, Taker
+from penstock.kv.connectors.tcp.connector import TcpCarrier
+from penstock.kv.memory import KvMemory
+from penstock.types import RequestId
+from penstock.wire.messages import PageReady, PageSource
+from penstock.wire.page_doors import AGENT_BYTES, PagesAt
+
+# MERGED: The sending end over NIXL: this worker's pages, to be read by whoever was told where.
+
+
+class Giver:
+    """Has a process in which these pages are mapped; without NIXL, and when it fails, ``ready`` is None."""
+
+    def __init__(self, begin: Begin, memory: int) -> None:
+        """``memory``: the descriptor of the pages; the caller's.  Starts nothing."""
+        self.ready: Ready | None = None
+        self.settled = threading.Event()  # the process has come up, or has not
+        self._begin = begin
+        self._memory = memory
+        self._house: House | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return None if self._house is None else self._house.pid
+
+    def start(self) -> None:
+        """Pages are about to be given.  May be called again and again."""
+        if self.settled.is_set() or self._thread is not None:
+            return
+        house: House | None = None
+        try:
+            house = House(self._begin, self._memory)
+            thread = threading.Thread(target=self._listen, args=(house,), name="kv-nixl-give", daemon=True)
+            thread.start()
+        except (OSError, RuntimeError) as error:  # no more descriptors or threads
+            if house is not None:
+                house.close()
+            log.warning("pages are given by sockets, NIXL cannot be had: %s", error)
+            self.settled.set()
+            return
+        self._house, self._thread = house, thread
+
+    def close(self) -> None:
+        """Nobody can read anything any more.  May be called twice."""
+        if self._house is not None and self._thread is not None:
+            self._house.end()
+            self._thread.join()
+            self._house.close()
+
+    def _listen(self, house: House) -> None:
+        try:
+            first = house.hear(None)
+            if not isinstance(first, Ready) or len(first.agent) > AGENT_BYTES:
+                reason = getattr(first, "reason", "it says too much")
+                log.warning("pages are given by sockets, NIXL cannot be had: %s", reason)
+                return
+            self.ready = first
+            self.settled.set()
+            house.hear(None)
+        except HouseEmptyError:
+            if self.ready is not None:
+                log.warning("pages are given by sockets from now on: the process of NIXL has ended")
+        finally:
+            self.ready = None
+            self.settled.set()
+
+
+log = logging.getLogger("penstock.worker")
+
+MOST_PAGE = 1 << 40
+_WITHOUT_RDMA = {"tcp", "sm", "shm", "posix", "sysv", "cma", "self"}
+
+
+def needs_writing(transports: str) -> bool:
+    """Must pages be mapped writable to be given?  Network cards take no others, though nobody writes there."""
+    return not {each.strip() for each in transports.split(",")} <= _WITHOUT_RDMA
+
+
+class NixlCarrier(PageCarrier):
+    """Make it after the last fork: it has threads and processes."""
+
+    def __init__(self, tcp: TcpCarrier, own: KvMemory, seal: PageSeal, config: HandOverConfig) -> None:
+        """``own`` is lent memory (``KvFile.map_own``).  Without NIXL, everything goes over ``tcp``.
+
+        That is closed with this.
+        """
+        self.name = tcp.name
+        self.own = own
+        self.seal = seal
+        self._tcp = tcp
+        self._doors: dict[Key, PagesAt] = {}
+        self._without: set[PageSource] = set()  # who has no NIXL, and was told of
+        self._lock = threading.Lock()  # of what has landed
+        self._landed: deque[Landed] = deque()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        begin = Begin(
+            name=f"penstock-{os.urandom(8).hex()}",
+            transports=config.nixl_transports,
+            devices=config.nixl_devices,
+            gives=True,
+            writable=needs_writing(config.nixl_transports),
+            nbytes=own.mapped_bytes,
+            descriptors=(-1, -1),
+        )
+        self.giver = Giver(begin, own.lent)
+        taking = msgspec.structs.replace(begin, name=f"{begin.name}-takes", gives=False, writable=True)
+        self.taker = Taker(taking, seal, config.fetch_stall_s, self._land)
+
+    # --- sending end ---
+
+    def grant(self, request: RequestId, epoch: int) -> PagesAt | None:
+        at = self._tcp.grant(request, epoch)
+        self.giver.start()
+        ready = self.giver.ready
+        if at is None or ready is None:
+            return at
+        return msgspec.structs.replace(at, agent=ready.agent, base=ready.base)
+
+    def offer(self, frame: PageReady) -> None:
+        self._tcp.offer(frame)
+
+    def revoke(self, request: RequestId, epoch: int) -> None:
+        self._tcp.revoke(request, epoch)
+
+    @property
+    def turned_away(self) -> int:
+        return self._tcp.turned_away
+
+    # --- receiving end ---
+
+    def door(self, source: PageSource, at: PagesAt) -> None:
+        self._tcp.door(source, at)
+        self._doors[source, at.request, at.epoch] = at
+        if at.agent:
+            self.taker.start()
+        elif source not in self._without:
+            self._without = {each for each in self._without if each.worker != source.worker} | {source}
+            log.info("pages of %s come by %s: it has no NIXL yet", source.worker, self._tcp.name)
+
+    def fetch(self, wanted: Wanted) -> bool:
+        """Some time later."""
+        frame = wanted.frame
+        if not (0 <= frame.page < MOST_PAGE and 0 <= frame.generation < 1 << 64):
+            raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
+        at = self._doors.get((wanted.source, frame.request, frame.epoch))
+        address = 0 if at is None else at.base + frame.page * self.own.layout.page_bytes
+        if at is None or not at.agent or address >= 1 << 64 or not self.taker.usable:
+            return self._tcp.fetch(wanted)
+        self.taker.fetch(Errand(wanted, at.agent, address))
+        return False
+
+    def flush(self) -> None:
+        self._tcp.flush()
+
+    @property
+    def busy_s(self) -> float:
+        return self._tcp.busy_s + self.taker.busy_s
+
+    @property
+    def has_landed(self) -> bool:
+        return bool(self._landed) or self._tcp.has_landed
+
+    def landed(self) -> Sequence[Landed]:
+        with self._lock, contextlib.suppress(BlockingIOError):
+            landed, self._landed = self._landed, deque()
+            os.eventfd_read(self._event)
+        lost = [each for each in landed if each.failure == FAILED]
+        if lost:
+            log.warning("%d pages are asked for by %s: NIXL: %s", len(lost), self._tcp.name, self.taker.why)
+        for each in lost:
+            self._tcp.fetch(each.wanted)
+        self._tcp.flush()
+        return [*(each for each in landed if each.failure != FAILED), *self._tcp.landed()]
+
+    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+        key = (source, request, epoch)
+        self._doors.pop(key, None)
+        self._tcp.stop(source, request, epoch)
+        self.taker.stop(key)
+        with self._lock:
+            self._landed = deque(each for each in self._landed if _key_of(each) != key)
+            if not self._landed and self._event >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._event)
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return (self._event, *self._tcp.descriptors)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.taker.close()
+        self.giver.close()
+        self._tcp.close()
+        with self._lock:
+            event, self._event = self._event, -1
+        if event >= 0:
+            os.close(event)
+
+    def _land(self, landed: Landed) -> None:
+        with self._lock:
+            if self._event >= 0:
+                self._landed.append(landed)
+                os.eventfd_write(self._event, 1)
+
+
+def _key_of(landed: Landed) -> Key:
+    frame = landed.wanted.frame
+    return landed.wanted.source, frame.request, frame.epoch

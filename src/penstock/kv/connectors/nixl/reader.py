@@ -1,0 +1,302 @@
+"""The receiving end over NIXL: one thread that has pages read, copies what came, and proves its copy.
+
+Reads land in memory that only its process and this thread know.  A read that does not end in time cannot be taken back:
+the process is killed, and that memory never looked at again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from penstock.errors import PageCorrupt
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import CORRUPT, Landed, Wanted
+from penstock.kv.connectors.nixl.agent_client import (
+    Absent,
+    Begin,
+    Done,
+    House,
+    HouseEmptyError,
+    Meet,
+    NoNixlError,
+    Read,
+    Ready,
+)
+from penstock.types import RequestId
+from penstock.wire.messages import PageSource
+
+log = logging.getLogger("penstock.worker")
+
+FAILED = "NIXL"
+"""The failure of a page that is to be fetched another way."""
+
+BATCH_BYTES = 4 << 20
+MOST_PAGES = 64
+FLYING = 2
+START_S = 20.0
+REST_S = 10.0
+"""After a failure everything goes another way for so long, and then until a new process has come up."""
+
+Key = tuple[PageSource, RequestId, int]
+
+
+@dataclass(slots=True, eq=False)
+class Errand:
+    """A page to be fetched from where an agent has it."""
+
+    wanted: Wanted
+    agent: bytes
+    address: int
+    stopped: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.wanted.source, self.wanted.frame.request, self.wanted.frame.epoch
+
+
+class _Life:
+    """Of the process, with the memory that it reads into."""
+
+    def __init__(self, begin: Begin) -> None:
+        self._memory = os.memfd_create("penstock-nixl", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._memory, begin.nbytes)
+            self.mapped = mmap.mmap(self._memory, begin.nbytes)
+            self.house = House(begin, self._memory)
+        except Exception:
+            os.close(self._memory)
+            raise
+        self.view = memoryview(self.mapped)
+        self.peers: dict[bytes, int] = {}
+        self.numbers = count()
+
+    def close(self) -> None:
+        self.house.close()
+        os.close(self._memory)
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self.mapped.close()
+
+
+class Taker:
+    """``land`` is told what becomes of pages, under this taker's lock, and of none that was stopped before."""
+
+    def __init__(self, begin: Begin, seal: PageSeal, stall_s: float, land: Callable[[Landed], None]) -> None:
+        """``begin.nbytes`` is decided here.  Starts nothing."""
+        self._page = seal.layout.page_bytes
+        self._batch = max(1, min(MOST_PAGES, BATCH_BYTES // self._page))
+        room = -(-FLYING * self._batch * self._page // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._begin = msgspec.structs.replace(begin, nbytes=room)
+        self._seal = seal
+        self._stall_s = stall_s
+        self._land = land
+        self._changed = threading.Condition()  # of all that follows
+        self._pending: deque[Errand] = deque()
+        self._flying: dict[int, tuple[int, list[Errand]]] = {}  # number -> half of the memory, what is to stand there
+        self._closed = False
+        self._house: House | None = None
+        self.resting_until = 0.0
+        self.why = ""  # it rests
+        self.pages = 0  # that it brought
+        self.busy_s = 0.0  # of processor time, that the thread took
+        self.settled = threading.Event()  # it has a process, or had to do without one
+        self._reads = False  # its process has come up
+        self._wanted = False  # since the last failure
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Pages are about to be fetched.  May be called again and again."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify()
+        if self._thread is not None or time.monotonic() < self.resting_until:
+            return
+        thread = threading.Thread(target=self._work, name="kv-nixl-take", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: without this one it is not usable
+            self.why = str(error)
+            self.resting_until = time.monotonic() + REST_S
+            log.warning("pages come by sockets for a while, NIXL cannot be had: %s", error)
+            return
+        self._thread = thread
+
+    @property
+    def usable(self) -> bool:
+        """Is there a point in asking it?"""
+        return self._reads and not self._rests
+
+    @property
+    def _rests(self) -> bool:
+        return time.monotonic() < self.resting_until
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        house = self._house
+        return None if house is None else house.pid
+
+    def fetch(self, errand: Errand) -> None:
+        """Some time later."""
+        with self._changed:
+            self._pending.append(errand)
+            self._changed.notify()
+
+    def stop(self, key: Key) -> None:
+        """Nothing more is written for these once this returns."""
+        with self._changed:
+            for errand in (*self._pending, *(each for _, batch in self._flying.values() for each in batch)):
+                errand.stopped = errand.stopped or errand.key == key
+            self._pending = deque(errand for errand in self._pending if not errand.stopped)
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._pending.clear()
+            self._changed.notify()
+            house = self._house
+        if house is not None:
+            house.end()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        life: _Life | None = None
+        while not self._closed:
+            try:
+                if life is None and self._rests:
+                    self._lose()
+                else:
+                    life = life or self._born()
+                    self._reads = True
+                    self.settled.set()
+                    self._turn(life)
+            except Exception as error:  # noqa: BLE001 - unheard, it would leave pages waiting for ever
+                self._give_up(error)
+                if life is not None:
+                    life.close()
+                life = self._house = None
+                self.settled.set()
+            self.busy_s = time.thread_time()
+            with self._changed:
+                while not (self._pending or self._flying or self._closed or (life is None and self._due)):
+                    self._changed.wait(None if life is not None else self._patience_s)
+        if life is not None:
+            life.close()
+
+    @property
+    def _due(self) -> bool:
+        """Is it time for another process?"""
+        return self._wanted and not self._rests
+
+    @property
+    def _patience_s(self) -> float | None:
+        """Until it may be."""
+        if not self._wanted or self.resting_until == math.inf:
+            return None
+        return max(0.0, self.resting_until - time.monotonic())
+
+    def _born(self) -> _Life:
+        life = _Life(self._begin)
+        with self._changed:
+            self._house = life.house
+            closed = self._closed
+        if closed:
+            life.house.end()
+        try:
+            first = life.house.hear(START_S)
+            if isinstance(first, Absent):
+                raise NoNixlError(first.reason)
+            if not isinstance(first, Ready):
+                raise HouseEmptyError(f"not ready in {START_S:g} s")
+        except Exception:
+            life.close()
+            raise
+        return life
+
+    def _turn(self, life: _Life) -> None:
+        """Have as much read as may be under way, and take in what comes next."""
+        while (batch := self._next(life)) is not None:
+            life.house.say(batch)
+        if self._flying:
+            done = life.house.hear(self._stall_s)
+            if not isinstance(done, Done):
+                raise HouseEmptyError(f"a read did not end in {self._stall_s:g} s")
+            if done.number not in self._flying:
+                raise HouseEmptyError(f"it tells of read {done.number}, which nobody asked for")
+            if done.failure is not None:
+                raise HouseEmptyError(done.failure)
+            self._arrived(life, done.number)
+
+    def _next(self, life: _Life) -> Read | None:
+        with self._changed:
+            if not self._pending or len(self._flying) >= FLYING:
+                return None
+            agent = self._pending[0].agent
+            batch: list[Errand] = []
+            while self._pending and self._pending[0].agent == agent and len(batch) < self._batch:
+                batch.append(self._pending.popleft())
+            half = next(each for each in range(FLYING) if each not in {used for used, _ in self._flying.values()})
+            number = next(life.numbers)
+            self._flying[number] = half, batch
+        if agent not in life.peers:
+            life.peers[agent] = len(life.peers)
+            life.house.say(Meet(life.peers[agent], agent))
+        offsets = [self._place(half, slot) for slot in range(len(batch))]
+        return Read(number, life.peers[agent], self._page, [each.address for each in batch], offsets)
+
+    def _place(self, half: int, slot: int) -> int:
+        return (half * self._batch + slot) * self._page
+
+    def _arrived(self, life: _Life, number: int) -> None:
+        half, batch = self._flying[number]
+        for slot, errand in enumerate(batch):
+            start = self._place(half, slot)
+            with self._changed, life.view[start : start + self._page] as page:
+                if not errand.stopped:
+                    self.pages += 1
+                    self._land(Landed(errand.wanted, self._copied(errand, page)))
+                    errand.stopped = True  # it belongs to who asked: nobody fetches it once more, whatever fails now
+        with self._changed:
+            del self._flying[number]
+
+    def _copied(self, errand: Errand, page: memoryview) -> str | None:
+        try:
+            self._seal.copy(errand.wanted.frame, page, errand.wanted.into)
+        except PageCorrupt:
+            return CORRUPT
+        return None
+
+    def _give_up(self, error: Exception) -> None:
+        """Everything goes another way for a while; for good where there is no NIXL."""
+        with self._changed:
+            self._reads = self._wanted = False
+            self.why = str(error) or type(error).__name__
+            self.resting_until = time.monotonic() + REST_S
+            if isinstance(error, NoNixlError):
+                self.resting_until = math.inf
+                log.warning("pages come by sockets, NIXL cannot be had: %s", self.why)
+            self._lose()
+
+    def _lose(self) -> None:
+        """What was asked for is to be fetched another way."""
+        with self._changed:
+            lost = [each for _, batch in self._flying.values() for each in batch] + list(self._pending)
+            self._flying.clear()
+            self._pending.clear()
+            for errand in lost:
+                if not errand.stopped:
+                    self._land(Landed(errand.wanted, FAILED))

@@ -1,0 +1,1 @@
+"""tcp: NEEDS A DOCSTRING."""

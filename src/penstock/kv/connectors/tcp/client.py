@@ -1,0 +1,527 @@
+"""All that is to be fetched from one source: what waits, what is on its way, and over how many connections.
+
+Called by the worker's loop (``fetch``, ``stop``) and by the threads of its connections (``take``, ``lost`` and so on).
+What is asked for in one go is about as much as comes in ``BATCH_S``: a slow link is not filled for seconds with pages
+that somebody may cancel.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from typing import Any, Protocol
+
+from penstock.config.limits import HandOverConfig
+from penstock.errors import ConfigError, ProtocolError
+from penstock.kernels.host_ops import Arrivals
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import CORRUPT, REFUSED, Landed, Wanted
+from penstock.kv.connectors.tcp import protocol as frames
+from penstock.kv.connectors.tcp.protocol import HUNG_UP, MAX_PAGES, Wire
+from penstock.types import RequestId
+from penstock.wire.messages import PageSource
+from penstock.wire.page_doors import PagesAt
+
+# MERGED: One connection over which a receiver fetches pages, and the thread that serves it.
+# MERGED:
+# MERGED: Bytes go from the socket into the receiver's own pages, with nothing between, and are hashed while
+# MERGED: they are in the
+# MERGED: cache: in C++, for as many pages as come (``kernels.pages.Arrivals``).  A lock is held there while a
+# MERGED: piece is written
+# MERGED: and never while it is waited for, so that ``settle`` returns at once and nothing more is written of
+# MERGED: what was stopped
+# MERGED: before it.  Two batches are asked for ahead, so that the sender need not wait.  What is to be
+# MERGED: fetched next, and what
+# MERGED: becomes of it when the connection breaks, is decided elsewhere (``Errands``).
+
+
+AHEAD = 2
+"""Batches asked for at once."""
+
+THROWN_AWAY_BYTES = 1 << 20
+"""As much at once of what nobody wants any more."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+"""Before a lost connection is made anew, doubling."""
+
+LOOPBACK = "127.0.0.1"
+
+Key = tuple[RequestId, int]
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """One page."""
+
+    wanted: Wanted
+    tries: int = 0  # connections that were lost over it
+
+    @property
+    def key(self) -> Key:
+        """Whose page it is."""
+        return self.wanted.frame.request, self.wanted.frame.epoch
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Pages of one leg that are asked for in one go."""
+
+    key: Key
+    door: PagesAt
+    orders: list[Order]
+    landed: int = 0  # of the orders, from the first
+    stopped: bool = False  # nobody wants them any more: what comes is thrown away
+    arrivals: Arrivals | None = None  # what is being written
+
+
+class Errands(Protocol):
+    """What there is to fetch from one source."""
+
+    source: PageSource
+    config: HandOverConfig
+    seal: PageSeal
+    sealed: bool
+
+    def take(self, line: Line, wait_s: float) -> Batch | None:
+        """Something to do.  None when there is nothing for ``wait_s``; a line that waited in vain is to end."""
+        ...
+
+    def landed(self, batch: Batch, failures: Sequence[str | None]) -> None:
+        """The next pages of a batch are here, or others are: for each what is wrong with it."""
+        ...
+
+    def worked(self, seconds: float) -> None:
+        """So much processor time was spent."""
+        ...
+
+    def came(self, line: Line, batch: Batch, seconds: float) -> None:
+        """All of a batch is here, so many seconds after it was asked for, or after the one before it on that line."""
+        ...
+
+    def refused(self, line: Line, batch: Batch) -> None:
+        """The sender hands these out no more."""
+        ...
+
+    def lost(self, line: Line, why: str) -> bool:
+        """The connection broke.  False: it is not to be made anew."""
+        ...
+
+
+def host_of(endpoint: str) -> str:
+    """Where a mailbox is: of ``tcp://host:port`` the host, the loopback for one on this host."""
+    kind, _, rest = endpoint.partition("://")
+    return rest.rpartition(":")[0].strip("[]") if kind == "tcp" else LOOPBACK
+
+
+class Line:
+    """Ends by itself when there has been nothing to fetch for a while."""
+
+    def __init__(self, errands: Errands) -> None:
+        self._errands = errands
+        self._writing = threading.Lock()
+        self._ended = threading.Event()
+        self._wire: Wire | None = None
+        self._thread = threading.Thread(target=self._run, name=f"pages-from-{errands.source.worker}", daemon=True)
+
+    def start(self) -> None:
+        """Once."""
+        self._thread.start()
+
+    def settle(self, batch: Batch) -> None:
+        """Nothing more is written of a batch that was stopped, once this returns."""
+        with self._writing:
+            arrivals = batch.arrivals
+        if arrivals is not None:
+            arrivals.stop()
+
+    def hang_up(self) -> None:
+        """End soon."""
+        self._ended.set()
+        wire = self._wire
+        if wire is not None:
+            wire.hang_up()
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            try:
+                self._serve()
+            except Exception as error:  # whatever ends this thread unheard leaves prompts waiting
+                if not isinstance(error, OSError | ProtocolError | ConfigError):
+                    log.exception("a connection over which pages are fetched failed")
+                if not self._errands.lost(self, str(error) or type(error).__name__):
+                    return
+                pause = FIRST_PAUSE_S if time.monotonic() - began > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
+                if self._ended.wait(pause):
+                    return
+            else:
+                return
+
+    def _serve(self) -> None:
+        """Fetch until there is nothing to fetch."""
+        errands, flying, before = self._errands, deque[Batch](), time.thread_time()
+        talk: _Talk | None = None
+        try:
+            while True:
+                room = len(flying) < AHEAD
+                batch = errands.take(self, 0.0 if flying else errands.config.peer_idle_s) if room else None
+                if batch is not None:
+                    talk = talk or _Talk(errands, self._connect(batch.door.port), self._writing)
+                    talk.ask(batch)
+                    flying.append(batch)
+                elif flying and talk is not None:
+                    seconds = talk.receive(flying[0])
+                    (errands.refused(self, flying[0]) if seconds is None else errands.came(self, flying[0], seconds))
+                    flying.popleft()
+                    errands.worked((spent := time.thread_time()) - before)
+                    before = spent
+                else:
+                    return
+        finally:
+            wire, self._wire = self._wire, None
+            if wire is not None:
+                wire.close()
+
+    def _connect(self, port: int) -> Wire:
+        errands = self._errands
+        host, greeting_s = host_of(errands.source.endpoint), errands.config.greeting_s
+        self._wire = wire = Wire(socket.create_connection((host, port), timeout=greeting_s), greeting_s)
+        return wire
+
+
+class _Talk:
+    """What is said on one connection."""
+
+    def __init__(self, errands: Errands, wire: Wire, writing: threading.Lock) -> None:
+        """Waits for the sender's greeting."""
+        self._errands = errands
+        self._wire = wire
+        self._writing = writing
+        self._sealed = errands.sealed
+        self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
+        self._pair = frames.Pair(frames.read_hello(wire.exactly(frames.HELLO_BYTES), sealed=self._sealed), self._nonce)
+        wire.patience_s = errands.config.fetch_stall_s
+        self._attached: set[int] = set()  # legs that the sender knows us to have the token of, or is about to
+        self._attaching: set[int] = set()  # numbers of the batches asked for with an ATTACH that is not answered yet
+        self._cipher: Any = None
+        self._number = 0  # of the last batch that was asked for
+        self._expected = 0  # of the one that comes next
+        self._sealed_pages = 0
+        self._asked = self._came = 0.0
+        self._page_bytes = errands.seal.layout.page_bytes
+        scratch = self._page_bytes + frames.TAG_BYTES if self._sealed else THROWN_AWAY_BYTES
+        self._scratch = memoryview(bytearray(scratch))
+
+    def ask(self, batch: Batch) -> None:
+        """Ask for all pages of a batch."""
+        leg, token = batch.door.leg, batch.door.token
+        parts: list[bytes] = []
+        self._number = number = (self._number + 1) & 0xFFFF_FFFF
+        if leg not in self._attached:
+            if self._sealed and self._cipher is None:
+                self._cipher = self._pair.cipher(token, leg)
+            self._attached.add(leg)
+            self._attaching.add(number)
+            parts = [frames.head(frames.ATTACH, leg), self._nonce, self._pair.receiver_proof(token, leg)]
+        pages = [order.wanted.frame.page for order in batch.orders]
+        self._asked = time.monotonic()
+        self._wire.send([b"".join((*parts, frames.fetch(leg, number, pages)))])
+
+    def receive(self, batch: Batch) -> float | None:
+        """Take the batch that was asked for first of those that have not come.  Seconds that it took; None: refused."""
+        leg, count = batch.door.leg, len(batch.orders)
+        self._expected = (self._expected + 1) & 0xFFFF_FFFF
+        refused = self._expected in self._attaching and not self._is_attached(batch.door)
+        self._attaching.discard(self._expected)
+        answer = frames.read_head(self._wire.exactly(frames.HEAD_BYTES))
+        if answer == (frames.REFUSED, 0, self._expected, leg):
+            self._attached.discard(leg)
+            return None
+        if refused or answer != (frames.PAGES, count, self._expected, leg):
+            raise ProtocolError("an answer to another question")
+        if self._sealed:
+            for _ in range(count):
+                self._sealed_page(batch)
+        else:
+            self._pages(batch)
+        began, self._came = max(self._came, self._asked), time.monotonic()
+        return self._came - began
+
+    def _is_attached(self, door: PagesAt) -> bool:
+        """The sender's own proof."""
+        kind, _, _, leg = frames.read_head(self._wire.exactly(frames.HEAD_BYTES))
+        if (kind, leg) == (frames.REFUSED, door.leg):
+            return False
+        if (kind, leg) != (frames.ATTACHED, door.leg):
+            raise ProtocolError("no answer to a greeting")
+        proof = self._wire.exactly(frames.PROOF_BYTES)
+        if not compare_digest(proof, self._pair.sender_proof(door.token, door.leg)):
+            raise ProtocolError("whoever answers there is not the sender")
+        return True
+
+    def _pages(self, batch: Batch) -> None:
+        """As they are, into where they are to stand."""
+        with self._writing:  # who stops it afterwards finds what to stop
+            arrivals = batch.arrivals = Arrivals([order.wanted.into for order in batch.orders])
+            if batch.stopped:
+                arrivals.stop()
+        while arrivals.left and not batch.stopped:
+            got = arrivals.take(self._wire.sock.fileno(), self._wire.patience_s)
+            if got < 0:
+                raise ConnectionError(HUNG_UP)
+            self._tell(batch, arrivals)
+            if got == 0 and not batch.stopped:
+                raise self._wire.silence()
+        left = arrivals.left
+        while left:
+            left -= self._wire.some(self._scratch[:left])
+
+    def _tell(self, batch: Batch, arrivals: Arrivals) -> None:
+        """What is there now and was not before."""
+        suffix, failures = self._errands.seal.suffix, list[str | None]()
+        for page in range(batch.landed, arrivals.done):
+            frame = batch.orders[page].wanted.frame
+            right = arrivals.checksum(page, suffix(frame.generation)) == frame.checksum
+            failures.append(None if right else CORRUPT)
+        if failures:
+            self._errands.landed(batch, failures)
+
+    def _sealed_page(self, batch: Batch) -> None:
+        """Into a place beside, and from there, proved and in clear, to where it is to stand."""
+        wanted = batch.orders[batch.landed].wanted
+        self._wire.fill(self._scratch)
+        nonce = frames.nonce_of(self._sealed_pages)
+        self._sealed_pages += 1
+        names = frames.names_of(batch.door.leg, wanted.frame.page)
+        with self._writing:
+            if not batch.stopped:
+                self._open(nonce, names, wanted.into)
+        right = batch.stopped or self._errands.seal.check(wanted.frame, wanted.into)
+        self._errands.landed(batch, (None if right else CORRUPT,))
+
+    def _open(self, nonce: bytes, names: bytes, into: memoryview) -> None:
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            self._cipher.decrypt_into(nonce, self._scratch, names, into)
+        except InvalidTag:
+            raise ProtocolError("a page that was changed on its way") from None
+
+
+log = logging.getLogger("penstock.worker")
+
+BATCH_S = 0.02
+BATCH_BYTES = 8 << 20
+"""Most of one go."""
+
+FIRST_GUESS = 50e6
+"""Bytes a second of a connection over which nothing has come yet."""
+
+_SMOOTHING = 0.3
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """One connection's part."""
+
+    line: Line
+    flying: list[Batch] = field(default_factory=list[Batch])
+
+
+class Road(Errands):
+    """To ``source``; ``land`` is told what becomes of pages, by any thread, and of none that was stopped before.
+    ``busy_s`` is the processor time of its connections.
+
+    It is called under this road's lock, and may take no lock that is held while this road is called.
+    """
+
+    def __init__(
+        self,
+        source: PageSource,
+        config: HandOverConfig,
+        seal: PageSeal,
+        sealed: bool,
+        land: Callable[[Sequence[Landed]], None],
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.seal = seal
+        self.sealed = sealed
+        self._land = land
+        self._changed = threading.Condition()  # of all that follows
+        self._doors: dict[Key, PagesAt] = {}
+        self._pending: deque[Order] = deque()
+        self._ways: dict[Line, _Way] = {}
+        self.busy_s = 0.0
+        self._idle = 0  # lines that wait for something to do
+        self._rate = FIRST_GUESS
+        self._closed = False
+
+    # --- for the worker's loop ---------------------------------------------------------------------------------------
+
+    def door(self, at: PagesAt) -> None:
+        """See ``port.PageCarrier``."""
+        with self._changed:
+            self._doors[at.request, at.epoch] = at
+
+    def leads_to(self, key: Key) -> bool:
+        """Did anybody say where these pages are?"""
+        return key in self._doors
+
+    def fetch(self, pages: Sequence[Wanted]) -> None:
+        """Have pages brought, whose doors are known."""
+        with self._changed:
+            for wanted in pages:
+                if self._doors[wanted.frame.request, wanted.frame.epoch].sealed == self.sealed:
+                    self._pending.append(Order(wanted))
+                else:
+                    self._land((Landed(wanted, "its pages would not come as agreed"),))
+            if not self._pending:
+                return
+            if self._idle:
+                self._changed.notify()
+            elif len(self._ways) < self.config.connections:
+                self._open()
+
+    def stop(self, key: Key) -> None:
+        """See ``port.PageCarrier``."""
+        with self._changed:
+            self._doors.pop(key, None)
+            if any(order.key == key for order in self._pending):
+                self._pending = deque(order for order in self._pending if order.key != key)
+            writing: list[tuple[Line, Batch]] = []
+            for way in self._ways.values():
+                for batch in way.flying:
+                    if batch.key == key:
+                        batch.stopped = True
+                        writing.append((way.line, batch))
+        for line, batch in writing:
+            line.settle(batch)
+
+    @property
+    def unused(self) -> bool:
+        """Is there nothing to come, and no connection?"""
+        with self._changed:
+            return not (self._doors or self._pending or self._ways)
+
+    def close(self) -> None:
+        """Hang up, and forget everything."""
+        with self._changed:
+            self._closed = True
+            self._pending.clear()
+            lines = list(self._ways)
+            self._changed.notify_all()
+        for line in lines:
+            line.hang_up()
+
+    # --- for its connections -----------------------------------------------------------------------------------------
+
+    def take(self, line: Line, wait_s: float) -> Batch | None:
+        """Something to do.  None after ``wait_s`` without any; a line that waited in vain is none of this road's any
+        more."""
+        with self._changed:
+            if not self._pending and not self._closed and wait_s:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._pending or self._closed, wait_s)
+                self._idle -= 1
+            if self._closed or not self._pending:
+                if wait_s:
+                    self._ways.pop(line, None)
+                return None
+            batch = self._batch()
+            self._ways[line].flying.append(batch)
+            if self._pending and self._idle:
+                self._changed.notify()
+            elif self._pending and len(self._ways) < self.config.connections:
+                self._open()
+            return batch
+
+    def came(self, line: Line, batch: Batch, seconds: float) -> None:
+        """All of a batch is here, so many seconds after the one before it on that line, or after it was asked for."""
+        nbytes = len(batch.orders) * self.seal.layout.page_bytes
+        with self._changed:
+            self._ways[line].flying.remove(batch)
+            self._rate += _SMOOTHING * (nbytes / max(seconds, 1e-6) - self._rate)
+
+    def refused(self, line: Line, batch: Batch) -> None:
+        """The sender hands these out no more."""
+        with self._changed:
+            self._ways[line].flying.remove(batch)
+            if not batch.stopped:
+                self._fail(batch.orders, REFUSED)
+
+    def landed(self, batch: Batch, failures: Sequence[str | None]) -> None:
+        """The next pages of a batch are here, or others are: for each what is wrong with it."""
+        with self._changed:  # what is told after a stop would be taken for news of whoever pulls it next
+            first, batch.landed = batch.landed, batch.landed + len(failures)
+            if not batch.stopped:
+                orders = batch.orders[first : batch.landed]
+                self._land([Landed(order.wanted, why) for order, why in zip(orders, failures, strict=True)])
+
+    def worked(self, seconds: float) -> None:
+        """So much processor time was spent."""
+        with self._changed:
+            self.busy_s += seconds
+
+    def lost(self, line: Line, why: str) -> bool:
+        """The connection broke: what was to come over it is asked for again.  False: this road is closed.
+
+        Answers come in the order of the questions, so only the first batch can have been what it broke over, and only
+        that has lost a try.
+        """
+        with self._changed:
+            way = self._ways[line]
+            given_up = self._charge(way.flying[0]) if way.flying else []
+            hopeless = {order.key for order in given_up}
+            for batch in reversed(way.flying):
+                if not batch.stopped and batch.key in self._doors:
+                    self._pending.extendleft(reversed(batch.orders[batch.landed :]))
+            if hopeless:
+                self._pending = deque(order for order in self._pending if order.key not in hopeless)
+            way.flying.clear()
+            self._fail(given_up, f"its pages cannot be fetched: {why}")
+            self._changed.notify()
+            return not self._closed
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _charge(self, batch: Batch) -> list[Order]:
+        """A connection was lost over it.  Those of its pages that are not fetched any more."""
+        left = [] if batch.stopped else batch.orders[batch.landed :]
+        for order in left:
+            order.tries += 1
+        return [order for order in left if order.tries >= self.config.fetch_tries]
+
+    def _open(self) -> None:
+        """One connection more, if there can be; what waits fails when there is none at all."""
+        line = Line(self)
+        self._ways[line] = _Way(line)
+        try:
+            line.start()
+        except RuntimeError as error:  # the system gives no more threads
+            log.warning("no further connection for pages of %s: %s", self.source.worker, error)
+            del self._ways[line]
+            if not self._ways:
+                waiting, self._pending = list(self._pending), deque()
+                self._fail(waiting, f"its pages cannot be fetched: {error}")
+
+    def _batch(self) -> Batch:
+        """The first that waits, and what follows of the same leg."""
+        size = self.seal.layout.page_bytes
+        most = min(MAX_PAGES, max(1, int(min(BATCH_BYTES, self._rate * BATCH_S)) // size))
+        orders = [self._pending.popleft()]
+        key = orders[0].key
+        while self._pending and len(orders) < most and self._pending[0].key == key:
+            orders.append(self._pending.popleft())
+        return Batch(key, self._doors[key], orders)
+
+    def _fail(self, orders: list[Order], why: str) -> None:
+        self._land([Landed(order.wanted, why) for order in orders])

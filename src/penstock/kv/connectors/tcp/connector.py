@@ -1,0 +1,216 @@
+"""Pages over plain sockets: between hosts, or where memory cannot be shared.
+
+::
+
+    sender                                                    receiver
+    loop --grant, offer, revoke--> Desk, its threads <====> Lines, their threads <--Road, Courier <--fetch, stop-- loop
+                                                                                            landed -------------->
+
+The receiver reads: it asks for pages that were announced to it, over connections of its own, straight into its own
+pages.  ``tcp`` sends them as they are, ``tcp-sealed`` under AES-256-GCM; who may ask, and of whom, is proved in both
+(``tcp_frames``).  The checksum of each page came over the control channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from penstock.config.limits import HandOverConfig
+from penstock.errors import PageCorrupt
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import Landed, PageCarrier, Wanted
+from penstock.kv.connectors.tcp.client import Road, host_of
+from penstock.kv.connectors.tcp.protocol import aead
+from penstock.kv.connectors.tcp.server import Desk
+from penstock.kv.memory import KvMemory
+from penstock.types import RequestId
+from penstock.wire.messages import PageReady, PageSource
+from penstock.wire.page_doors import PagesAt
+
+# MERGED: The receiving end of fetching over sockets: a road to each source, and what has landed from any of
+# MERGED: them.
+# MERGED:
+# MERGED: The connections have threads of their own and go on while the worker computes; this is called by the
+# MERGED: worker's loop,
+# MERGED: which hears of what has landed by a descriptor.
+
+
+class Courier:
+    """See ``port.PageCarrier`` for what the methods promise."""
+
+    def __init__(self, config: HandOverConfig, seal: PageSeal, *, sealed: bool) -> None:
+        self._config = config
+        self._seal = seal
+        self._sealed = sealed
+        self._roads: dict[PageSource, Road] = {}
+        # Announced before anybody said where they are, where messages overtake each other.
+        self._early: dict[tuple[PageSource, RequestId, int], list[Wanted]] = {}
+        self._asked: dict[Road, list[Wanted]] = {}  # in this turn of the loop
+        self._gone_s = 0.0  # processor time of roads that are no more
+        self._lock = threading.Lock()  # of the two below, and of whether the descriptor is readable
+        self._landed: deque[Landed] = deque()
+        self._told = False
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def door(self, source: PageSource, at: PagesAt) -> None:
+        """See above."""
+        road = self._roads.get(source)
+        if road is None:
+            for other in [other for other, known in self._roads.items() if known.unused]:
+                self._gone_s += self._roads.pop(other).busy_s
+            road = self._roads[source] = Road(source, self._config, self._seal, self._sealed, self._land)
+        road.door(at)
+        early = self._early.pop((source, at.request, at.epoch), None)
+        if early:
+            road.fetch(early)
+
+    def fetch(self, wanted: Wanted) -> None:
+        """See above."""
+        road, frame = self._roads.get(wanted.source), wanted.frame
+        if road is None or not road.leads_to((frame.request, frame.epoch)):
+            self._early.setdefault((wanted.source, frame.request, frame.epoch), []).append(wanted)
+        else:
+            self._asked.setdefault(road, []).append(wanted)
+
+    def flush(self) -> None:
+        """See above."""
+        asked, self._asked = self._asked, {}
+        for road, pages in asked.items():
+            road.fetch(pages)
+
+    @property
+    def busy_s(self) -> float:
+        """See above."""
+        return self._gone_s + sum(road.busy_s for road in self._roads.values())
+
+    @property
+    def has_landed(self) -> bool:
+        """See above."""
+        return self._told
+
+    def landed(self) -> Sequence[Landed]:
+        """See above."""
+        with self._lock:
+            if not self._told:
+                return ()
+            self._told = False
+            os.eventfd_read(self.descriptor)
+            landed, self._landed = self._landed, deque()
+        return landed
+
+    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+        """See above."""
+        self._early.pop((source, request, epoch), None)
+        road = self._roads.get(source)
+        if road is None:
+            return
+        if road in self._asked:
+            self._asked[road] = [each for each in self._asked[road] if _key_of(each) != (request, epoch)]
+        road.stop((request, epoch))
+        with self._lock:
+            self._landed = deque(each for each in self._landed if _key_of(each.wanted) != (request, epoch))
+            if self._told and not self._landed:
+                self._told = False
+                os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """See above."""
+        for road in self._roads.values():
+            road.close()
+        self._roads.clear()
+        with self._lock:
+            descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _land(self, landed: Sequence[Landed]) -> None:
+        with self._lock:
+            if self.descriptor < 0 or not landed:
+                return
+            self._landed.extend(landed)
+            if not self._told:
+                self._told = True
+                os.eventfd_write(self.descriptor, 1)
+
+
+def _key_of(wanted: Wanted) -> tuple[RequestId, int]:
+    return wanted.frame.request, wanted.frame.epoch
+
+
+CLEAR, SEALED = "tcp", "tcp-sealed"
+
+
+class TcpCarrier(PageCarrier):
+    """Make it after the last fork: it has threads."""
+
+    def __init__(
+        self, own: KvMemory, seal: PageSeal, config: HandOverConfig, at: tuple[str, int], *, sealed: bool = False
+    ) -> None:
+        """``at``: this worker's mailbox, at whose host pages are fetched, and the port for it; 0 is any free one.
+
+        Raises ConfigError when it cannot listen there, or cannot encrypt.
+        """
+        if sealed:
+            aead()
+        endpoint, port = at
+        host = host_of(endpoint)
+        self.name = SEALED if sealed else CLEAR
+        self.own = own
+        self.seal = seal
+        self.desk = Desk(own, "" if host == "*" else host, port, config, sealed=sealed)
+        self._courier = Courier(config, seal, sealed=sealed)
+
+    def grant(self, request: RequestId, epoch: int) -> PagesAt | None:
+        return self.desk.grant(request, epoch)
+
+    def offer(self, frame: PageReady) -> None:
+        self.desk.offer(frame)
+
+    def revoke(self, request: RequestId, epoch: int) -> None:
+        self.desk.revoke(request, epoch)
+
+    @property
+    def turned_away(self) -> int:
+        return self.desk.refused
+
+    def door(self, source: PageSource, at: PagesAt) -> None:
+        self._courier.door(source, at)
+
+    def fetch(self, wanted: Wanted) -> bool:
+        """Some time after the turn."""
+        frame = wanted.frame
+        if not (0 <= frame.page < 1 << 64 and 0 <= frame.generation < 1 << 64):
+            raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
+        self._courier.fetch(wanted)
+        return False
+
+    def flush(self) -> None:
+        self._courier.flush()
+
+    @property
+    def busy_s(self) -> float:
+        return self._courier.busy_s
+
+    @property
+    def has_landed(self) -> bool:
+        return self._courier.has_landed
+
+    def landed(self) -> Sequence[Landed]:
+        return self._courier.landed()
+
+    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+        self._courier.stop(source, request, epoch)
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return (self._courier.descriptor,)
+
+    def close(self) -> None:
+        """Hang up on everybody.  May be called twice."""
+        self.desk.close()
+        self._courier.close()

@@ -1,0 +1,218 @@
+"""What is said on the connections over which pages are fetched: the frames, and who proves what.
+
+::
+
+    sender                                              receiver
+    HELLO nonce -------------------------------------->
+        <------------------------ ATTACH leg, nonce, proof      once a leg and connection
+    ATTACHED proof ----------------------------------->         the sender proves itself, too
+        <------------------------ FETCH leg, number, pages
+    PAGES number; page, page, … ---------------------->         or REFUSED number
+
+Both prove that they have the leg's token, which only the authenticated control channel has given out
+(``wire.page_doors``): keyed BLAKE2b (RFC 7693) over both nonces, so that what is overheard is of no use on another
+connection.  A page comes as it is, or, where that was agreed, under AES-256-GCM (NIST SP 800-38D) with a key of the
+connection's own and the number of the page in its stream as nonce; leg and page are additional data.
+
+Every frame but the pages has a fixed size, and those have the size that both know: no length comes from a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from penstock.errors import ConfigError, ProtocolError
+
+MAGIC = b"PNSK"
+VERSION = 1
+NONCE_BYTES = PROOF_BYTES = 32
+TAG_BYTES = 16
+MAX_PAGES = 256
+"""Pages in one FETCH."""
+
+ATTACH, ATTACHED, FETCH, PAGES, REFUSED = range(1, 6)
+
+_HELLO = struct.Struct("<4sHH32s")  # magic, version, sealed, nonce
+_HEAD = struct.Struct("<BxHIQ")  # kind, pages, number, leg
+HELLO_BYTES, HEAD_BYTES = _HELLO.size, _HEAD.size
+
+
+def hello(nonce: bytes, *, sealed: bool) -> bytes:
+    """The sender's first words."""
+    return _HELLO.pack(MAGIC, VERSION, sealed, nonce)
+
+
+def read_hello(raw: bytes | bytearray, *, sealed: bool) -> bytes:
+    """The nonce.  Raises ProtocolError for anything but a HELLO of this version that agrees about encryption."""
+    magic, version, is_sealed, nonce = _HELLO.unpack(raw)
+    if (magic, version, is_sealed) != (MAGIC, VERSION, sealed):
+        raise ProtocolError("no greeting of a worker that sends pages as agreed")
+    assert isinstance(nonce, bytes)
+    return nonce
+
+
+def head(kind: int, leg: int, *, count: int = 0, number: int = 0) -> bytes:
+    """The fixed part of every other frame."""
+    return _HEAD.pack(kind, count, number, leg)
+
+
+def read_head(raw: bytes | bytearray) -> tuple[int, int, int, int]:
+    """(kind, pages, number, leg)."""
+    kind, count, number, leg = _HEAD.unpack(raw)
+    return kind, count, number, leg
+
+
+def fetch(leg: int, number: int, pages: Sequence[int]) -> bytes:
+    """Ask for these pages of the sender's memory."""
+    return head(FETCH, leg, count=len(pages), number=number) + struct.pack(f"<{len(pages)}Q", *pages)
+
+
+def read_pages(raw: bytes | bytearray) -> tuple[int, ...]:
+    """The page numbers of a FETCH."""
+    return struct.unpack(f"<{len(raw) // 8}Q", raw)
+
+
+class Pair:
+    """The two nonces of a connection, and what is proved with them."""
+
+    def __init__(self, sender: bytes, receiver: bytes) -> None:
+        self._both = sender + receiver
+
+    def receiver_proof(self, token: bytes, leg: int) -> bytes:
+        """That the receiver has the token of the leg."""
+        return self._keyed(token, b"receiver", leg)
+
+    def sender_proof(self, token: bytes, leg: int) -> bytes:
+        """That the sender has it, too."""
+        return self._keyed(token, b"sender", leg)
+
+    def cipher(self, token: bytes, leg: int) -> Any:
+        """With which pages are sealed on this connection, whose first leg this is."""
+        return aead()(self._keyed(token, b"pages", leg))
+
+    def _keyed(self, token: bytes, what: bytes, leg: int) -> bytes:
+        mac = blake2b(key=token, digest_size=PROOF_BYTES, person=b"penstock-pages")
+        mac.update(self._both + leg.to_bytes(8, "little") + what)
+        return mac.digest()
+
+
+def nonce_of(count: int) -> bytes:
+    """Of the page that is the ``count``-th on its connection."""
+    return count.to_bytes(12, "little")
+
+
+def names_of(leg: int, page: int) -> bytes:
+    """What a sealed page is bound to."""
+    return struct.pack("<QQ", leg, page)
+
+
+def aead() -> Callable[[bytes], Any]:
+    """The cipher.  Raises ConfigError without the library, and for one that cannot encrypt into a buffer."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        _ = AESGCM.encrypt_into, AESGCM.decrypt_into  # older releases lack them
+    except (ImportError, AttributeError):
+        raise ConfigError(
+            "--transfer tcp between hosts encrypts pages, which needs the package cryptography, and a recent one: "
+            "pip install 'penstock[encryption]' on all of them; or --transfer curve"
+        ) from None
+    return AESGCM
+
+
+# MERGED: A connected socket that waits for as long as it was told and no longer, and copies nothing.
+# MERGED:
+# MERGED: Knows no frames.  Used by one thread; ``hang_up`` may be called by any.  What is sent or read waits
+# MERGED: in the system, in
+# MERGED: one call for all of it: waking a thread of Python costs as much as copying a page.
+
+MAX_PARTS = 512
+"""Buffers in one call; the system takes 1,024."""
+
+HUNG_UP = "the other end hung up"
+
+_SHORTEST_S = 1e-3  # to wait; zero would be for ever
+
+Part = bytes | bytearray | memoryview
+
+
+class Wire:
+    """Raises TimeoutError when nothing moves for ``patience_s``, ConnectionError or OSError when the other is gone."""
+
+    def __init__(self, sock: socket.socket, patience_s: float) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.patience_s = patience_s
+        self._told = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}  # for how long the system waits
+
+    def exactly(self, nbytes: int) -> bytearray:
+        """So many bytes."""
+        raw = bytearray(nbytes)
+        self.fill(memoryview(raw))
+        return raw
+
+    def fill(self, view: memoryview) -> None:
+        """All of it."""
+        while view.nbytes:
+            view = view[self.some(view, socket.MSG_WAITALL) :]
+
+    def some(self, view: memoryview, flags: int = 0) -> int:
+        """What is there; at least a byte."""
+        self._be_patient(socket.SO_RCVTIMEO)
+        try:
+            got = self.sock.recv_into(view, 0, flags)
+        except BlockingIOError:
+            raise self.silence() from None
+        if got == 0:
+            raise ConnectionError(HUNG_UP)
+        return got
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """All of these, straight from where they lie."""
+        self._be_patient(socket.SO_SNDTIMEO)
+        views = [memoryview(part) for part in parts]
+        at = 0
+        while at < len(views):
+            try:
+                sent = self.sock.sendmsg(views[at : at + MAX_PARTS])
+            except BlockingIOError:
+                raise self.silence() from None
+            at = advance(views, at, sent)
+
+    def silence(self) -> TimeoutError:
+        """What is wrong when nothing moves."""
+        return TimeoutError(f"nothing moved for {self.patience_s:g} s")
+
+    def hang_up(self) -> None:
+        """Whoever waits hears of it."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.sock.close()
+
+    def _be_patient(self, option: int) -> None:
+        if self._told[option] != self.patience_s:
+            self._told[option] = self.patience_s
+            seconds = max(self.patience_s, _SHORTEST_S)
+            timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            self.sock.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+
+def advance(views: list[memoryview], at: int, nbytes: int) -> int:
+    """``nbytes`` more of ``views[at:]`` are done: where the first stands that is not, cut to what is left of it."""
+    while nbytes:
+        size = views[at].nbytes
+        if nbytes < size:
+            views[at] = views[at][nbytes:]
+            return at
+        nbytes -= size
+        at += 1
+    return at

@@ -1,0 +1,235 @@
+"""The sending end of fetching over sockets: a listening port, and a thread for each receiver that has connected.
+
+The worker's loop says which legs may be fetched, with which pages (``grant``, ``offer``, ``revoke``).  The threads hand
+out nothing else, and to nobody who does not have the leg's token; they go on while the loop computes.  Pages are sent
+straight from where they lie.  One that is given out anew meanwhile is sent all the same: it fails the receiver's check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from typing import Any
+
+from penstock.config.limits import HandOverConfig
+from penstock.errors import ConfigError, ProtocolError
+from penstock.kv.connectors.tcp import protocol as frames
+from penstock.kv.connectors.tcp.protocol import Wire
+from penstock.kv.memory import KvMemory
+from penstock.types import PageId, RequestId
+from penstock.wire.messages import PageReady
+from penstock.wire.page_doors import TOKEN_BYTES, PagesAt
+
+log = logging.getLogger("penstock.worker")
+
+_NOBODYS = bytes(TOKEN_BYTES)
+_BACKLOG = 64
+_IDLE_LEASES = 4  # times ``peer_idle_s``: its receiver closes a connection that it does not use sooner
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    """One leg."""
+
+    leg: int
+    token: bytes = field(repr=False)
+    pages: set[int] = field(default_factory=set[int])  # that may be fetched
+    callers: set[_Caller] = field(default_factory=set["_Caller"])  # that have proved that they have the token
+
+
+class Desk:
+    """``host`` and ``port`` are where it listens; port 0 is any free one."""
+
+    def __init__(self, own: KvMemory, host: str, port: int, config: HandOverConfig, *, sealed: bool) -> None:
+        """Raises ConfigError when it cannot listen there."""
+        self.own = own
+        self.config = config
+        self.sealed = sealed
+        self.refused = 0  # connections that proved nothing in time, or something wrong, or found no room
+        self._warned = False  # that there are as many as may be
+        self._grants: dict[int, _Grant] = {}
+        self._legs: dict[tuple[RequestId, int], _Grant] = {}
+        self._lock = threading.Lock()  # of the two below
+        self._callers: set[_Caller] = set()
+        self._closed = False
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen for fetches of pages at {host}:{port}: {error.strerror}") from None
+        self.port: int = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, name="pages-desk", daemon=True).start()
+
+    # --- for the worker's loop ---------------------------------------------------------------------------------------
+
+    def grant(self, request: RequestId, epoch: int) -> PagesAt:
+        """See ``port.PageCarrier``."""
+        grant = self._legs.get((request, epoch))
+        if grant is None:
+            grant = _Grant(secrets.randbits(63), secrets.token_bytes(TOKEN_BYTES))
+            self._legs[request, epoch] = self._grants[grant.leg] = grant
+        return PagesAt(
+            request=request, epoch=epoch, port=self.port, leg=grant.leg, token=grant.token, sealed=self.sealed
+        )
+
+    def offer(self, frame: PageReady) -> None:
+        """See ``port.PageCarrier``."""
+        grant = self._legs.get((frame.request, frame.epoch))
+        if grant is not None:
+            grant.pages.add(frame.page)
+
+    def revoke(self, request: RequestId, epoch: int) -> None:
+        """See ``port.PageCarrier``."""
+        grant = self._legs.pop((request, epoch), None)
+        if grant is not None:
+            del self._grants[grant.leg]
+
+    def close(self) -> None:
+        """Listen no more, and hang up on everybody."""
+        with self._lock:
+            self._closed = True
+            callers = list(self._callers)
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
+        self._listening.close()
+        for caller in callers:
+            caller.wire.hang_up()
+
+    # --- for the threads ---------------------------------------------------------------------------------------------
+
+    def granted(self, leg: int) -> _Grant | None:
+        """A leg that may be fetched now."""
+        return self._grants.get(leg)
+
+    def left(self, caller: _Caller) -> None:
+        """This connection is over."""
+        with self._lock:
+            self._callers.discard(caller)
+            self.refused += not caller.known
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listening.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("cannot take a connection for pages: %s", error)
+                threading.Event().wait(self.config.greeting_s)  # out of descriptors: some will be free again
+                continue
+            try:
+                self._admit(sock, address[0])
+            except Exception as error:  # noqa: BLE001  (what one connection lacks must not cost all others theirs)
+                log.warning("cannot serve a connection for pages: %s", str(error) or type(error).__name__)
+                sock.close()
+
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        with self._lock:
+            if self._closed or not self._has_room():
+                sock.close()
+                self._turned_away()
+                return
+            caller = _Caller(self, Wire(sock, self.config.greeting_s))
+            self._callers.add(caller)
+        try:
+            threading.Thread(target=caller.run, name=f"pages-to-{host}", daemon=True).start()
+        except RuntimeError:  # the system gives no more threads
+            self.left(caller)
+            raise
+
+    def _turned_away(self) -> None:
+        self.refused += not self._closed
+        if len(self._callers) >= self.config.max_connections and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d connections fetch pages here, and no more may (max_connections): others wait or fail",
+                len(self._callers),
+            )
+
+    def _has_room(self) -> bool:
+        """May one more connect?  Strangers who take their time are hung up on when somebody else comes."""
+        since = time.monotonic() - self.config.greeting_s
+        strangers = [caller for caller in self._callers if not caller.known]
+        for caller in strangers:
+            if caller.came < since:
+                caller.wire.hang_up()
+        return len(self._callers) < self.config.max_connections and len(strangers) < self.config.max_strangers
+
+
+class _Caller:
+    """One connection of a receiver, and the thread that answers it."""
+
+    def __init__(self, desk: Desk, wire: Wire) -> None:
+        self.wire = wire
+        self.known = False  # it has proved itself
+        self.came = time.monotonic()
+        self._desk = desk
+        self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
+        self._cipher: Any = None
+        self._sealed_pages = 0
+        self._scratch = bytearray(desk.own.layout.page_bytes + frames.TAG_BYTES if desk.sealed else 0)
+
+    def run(self) -> None:
+        """Until it hangs up, is silent for too long, or says what no receiver says."""
+        try:
+            self.wire.send([frames.hello(self._nonce, sealed=self._desk.sealed)])
+            while True:
+                self._answer()
+        except (OSError, ProtocolError) as error:
+            log.debug("a connection for pages ended: %s", error)
+        finally:
+            self.wire.close()
+            self._desk.left(self)
+
+    def _answer(self) -> None:
+        config = self._desk.config
+        self.wire.patience_s = _IDLE_LEASES * config.peer_idle_s if self.known else config.greeting_s
+        kind, count, number, leg = frames.read_head(self.wire.exactly(frames.HEAD_BYTES))
+        self.wire.patience_s = config.fetch_stall_s
+        if kind == frames.ATTACH:
+            self._attach(leg)
+        elif kind == frames.FETCH and self.known and 0 < count <= frames.MAX_PAGES:
+            self._fetch(leg, number, frames.read_pages(self.wire.exactly(8 * count)))
+        else:
+            raise ProtocolError(f"a frame of kind {kind} with {count} pages")
+
+    def _attach(self, leg: int) -> None:
+        raw = self.wire.exactly(frames.NONCE_BYTES + frames.PROOF_BYTES)
+        pair = frames.Pair(self._nonce, bytes(raw[: frames.NONCE_BYTES]))
+        grant = self._desk.granted(leg)
+        token = _NOBODYS if grant is None else grant.token
+        proved = compare_digest(raw[frames.NONCE_BYTES :], pair.receiver_proof(token, leg))
+        if grant is None or not proved:
+            if not self.known:
+                raise ProtocolError("a stranger")
+            self.wire.send([frames.head(frames.REFUSED, leg)])
+            return
+        if not self.known:
+            self.known = True
+            if self._desk.sealed:
+                self._cipher = pair.cipher(token, leg)
+        grant.callers.add(self)
+        self.wire.send([frames.head(frames.ATTACHED, leg), pair.sender_proof(token, leg)])
+
+    def _fetch(self, leg: int, number: int, pages: tuple[int, ...]) -> None:
+        grant = self._desk.granted(leg)
+        if grant is None or self not in grant.callers or not grant.pages.issuperset(pages):
+            self.wire.send([frames.head(frames.REFUSED, leg, number=number)])
+            return
+        own = self._desk.own
+        first = frames.head(frames.PAGES, leg, count=len(pages), number=number)
+        if self._cipher is None:
+            self.wire.send([first, *(own.view(PageId(page)) for page in pages)])
+            return
+        self.wire.send([first])
+        for page in pages:
+            nonce = frames.nonce_of(self._sealed_pages)
+            self._sealed_pages += 1
+            self._cipher.encrypt_into(nonce, own.view(PageId(page)), frames.names_of(leg, page), self._scratch)
+            self.wire.send([self._scratch])

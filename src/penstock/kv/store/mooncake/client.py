@@ -1,0 +1,320 @@
+"""The process for Mooncake as the worker sees it: started when it is first needed, killed when it does not answer.
+
+What it was about to write, it writes into memory that nobody looks at any more: each of its lives has lanes of its own.
+Blocking, for threads; each waits for its own lane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import msgspec
+
+from penstock import sidecar
+from penstock.errors import TierFailed
+
+# MERGED: What a worker and its process for Mooncake say to each other over a lane, one question and one
+# MERGED: answer at a time.
+# MERGED:
+# MERGED: A lane is a socket that keeps messages apart, and memory of one value that both have mapped.
+
+QUESTION_BYTES = 128 << 10
+"""The longest question: whether some hundred keys are there."""
+
+ANSWER_BYTES = 8 << 10
+
+ASKED_AT_ONCE = 256
+"""Keys in one question."""
+
+NO_ROOM = -200
+TOO_LONG = -600
+NOT_READY = -703
+NOT_THERE = -704
+THERE_ALREADY = -705
+"""Of Mooncake's codes those that mean something else than that it failed.
+https://github.com/kvcache-ai/Mooncake/blob/main/mooncake-store/include/types.h"""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process begins with."""
+
+    master: str  # HOST:PORT
+    metadata: str  # where Mooncake's clients find each other
+    protocol: str
+    devices: str
+    segment_bytes: int  # that it gives to all; 0: none
+    value_bytes: int  # the memory of a lane
+    timeout_s: float  # of one word with the master
+    lanes: tuple[tuple[int, int], ...]  # descriptors: socket, memory
+
+
+class Has(msgspec.Struct, frozen=True, tag="has"):
+    """Which of these are there?"""
+
+    keys: list[str]
+
+
+class Get(msgspec.Struct, frozen=True, tag="get"):
+    """Put this value into the lane's memory."""
+
+    key: str
+
+
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    """Keep what stands in the lane's memory."""
+
+    key: str
+
+
+class Remove(msgspec.Struct, frozen=True, tag="remove"):
+    """Forget this value, whoever reads it."""
+
+    key: str
+
+
+Question = Has | Get | Put | Remove
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """``code``: 0, the bytes of a value, or one of Mooncake's codes, which are negative.
+
+    The first one says whether the client has come up."""
+
+    code: int
+    found: list[bool] = []
+
+
+PROCESS = "penstock.kv.store.mooncake.process"
+
+OWN_SHARE = 0.8
+"""Of our deadline, that the library gets for its own: an answer that it failed spares its life."""
+
+
+class LifeOverError(Exception):
+    """This life of the process is over."""
+
+
+class Lane:
+    """This end of one.  ``value`` is its memory; to be used with the lock held."""
+
+    def __init__(self, value_bytes: int, timeout_s: float) -> None:
+        self.lock = threading.Lock()
+        self.greeted = False
+        self._timeout_s = timeout_s
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._memory = os.memfd_create("penstock-mooncake", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._memory, value_bytes)
+            self._mapped = mmap.mmap(self._memory, value_bytes)
+        except OSError:
+            os.close(self._memory)
+            raise
+        self.value = memoryview(self._mapped)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """For the process: its end of the socket, and the memory."""
+        return self._theirs.fileno(), self._memory
+
+    def given(self) -> None:
+        """The process has them: then they end with it."""
+        self._theirs.close()
+        os.close(self._memory)
+
+    def ask(self, question: Question) -> Answer:
+        """In time, or this life of the process is over."""
+        self._deadline()
+        try:
+            self._socket.send(msgspec.msgpack.encode(question))
+        except TimeoutError:
+            raise LifeOverError(f"no answer in {self._timeout_s:g} s") from None
+        except OSError:
+            raise LifeOverError("its process has ended") from None
+        answer = self.hear()
+        if answer is None:
+            raise LifeOverError(f"no answer in {self._timeout_s:g} s")
+        return answer
+
+    def hear(self) -> Answer | None:
+        """What the process says; None: nothing, in the time for it."""
+        self._deadline()
+        try:
+            raw = self._socket.recv(ANSWER_BYTES)
+            if raw:
+                return msgspec.msgpack.decode(raw, type=Answer)
+        except TimeoutError:
+            return None
+        except (OSError, msgspec.DecodeError):
+            pass
+        raise LifeOverError("its process has ended")
+
+    def hang_up(self) -> None:
+        """The process hears that this is the end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._socket.close()
+        self.value.release()
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
+
+    def _deadline(self) -> None:
+        try:
+            self._socket.settimeout(self._timeout_s)
+        except OSError:
+            raise LifeOverError("its process has ended") from None
+
+
+class _Life:
+    """Of the process."""
+
+    def __init__(self, setup: Setup, names: tuple[str, ...], timeout_s: float) -> None:
+        """Raises TierFailed where there is no room for it."""
+        self.lanes: dict[str, Lane] = {}
+        self.began = time.monotonic()
+        self.over = False
+        try:
+            for name in names:
+                self.lanes[name] = Lane(setup.value_bytes, timeout_s)
+            self._process = _started(setup, tuple(lane.descriptors for lane in self.lanes.values()))
+        except OSError as error:
+            for lane in self.lanes.values():
+                lane.close()
+            raise TierFailed(f"mooncake: no process: {error.strerror or error}") from None
+        finally:
+            for lane in self.lanes.values():
+                lane.given()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Let it leave for so long, then kill it.  Lanes in use are closed by who uses them.  May be called twice."""
+        self.over = True
+        for lane in self.lanes.values():
+            lane.hang_up()
+        if patience_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+        self._process.kill()
+        self._process.wait()
+        for lane in self.lanes.values():
+            if lane.lock.acquire(blocking=False):
+                lane.close()
+                lane.lock.release()
+
+
+def _started(setup: Setup, descriptors: tuple[tuple[int, int], ...]) -> subprocess.Popen[bytes]:
+    """The process, with these lanes.  Raises OSError."""
+    begun: SimpleQueue[subprocess.Popen[bytes] | OSError] = SimpleQueue()
+    words = msgspec.json.encode(msgspec.structs.replace(setup, lanes=descriptors)).decode()
+    tending = threading.Thread(target=_tend, args=(words, descriptors, begun), name="kv-mooncake", daemon=True)
+    try:
+        tending.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from None
+    made = begun.get()
+    if isinstance(made, OSError):
+        raise made
+    return made
+
+
+def _tend(
+    words: str, descriptors: tuple[tuple[int, int], ...], begun: SimpleQueue[subprocess.Popen[bytes] | OSError]
+) -> None:
+    """Start the process and be there as long as it is.
+
+    The kernel kills it when the thread that started it has ended: so it never outlives the worker, even stopped.
+    """
+    try:
+        process = sidecar.started(PROCESS, words, [each for pair in descriptors for each in pair])
+    except OSError as error:
+        begun.put(error)
+        return
+    except Exception as error:  # noqa: BLE001 - who waits for it must hear of anything
+        begun.put(OSError(f"{type(error).__name__}: {error}"))
+        return
+    begun.put(process)
+    process.wait()
+
+
+class Keeper:
+    """One process at a time, over and over."""
+
+    def __init__(self, setup: Setup, lanes: tuple[str, ...], timeout_s: float) -> None:
+        """``lanes``: what they are called.  ``timeout_s``: for each answer.  Starts nothing."""
+        self._setup = msgspec.structs.replace(setup, timeout_s=OWN_SHARE * timeout_s)
+        self._names = lanes
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # of the two below
+        self._life: _Life | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        with self._lock:
+            return None if self._life is None or self._life.over else self._life.pid
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Iterator[Lane]:
+        """A lane for oneself.  Raises TierFailed when the process is not ready, or when it fails in what follows."""
+        life = self._alive()
+        lane = life.lanes[name]
+        with lane.lock:
+            try:
+                self._greet(life, lane)
+                yield lane
+            except LifeOverError as error:
+                life.end()
+                raise TierFailed(f"mooncake: {error}") from None
+            finally:
+                if life.over:
+                    lane.close()
+
+    def close(self) -> None:
+        """Let the process leave, which takes back what it gave.  May be called twice."""
+        with self._lock:
+            self._closed = True
+            life, self._life = self._life, None
+        if life is not None:
+            life.end(LEAVE_S)
+
+    def _alive(self) -> _Life:
+        with self._lock:
+            if self._closed:
+                raise TierFailed("mooncake: closed")
+            if self._life is None or self._life.over:
+                self._life = _Life(self._setup, self._names, self._timeout_s)
+            return self._life
+
+    def _greet(self, life: _Life, lane: Lane) -> None:
+        if life.over:
+            raise LifeOverError("its process has ended")
+        if lane.greeted:
+            return
+        first = lane.hear()
+        if first is None and time.monotonic() - life.began < START_S:
+            raise TierFailed(f"mooncake: its process is not ready, {self._setup.master} does not answer yet")
+        if first is None or first.code:
+            code = "" if first is None else f", code {first.code}"
+            raise LifeOverError(f"no client of {self._setup.master}{code}: is a mooncake_master there?")
+        lane.greeted = True
+
+
+START_S = 30.0
+
+
+LEAVE_S = 2.0

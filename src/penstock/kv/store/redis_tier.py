@@ -1,0 +1,130 @@
+"""Pages in Redis, for all workers of all hosts that have the same model.
+
+A value is ``| proof 40 | page |`` under a name that covers model, numerics class, layout and ``--kv-key``.  Redis
+decides by itself what goes (its ``maxmemory-policy``); besides, values expire.  Nothing that comes back is believed: no
+more is read than a value can have, and a page must prove itself; one that does not is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import ConfigError, PageCorrupt, TierFailed
+from penstock.kv.store.envelope import PROOF_BYTES, AnySeal, bound, names_of
+from penstock.kv.store.tier import FinalPage, PageKey
+
+_PREFIX = b"penstock:kv:1:"
+_HEAD_BYTES = PROOF_BYTES
+_ASKED_AT_ONCE = 512
+CONNECT_S = 1.0
+_MISSING = "--kv-redis needs the package redis: pip install 'penstock[redis]'"
+
+
+class RedisTier:
+    """See ``port.Tier``.  Several threads may use it at once."""
+
+    name = "redis"
+    copies = True
+    remote = True
+    pages = 0
+
+    def __init__(self, url: str, seal: AnySeal, *, timeout_s: float, expire_s: float) -> None:
+        """Connects when it is first used.  Raises ConfigError for a bad URL, or without the library."""
+        self.check(url)
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        self._failure: type[Exception] = redis.RedisError
+        self._client: Any = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=min(CONNECT_S, timeout_s),
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._seal = seal
+        self._expire_ms = int(expire_s * 1000)
+        self._page_bytes = seal.layout.page_bytes
+        self._names = _PREFIX + names_of(seal.identity, seal.layout)[:16] + seal.kind.encode()
+
+    @staticmethod
+    def check(url: str) -> None:
+        """Raises ConfigError for a bad URL, or without the library."""
+        try:
+            import redis
+        except ImportError:
+            raise ConfigError(_MISSING) from None
+        try:
+            redis.Redis.from_url(url).close()
+        except ValueError as error:
+            raise ConfigError(f"--kv-redis: {error}") from None
+
+    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+        """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
+        found: list[bool] = []
+        for start in range(0, len(keys), _ASKED_AT_ONCE):
+            part = keys[start : start + _ASKED_AT_ONCE]
+            with self._failures():
+                pipeline = self._client.pipeline(transaction=False)
+                for key in part:
+                    pipeline.exists(self._name(key))
+                found += [bool(each) for each in pipeline.execute()]
+            if not all(found):
+                break
+        return found + [False] * (len(keys) - len(found))
+
+    def read(self, key: PageKey, into: memoryview) -> bool:
+        """See ``port.Tier``."""
+        name = self._name(key)
+        with self._failures():
+            # One byte more than there can be: who has more is not ours.
+            raw: bytes = self._client.getrange(name, 0, _HEAD_BYTES + self._page_bytes)
+        if not raw:
+            return False
+        try:
+            if len(raw) != _HEAD_BYTES + self._page_bytes:
+                raise PageCorrupt(f"a value of {len(raw)} bytes in Redis, expected {_HEAD_BYTES + self._page_bytes}")
+            self._seal.open(key, memoryview(raw)[_HEAD_BYTES:], raw[:_HEAD_BYTES], into)
+        except PageCorrupt:
+            with contextlib.suppress(self._failure):  # whoever reads it next tries again
+                self._client.delete(name)
+            raise
+        return True
+
+    def write(self, final: FinalPage, content: memoryview) -> bool:
+        """See ``port.Tier``.  What is there already is only given time."""
+        name = self._name(final.key)
+        with self._failures():
+            if self._client.pexpire(name, self._expire_ms):
+                return True
+            stored, proof = self._seal.close(final.key, content)
+            return bool(self._client.set(name, b"".join((proof, stored)), px=self._expire_ms))
+
+    def evicted(self, key: PageKey) -> None:
+        """Nothing to do: the page there is another one."""
+
+    def close(self) -> None:
+        """See ``port.Tier``."""
+        self._client.close()
+
+    def _name(self, key: PageKey) -> bytes:
+        return self._names + bound(key)
+
+    def _failures(self) -> _AsTierFailed:
+        return _AsTierFailed(self._failure)
+
+
+class _AsTierFailed:
+    """The library's errors become ours."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._kind):
+            raise TierFailed(f"redis: {error}") from None

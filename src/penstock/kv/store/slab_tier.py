@@ -1,0 +1,372 @@
+"""Pages in a file of slabs: host memory that all workers share, and disk.
+
+One thread writes, another reads.  A place is cleared in the directory before it is written and named after it: who is
+killed in between leaves an empty place.  What a crash of the machine tears is found by the proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError, PageCorrupt
+from penstock.kernels.host_ops import xxh3_128
+from penstock.kv.layout import KvLayout
+from penstock.kv.store.envelope import AnySeal
+from penstock.kv.store.eviction import Ranking
+from penstock.kv.store.page_index import MAX_WRITERS, Directory, Entry, area_bytes
+from penstock.kv.store.tier import FinalPage, PageKey
+from penstock.types import ModelIdentity
+
+# MERGED: One file of equal places for pages, with the directory of what is in them at its head.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     | head 4 KiB | directory (directory.py) | slab | slab | slab | ...      all in whole blocks of 4
+# MERGED: KiB
+# MERGED:       JSON, checked                           a page, and nothing else
+# MERGED:
+# MERGED: The same for a file on disk and for a memfd, which is a file that has no name and ends with its last
+# MERGED: process.  Several
+# MERGED: processes use one file: each writes into a share of its own, which the kernel keeps others out of
+# MERGED: (open file description
+# MERGED: locks: they end with the process that holds them), and reads everywhere.
+# MERGED:
+# MERGED: A file is used only when its head fits this model, numerics class and layout.  One of another model
+# MERGED: is refused; one that
+# MERGED: is damaged, or of another size, begins anew, unless somebody uses it.  Nothing in it is believed:
+# MERGED: sizes come from what
+# MERGED: we ask for, entries and pages have checks of their own.
+
+log = logging.getLogger("penstock.worker")
+
+BLOCK = 4096
+MAX_PLACES = 1 << 26
+_MAGIC = "penstock-kv/1"
+_CHECK_BYTES = 16
+_SHARES_AT = 1 << 61  # locked bytes that stand for places; no file is as long
+_HEAD_AT = 1 << 60  # that stands for the head
+_USERS_AT = _HEAD_AT + 1  # whoever has the file open and fitting shares it: it must not become another meanwhile
+
+
+class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose pages these are, and how they lie."""
+
+    magic: str
+    fingerprint: str
+    numerics: str
+    layout: str
+    page_bytes: int
+    slab_bytes: int
+    places: int
+    encrypted: bool
+
+
+def head_for(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypted: bool) -> SlabHead:
+    """Of a file of at most ``nbytes`` bytes.  Raises ConfigError when that is too little for a page."""
+    slab = -(-layout.page_bytes // BLOCK) * BLOCK
+    places = min(MAX_PLACES, (nbytes - BLOCK) // slab)
+    while places > 0 and BLOCK + area_bytes(places) + places * slab > nbytes:
+        places -= max(1, (BLOCK + area_bytes(places) + places * slab - nbytes) // (slab + BLOCK))
+    if places < 1:
+        least = BLOCK + area_bytes(1) + slab
+        raise ConfigError(f"{nbytes} bytes hold no KV page of this model: {least} bytes hold one")
+    return SlabHead(
+        magic=_MAGIC,
+        fingerprint=identity.fingerprint,
+        numerics=identity.numerics,
+        layout=layout.name,
+        page_bytes=layout.page_bytes,
+        slab_bytes=slab,
+        places=places,
+        encrypted=encrypted,
+    )
+
+
+class SlabFile:
+    """The file, open and fitting.  ``begin, end``: the places that this process may write; none if others have them."""
+
+    def __init__(
+        self, descriptor: int, head: SlabHead, share: tuple[int, int], what: str, *, allocate: bool = True
+    ) -> None:
+        """``share``: (number, of how many); ``allocate``: take all room at once, so that there is never too little.
+        Takes the descriptor, and closes it when it raises ConfigError."""
+        self.head = head
+        self.what = what
+        self.direct = False
+        self._allocates = allocate
+        self._descriptor = self._io = descriptor
+        number, shares = share
+        self._slabs_at = BLOCK + area_bytes(head.places)
+        try:
+            self._begin()
+            begin, end = head.places * number // shares, head.places * (number + 1) // shares
+            own = number < MAX_WRITERS and begin < end and _lock(descriptor, _SHARES_AT + begin, end - begin)
+            self.begin, self.end = (begin, end) if own else (0, 0)
+            self.writer = number if own else None
+            self._mapped = mmap.mmap(descriptor, self._slabs_at, access=mmap.ACCESS_WRITE)
+        except (OSError, ValueError) as error:  # ValueError: it is shorter than what is to be mapped
+            os.close(descriptor)
+            raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
+        except ConfigError:
+            os.close(descriptor)
+            raise
+        if not own:
+            log.warning("%s is written by another service: its pages are read here, none are written", what)
+        self.directory = memoryview(self._mapped)[BLOCK:]
+
+    @classmethod
+    def at(cls, path: Path, head: SlabHead, share: tuple[int, int], *, direct: bool) -> SlabFile:
+        """A file on disk, made when it is not there.  ``direct``: read and written past the page cache, where the file
+        system can do that.  Raises ConfigError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        file = cls(descriptor, head, share, str(path))
+        if direct and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):  # a file system without it
+                file._io = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+                file.direct = True
+        return file
+
+    @classmethod
+    def memory(cls, descriptor: int, head: SlabHead, share: tuple[int, int]) -> SlabFile:
+        """Host memory: a memfd that the process which forked the workers has made.  Raises ConfigError."""
+        try:  # opened anew: locks are those of an open file, and a fork shares its parent's
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"cannot open shared host memory (is /proc there?): {error.strerror}") from None
+        return cls(own, head, share, "host memory", allocate=False)
+
+    # --- pages -------------------------------------------------------------------------------------------------------
+
+    def read(self, place: int, into: memoryview) -> int:
+        """Fill ``into`` (a whole slab) from a place; how many bytes came."""
+        return os.preadv(self._io, [into], self._slabs_at + place * self.head.slab_bytes)
+
+    def write(self, place: int, slab: memoryview) -> None:
+        """Raises OSError, also when not all of it could be written."""
+        written = os.pwritev(self._io, [slab], self._slabs_at + place * self.head.slab_bytes)
+        if written != slab.nbytes:
+            raise OSError(f"{written} of {slab.nbytes} bytes were written")
+
+    def close(self) -> None:
+        """The directory must have been let go before."""
+        self.directory.release()
+        self._mapped.close()
+        if self._io != self._descriptor:
+            os.close(self._io)
+        os.close(self._descriptor)
+
+    # --- beginning ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Have a file with our head, and say that it is used, as long as it is open here."""
+        descriptor, head = self._descriptor, self.head
+        if not _lock(descriptor, _HEAD_AT, 1, wait=True):
+            raise ConfigError(f"{self.what}: cannot be locked")
+        try:
+            size = self._slabs_at + head.places * head.slab_bytes
+            found = _read_head(descriptor)
+            if found is not None and (found.fingerprint, found.numerics) != (head.fingerprint, head.numerics):
+                raise ConfigError(
+                    f"{self.what} has KV pages of another model ({found.fingerprint[:12]}, {found.numerics}): "
+                    "delete it, or name another folder"
+                )
+            if found != head or os.fstat(descriptor).st_size != size:
+                if found is not None or os.fstat(descriptor).st_size:
+                    log.warning("%s is damaged, or was made for another size or layout: it begins anew", self.what)
+                if not _lock(descriptor, _USERS_AT, 1):
+                    raise ConfigError(f"{self.what} is used by another service with other settings")
+                self._write_head(size)
+            if not _lock(descriptor, _USERS_AT, 1, kind=fcntl.F_RDLCK):  # also in place of the exclusive one
+                raise ConfigError(f"{self.what}: cannot be locked")
+        finally:
+            _unlock(descriptor, _HEAD_AT, 1)
+
+    def _write_head(self, size: int) -> None:
+        """Nothing is in it but our head."""
+        os.ftruncate(self._descriptor, 0)
+        if self._allocates:
+            _allocate(self._descriptor, size, self.what)
+        else:
+            os.ftruncate(self._descriptor, size)
+        raw = msgspec.json.encode(self.head)
+        os.pwrite(self._descriptor, raw + bytes(BLOCK - _CHECK_BYTES - len(raw)) + xxh3_128(raw), 0)
+
+
+def _allocate(descriptor: int, size: int, what: str) -> None:
+    """All of it now, so that the file system is never full later."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.ftruncate(descriptor, 0)
+        raise ConfigError(f"{what}: cannot have {size} bytes: {error.strerror}") from None
+
+
+def _read_head(descriptor: int) -> SlabHead | None:
+    """None: there is none that could be read."""
+    raw = os.pread(descriptor, BLOCK, 0)
+    text = raw[:-_CHECK_BYTES].rstrip(b"\0")
+    if len(raw) != BLOCK or raw[-_CHECK_BYTES:] != xxh3_128(text):
+        return None
+    try:
+        head = msgspec.json.decode(text, type=SlabHead)
+    except msgspec.DecodeError:
+        return None
+    return head if head.magic == _MAGIC else None
+
+
+def _lock(descriptor: int, start: int, length: int, *, kind: int = fcntl.F_WRLCK, wait: bool = False) -> bool:
+    """Keep others out of these bytes (F_RDLCK: those who want them alone), as long as the file is open here."""
+    how = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    try:
+        fcntl.fcntl(descriptor, how, _flock(kind, start, length))
+    except OSError:
+        return False
+    return True
+
+
+def _unlock(descriptor: int, start: int, length: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, start, length))
+
+
+def _flock(kind: int, start: int, length: int) -> bytes:
+    """``struct flock`` of Linux with 64-bit offsets."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
+
+
+_LOOKS = 64
+"""Places that are looked at for uses since the last time, before one is given up."""
+
+_MOST_USES = 1024  # that count at one time: the number is anybody's word
+
+
+class SlabTier:
+    """See ``port.Tier``."""
+
+    copies = True
+    remote = False
+
+    def __init__(self, name: str, file: SlabFile, seal: AnySeal) -> None:
+        """Reads the directory: some 2 us a page that is there."""
+        self.name = name
+        self._file = file
+        self._seal = seal
+        self._page_bytes = seal.layout.page_bytes
+        slab = file.head.slab_bytes
+        self._read_buffer, self._write_buffer = mmap.mmap(-1, slab), mmap.mmap(-1, slab)  # aligned, for O_DIRECT
+        self._reading = threading.Lock()
+        self._directory = Directory(file.directory, file.head.places, file.writer)
+        self._directory.scan()
+        self._ranking = Ranking()
+        self._touches: dict[int, int] = {}
+        self._free = set(range(file.begin, file.end))
+        for place, _ in self._directory.known():
+            if place in self._free:
+                self._free.discard(place)
+                entry = self._directory.at(place)
+                self._rank(place, entry.saves_s if entry else 0.0)
+
+    @property
+    def pages(self) -> int:
+        """See ``port.Tier``; those of all processes."""
+        return len(self._directory)
+
+    @property
+    def places(self) -> int:
+        """Pages that there is room for."""
+        return self._file.head.places
+
+    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+        """See ``port.Tier``."""
+        self._directory.refresh()
+        return [bool(self._directory.find(key)) for key in keys]
+
+    def read(self, key: PageKey, into: memoryview) -> bool:
+        """See ``port.Tier``."""
+        for place in self._directory.find(key):
+            entry = self._directory.at(place)
+            if entry is None or entry.key != key:
+                self._directory.forget(place)
+                continue
+            with self._reading, memoryview(self._read_buffer) as slab:
+                if self._file.read(place, slab) < self._page_bytes:
+                    self._lost(place)
+                    raise PageCorrupt(f"{self._file.what} ends within place {place}")
+                try:
+                    with slab[: self._page_bytes] as stored:
+                        self._seal.open(key, stored, entry.proof, into)
+                except PageCorrupt:
+                    if self._directory.at(place) != entry:
+                        continue  # written anew meanwhile
+                    self._lost(place)
+                    raise
+            self._directory.touch(place)
+            return True
+        return False
+
+    def write(self, final: FinalPage, content: memoryview) -> bool:
+        """See ``port.Tier``.  By the one thread that writes."""
+        if self._directory.find(final.key):
+            return True
+        place = self._room()
+        if place is None:
+            return False
+        stored, proof = self._seal.close(final.key, content)
+        with memoryview(self._write_buffer) as slab:
+            slab[: self._page_bytes] = stored
+            self._file.write(place, slab)
+        self._directory.put(place, Entry(final.key, final.saves_s, proof))
+        self._free.discard(place)
+        self._rank(place, final.saves_s)
+        return True
+
+    def evicted(self, key: PageKey) -> None:
+        """Nothing to do: the page here is another one."""
+
+    def close(self) -> None:
+        """See ``port.Tier``."""
+        self._directory.close()
+        self._file.close()
+
+    # --- room --------------------------------------------------------------------------------------------------------
+
+    def _room(self) -> int | None:
+        """A place of our own with nothing in it; what would be missed least is given up for that."""
+        for place in self._free:
+            return place
+        least = self._ranking.least()
+        for _ in range(_LOOKS):
+            if least is None:
+                return None
+            fresh = (self._directory.touches(least) - self._touches[least]) % (1 << 32)
+            if not fresh:
+                break
+            self._touches[least] += fresh  # it was read since
+            self._ranking.used(least, min(fresh, _MOST_USES))
+            least = self._ranking.least()
+        if least is not None:
+            self._ranking.goes(least)
+            self._directory.clear(least)
+            self._free.add(least)
+        return least
+
+    def _rank(self, place: int, saves_s: float) -> None:
+        self._touches[place] = self._directory.touches(place)
+        self._ranking.add(place, saves_s)
+
+    def _lost(self, place: int) -> None:
+        """What is there is not what its entry says.  Its writer will write over it in time."""
+        self._directory.forget(place)

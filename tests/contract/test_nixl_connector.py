@@ -1,0 +1,321 @@
+"""What only the carrier over NIXL can meet: no NIXL at one end, and processes that hang, die or are left.
+
+NIXL goes over UCX's TCP here, on the loopback: there is no RDMA.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+from transfer_rig import IDENTITY, LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, nixl_carrier, offer_all, start
+
+from blows import strike
+from penstock.config.limits import HandOverConfig
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import Landed, Wanted
+from penstock.kv.connectors.nixl import connector as nixl_carrier
+from penstock.kv.connectors.nixl import reader
+from penstock.kv.connectors.nixl.agent_client import Absent, Done, HouseEmptyError, News, Ready
+from penstock.kv.connectors.nixl.connector import NixlCarrier, needs_writing
+from penstock.types import PageId, WorkerId
+from penstock.wire.messages import PageReady, PageSource
+
+long = pytest.mark.long
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with ExitStack() as stack:
+        made, closing = make_rig("nixl", config=HandOverConfig(fetch_stall_s=3.0))
+        for thing in reversed(closing):
+            stack.callback(thing.close)
+        yield made
+
+
+def ends(rig: Rig) -> tuple[NixlCarrier, NixlCarrier]:
+    sender, receiver = rig.sender._carrier, rig.receiver._carrier
+    assert isinstance(sender, NixlCarrier)
+    assert isinstance(receiver, NixlCarrier)
+    return sender, receiver
+
+
+def hand_over(rig: Rig, epoch: int) -> None:
+    """Three pages, whichever way; all of them right."""
+    for page in OWN:
+        rig.receiver_memory.view(page)[:] = bytes(rig.receiver_memory.layout.page_bytes)  # type: ignore[arg-type]
+    start(rig, epoch=epoch)
+    offer_all(rig, epoch=epoch)
+    rig.done(3, epoch=epoch)
+    rig.until(lambda: len(rig.released) == epoch)
+    assert not rig.failed
+    assert arrived(rig)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def test_network_cards_want_pages_that_could_be_written():
+    assert needs_writing("rc,dc,ud")
+    assert needs_writing("tcp, rc")
+    assert not needs_writing("tcp, sm,self")
+
+
+@pytest.fixture
+def carrier() -> Iterator[NixlCarrier]:
+    """A worker's; nothing of it is started."""
+    memory, made = nixl_carrier(HandOverConfig(), PageSeal(IDENTITY, LAYOUT))
+    yield made
+    made.close()
+    memory.close()
+
+
+def wanted() -> Wanted:
+    source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
+    frame = PageReady(request=R, epoch=1, block=0, page=PageId(1), generation=1, tokens=16, checksum=bytes(16))
+    return Wanted(source, frame, memoryview(bytearray(LAYOUT.page_bytes)))
+
+
+def test_a_page_that_landed_and_was_stopped_wakes_nobody(carrier: NixlCarrier):
+    page = wanted()
+    carrier._land(Landed(page))
+    assert select.select(carrier.descriptors, [], [], 0)[0]
+    carrier.stop(page.source, R, 1)
+    assert not select.select(carrier.descriptors, [], [], 0)[0]
+    carrier._land(Landed(page))
+    assert [each.wanted for each in carrier.landed()] == [page], "the next one does"
+
+
+class NoThread:
+    """A process that cannot be had."""
+
+    def __init__(self, *_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+class Babbler:
+    """A process that tells of what nobody asked for."""
+
+    pid = None
+
+    def __init__(self, *_: object) -> None:
+        self._said: list[News] = [Ready(b"agent", 0), Done(99)]
+
+    def hear(self, _: float | None) -> News:
+        return self._said.pop(0)
+
+    def say(self, _: object) -> None:
+        pass
+
+    end = close = lambda self: None
+
+
+@pytest.mark.parametrize(("house", "why"), [(NoThread, "can't start new thread"), (Babbler, "read 99")])
+def test_whatever_fails_pages_go_another_way(
+    carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch, house: type, why: str
+):
+    monkeypatch.setattr(reader, "House", house)
+    page = wanted()
+    carrier.taker.fetch(reader.Errand(page, b"agent", 0))
+    carrier.taker.start()
+    until(lambda: carrier.has_landed)
+    assert [(each.wanted, each.failure) for each in carrier._landed] == [(page, reader.FAILED)]
+    assert why in carrier.taker.why
+    until(carrier.taker.settled.is_set)
+    assert not carrier.taker.usable
+    until(lambda: not memory_of_reads())
+
+
+class Tended:
+    """A process of this test's making."""
+
+    pid = None
+    begun: ClassVar[list[Tended]]
+
+    def __init__(self, *_: object) -> None:
+        self.up = threading.Event()
+        self.begun.append(self)
+
+    def say(self, _: object) -> None:
+        pass
+
+    def end(self) -> None:
+        self.up.set()
+
+    close = end
+
+
+def test_a_receiver_without_nixl_tries_once(carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch):
+    class Without(Tended):
+        begun: ClassVar[list[Tended]] = []
+
+        def hear(self, _: float | None) -> News:
+            return Absent("none of the packages is installed")
+
+    monkeypatch.setattr(reader, "House", Without)
+    carrier.taker.start()
+    until(carrier.taker.settled.is_set)
+    assert carrier.taker.resting_until == math.inf
+    assert "none of the packages" in carrier.taker.why
+    carrier.taker.start()
+    carrier.taker.fetch(reader.Errand(wanted(), b"agent", 0))
+    until(lambda: carrier.has_landed)
+    assert [each.failure for each in carrier._landed] == [reader.FAILED]
+    assert not carrier.taker.usable
+    assert len(Without.begun) == 1
+
+
+def test_pages_go_by_sockets_while_a_new_process_comes_up(carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch):
+    class Mortal(Tended):
+        begun: ClassVar[list[Tended]] = []
+        ready = False
+
+        def hear(self, _: float | None) -> News:
+            if self.ready:
+                raise HouseEmptyError("its process has ended")
+            self.up.wait(30)
+            self.ready = True
+            return Ready(b"agent", 0)
+
+    monkeypatch.setattr(reader, "House", Mortal)
+    carrier.taker.start()
+    for life in (1, 2):
+        until(lambda life=life: len(Mortal.begun) == life)
+        assert not carrier.taker.usable, "it has not come up"
+        Mortal.begun[-1].up.set()
+        until(lambda: carrier.taker.usable)
+        carrier.taker.fetch(reader.Errand(wanted(), b"agent", 0))
+        until(lambda life=life: len(carrier._landed) == life)
+        assert not carrier.taker.usable
+        carrier.taker.resting_until = 0.0
+        assert not carrier.taker.usable, "rested, and without a process"
+        carrier.taker.start()
+
+
+def memory_of_reads() -> list[str]:
+    links = []
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(each))
+        except FileNotFoundError:  # of this very look
+            continue
+    return [link for link in links if "memfd:penstock-nixl" in link]
+
+
+@pytest.mark.parametrize("lacking", ["descriptors", "threads"])
+def test_without_room_for_its_processes_pages_go_by_sockets(
+    carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch, lacking: str
+):
+    def none(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if lacking == "descriptors":
+            patch.setattr(nixl_carrier, "House", none)
+        else:
+            patch.setattr(threading.Thread, "start", no_thread)
+            carrier.taker.start()
+            assert not carrier.taker.usable
+        at = carrier.grant(R, 1)
+    assert at is not None
+    assert not at.agent
+    assert carrier.grant(R, 1) == at, "not tried again and again"
+    assert carrier.giver.pid is None
+
+
+@long
+def test_pages_come_by_nixl_where_both_have_it(rig: Rig):
+    sender, receiver = ends(rig)
+    for epoch in (1, 2, 3):
+        hand_over(rig, epoch)
+    assert receiver.taker.pages == 9
+    assert sender._tcp.desk._callers == set()
+    maps = Path(f"/proc/{sender.giver.pid}/maps").read_text().splitlines()
+    (shared,) = (line for line in maps if "memfd:penstock-kv" in line)
+    assert " r--s " in shared, "nobody can write there"
+
+
+@long
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_pages_come_by_sockets_where_one_has_it_not(rig: Rig, who: str):
+    sender, receiver = ends(rig)
+    if who == "sender":
+        assert sender.giver.pid is not None
+        os.kill(sender.giver.pid, signal.SIGKILL)
+        until(lambda: sender.giver.ready is None)
+    else:
+        receiver.taker.resting_until = float("inf")
+    hand_over(rig, 1)
+    assert receiver.taker.pages == 0
+
+
+@long
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_a_process_that_hangs_or_dies_costs_a_deadline_and_no_page(rig: Rig, who: str, how: signal.Signals):
+    sender, receiver = ends(rig)
+    hand_over(rig, 1)
+    pid = sender.giver.pid if who == "sender" else receiver.taker.pid
+    taking = receiver.taker.pid
+    assert pid is not None
+    assert taking is not None
+    strike(pid, how)
+    began = time.monotonic()
+    hand_over(rig, 2)
+    assert time.monotonic() - began < 60
+    if how is signal.SIGSTOP:
+        assert receiver.taker.pages == 3
+        assert "did not end in 3 s" in receiver.taker.why
+        until(lambda: not psutil.pid_exists(taking))  # nor what it might still write
+    if how is signal.SIGSTOP:
+        os.kill(sender.giver.pid or 0, signal.SIGCONT)
+    receiver.taker.resting_until = 0.0
+    hand_over(rig, 3)
+
+
+@long
+def test_what_was_stopped_is_not_written(rig: Rig):
+    sender, receiver = ends(rig)
+    hand_over(rig, 1)
+    assert sender.giver.pid is not None
+    start(rig, epoch=2)
+    strike(sender.giver.pid, signal.SIGSTOP)
+    offer_all(rig, epoch=2)
+    rig.until(lambda: bool(receiver.taker._flying))
+    receiver.stop(rig.source, rig.granted[0].request, 2)
+    before = [rig.receiver_page(page) for page in OWN]
+    for page in THEIRS:
+        rig.sender_memory.view(page)[:] = bytes(rig.sender_memory.layout.page_bytes)  # type: ignore[arg-type]
+    os.kill(sender.giver.pid, signal.SIGCONT)
+    until(lambda: not receiver.taker._flying)
+    assert [rig.receiver_page(page) for page in OWN] == before
+    assert not receiver.landed()
+
+
+@long
+def test_nothing_is_left(rig: Rig):
+    sender, receiver = ends(rig)
+    hand_over(rig, 1)
+    assert receiver.giver.pid is None, "who only takes needs no process to give"
+    pids = [sender.giver.pid, receiver.taker.pid]
+    for carrier in (sender, receiver):
+        carrier.close()
+    assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]

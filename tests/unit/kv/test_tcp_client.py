@@ -1,0 +1,205 @@
+"""What waits for the connections to one sender: who is told of it, and who pays for a connection that breaks.
+
+No connection is made: the test is the thread that would serve it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from penstock.config.limits import HandOverConfig
+from penstock.kernels.operands import KvShape
+from penstock.kv.checksum import PageSeal
+from penstock.kv.connectors.base import Landed, Wanted
+from penstock.kv.connectors.tcp import client
+from penstock.kv.connectors.tcp.client import Batch, Line, Road
+from penstock.kv.layout import KvLayout
+from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
+from penstock.wire.messages import PageReady, PageSource
+from penstock.wire.page_doors import PagesAt
+
+SOURCE = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
+SEAL = PageSeal(
+    ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"),
+    KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32"),
+)
+
+
+class Unserved(Line):
+    """Has no thread."""
+
+    def start(self) -> None:
+        """See above."""
+
+
+class Unstarted(Line):
+    """Gets no thread."""
+
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+class Roadside:
+    """A road with one connection, and what it has told."""
+
+    def __init__(self, config: HandOverConfig) -> None:
+        self.told: list[Landed] = []
+        self.on_land: Callable[[], None] = lambda: None
+        self.road = Road(SOURCE, config, SEAL, sealed=False, land=self._land)
+
+    def door(self, name: str) -> tuple[RequestId, int]:
+        at = PagesAt(request=RequestId(name), epoch=1, port=1, leg=len(name), token=bytes(32), sealed=False)
+        self.road.door(at)
+        return at.request, 1
+
+    def fetch(self, name: str, page: int) -> None:
+        frame = PageReady(
+            request=RequestId(name), epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
+        )
+        self.road.fetch([Wanted(SOURCE, frame, memoryview(bytearray(1)))])
+
+    def take(self) -> tuple[Line, Batch]:
+        (line,) = self.road._ways
+        batch = self.road.take(line, 0.0)
+        assert batch is not None
+        return line, batch
+
+    def _land(self, landed: Sequence[Landed]) -> None:
+        if landed:
+            self.on_land()
+        self.told.extend(landed)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[HandOverConfig], Roadside]:
+    monkeypatch.setattr(client, "Line", Unserved)
+    return Roadside
+
+
+def land(side: Roadside, line: Line, batch: Batch) -> None:
+    side.road.landed(batch, [None])
+
+
+def refuse(side: Roadside, line: Line, batch: Batch) -> None:
+    side.road.refused(line, batch)
+
+
+def lose(side: Roadside, line: Line, batch: Batch) -> None:
+    side.road.lost(line, "hung up")
+
+
+@pytest.mark.parametrize("end", [land, refuse, lose])
+def test_nothing_is_told_of_a_leg_once_stopping_it_has_returned(
+    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, Line, Batch], None]
+) -> None:
+    """Somebody stops it at the worst moment: when the connection's thread has looked, and not told yet."""
+    side = make(HandOverConfig(connections=1, fetch_tries=1))
+    key = side.door("one")
+    side.fetch("one", 3)
+    line, batch = side.take()
+    told_before: list[int] = []
+
+    def stop_it() -> None:
+        side.road.stop(key)
+        told_before.append(len(side.told))
+
+    stopping = threading.Thread(target=stop_it)
+
+    def stop() -> None:
+        stopping.start()
+        stopping.join(0.02)  # were it let in here, it would be over long before
+
+    side.on_land = stop
+    end(side, line, batch)
+    stopping.join()
+    assert told_before == [len(side.told)] == [1]
+
+
+@pytest.mark.parametrize("end", [land, refuse, lose])
+def test_nothing_is_told_of_a_leg_that_was_stopped(
+    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, Line, Batch], None]
+) -> None:
+    side = make(HandOverConfig(connections=1, fetch_tries=1))
+    key = side.door("one")
+    side.fetch("one", 3)
+    line, batch = side.take()
+    side.road.stop(key)
+    end(side, line, batch)
+    assert side.told == []
+
+
+def test_a_connection_that_breaks_costs_a_try_only_what_it_broke_over(
+    make: Callable[[HandOverConfig], Roadside],
+) -> None:
+    side = make(HandOverConfig(connections=1, fetch_tries=2))
+    for name in ("guilty", "other"):
+        side.door(name)
+    side.fetch("guilty", 3)
+    side.fetch("other", 4)
+    side.fetch("guilty", 5)
+    for _ in range(2):
+        line, batch = side.take()
+        assert batch.key[0] == "guilty"
+        assert side.take()[1].key[0] == "other"
+        assert side.told == []
+        assert side.road.lost(line, "a stranger")
+    assert [(each.wanted.frame.page, each.failure) for each in side.told] == [
+        (3, "its pages cannot be fetched: a stranger")
+    ]
+    for _ in range(2):  # what else waited of the leg is not tried in vain; the other still has all its tries
+        line, batch = side.take()
+        assert [order.wanted.frame.page for order in batch.orders] == [4]
+        assert side.road.take(line, 0.0) is None
+        side.road.lost(line, "hung up")
+    assert [each.wanted.frame.page for each in side.told] == [3, 4]
+
+
+def test_a_batch_that_was_stopped_costs_nobody_a_try(make: Callable[[HandOverConfig], Roadside]) -> None:
+    side = make(HandOverConfig(connections=1, fetch_tries=1))
+    stopped = side.door("stopped")
+    side.door("other")
+    side.fetch("stopped", 3)
+    side.fetch("other", 4)
+    line, _ = side.take()
+    side.take()
+    side.road.stop(stopped)
+    side.road.lost(line, "hung up")
+    assert side.told == []
+    assert [order.wanted.frame.page for order in side.take()[1].orders] == [4]
+
+
+def test_without_a_thread_for_it_what_is_fetched_fails(
+    make: Callable[[HandOverConfig], Roadside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make(HandOverConfig(connections=2))
+    key = side.door("one")
+    side.fetch("one", 3)
+    monkeypatch.setattr(client, "Line", Unstarted)
+    side.fetch("one", 4)  # one connection is there already
+    assert side.told == []
+    assert [order.wanted.frame.page for order in side.take()[1].orders] == [3, 4]
+    alone = make(HandOverConfig(connections=2))
+    alone.door("one")
+    alone.fetch("one", 3)
+    assert [each.failure for each in alone.told] == ["its pages cannot be fetched: can't start new thread"]
+    alone.road.stop(key)
+    assert alone.road.unused
+
+
+def test_whatever_ends_a_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
+    side, heard = Roadside(HandOverConfig(connections=1, fetch_tries=2, peer_idle_s=0.01)), threading.Event()
+    side.on_land = heard.set
+    side.door("one")
+    side.fetch("one", 3)
+    assert heard.wait(60)
+    side.road.close()
+    assert [each.failure for each in side.told] == ["its pages cannot be fetched: MemoryError"]
