@@ -25,7 +25,7 @@ from blows import strike
 from penstock.config.limits import HandOverConfig
 from penstock.kv.checksum import PageSeal
 from penstock.kv.connectors.base import Landed, Wanted
-from penstock.kv.connectors.nixl import connector as nixl_carrier
+from penstock.kv.connectors.nixl import connector as nixl_connector
 from penstock.kv.connectors.nixl import reader
 from penstock.kv.connectors.nixl.agent_client import Absent, Done, HouseEmptyError, News, Ready
 from penstock.kv.connectors.nixl.connector import NixlCarrier, needs_writing
@@ -229,7 +229,7 @@ def test_without_room_for_its_processes_pages_go_by_sockets(
 
     with monkeypatch.context() as patch:
         if lacking == "descriptors":
-            patch.setattr(nixl_carrier, "House", none)
+            patch.setattr(nixl_connector, "House", none)
         else:
             patch.setattr(threading.Thread, "start", no_thread)
             carrier.taker.start()
