@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
-from penstock.engine.core.events import Arrive, FirstToken, Granted, PagesArrived, Released
-from penstock.engine.core.plan import Drawn, Outcome, Plan
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
+from penstock.engine.core.events import AddRequest, CreditGranted, FirstTokenArrived, PagesArrived, PagesReleased
+from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams
 
@@ -47,7 +47,7 @@ class Worker:
 
     scheduler: Scheduler
     cores: int
-    plan: Plan | None = None
+    plan: StepPlan | None = None
     begun: float = 0.0
     done: float = 0.0  # part of the step
     steps: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, answers' rows, prompts' rows
@@ -95,7 +95,7 @@ class Loop:
             prefill_step_budget_ms=args.prefill_budget_ms,
             even_pace=self.split and args.even_pace,
         )
-        return Scheduler(config, StepCost(prior_for(PARAMETERS)))
+        return Scheduler(config, StepCostModel(cost_prior(PARAMETERS)))
 
     def run(self) -> None:
         """Until the last answer is there."""
@@ -116,7 +116,7 @@ class Loop:
             self.owner[name] = client
             prompt = tuple((number * 7919 + i * 31) % 60_000 for i in range(self.args.prompt))
             for leg, worker in self._legs():
-                request = Arrive(
+                request = AddRequest(
                     id=name,
                     epoch=0,
                     leg=leg,
@@ -135,7 +135,7 @@ class Loop:
             return
         plan = worker.scheduler.plan(self.now)
         for request in plan.reserved:
-            self.workers["prefill"].scheduler.apply(Granted(id=request.id, epoch=0), self.now)
+            self.workers["prefill"].scheduler.apply(CreditGranted(id=request.id, epoch=0), self.now)
         if not plan.rows:
             self._take(name, worker.scheduler.commit(plan, (), self.now))
             worker.rests_until = worker.scheduler.resting_until or 0.0
@@ -164,10 +164,10 @@ class Loop:
         seconds = self.now - worker.begun
         rows = [row.count for row in plan.rows]
         worker.steps.append((seconds, rows.count(1), sum(count for count in rows if count > 1)))
-        drawn = [Drawn((7,)) if row.samples else Drawn() for row in plan.rows]
+        drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
         self._take(name, worker.scheduler.commit(plan, drawn, self.now, seconds))
 
-    def _take(self, name: str, outcome: Outcome) -> None:
+    def _take(self, name: str, outcome: StepOutcome) -> None:
         for progress in outcome.progress:
             request = progress.request
             if name == "decode" and progress.index == 0:
@@ -176,8 +176,8 @@ class Loop:
             if name == "prefill":
                 decode = self.workers["decode"].scheduler
                 decode.apply(PagesArrived(id=request.id, epoch=0, computed=len(request.prompt)), self.now)
-                decode.apply(FirstToken(id=request.id, epoch=0, token=7), self.now)
-                self.workers["prefill"].scheduler.apply(Released(id=request.id, epoch=0), self.now)
+                decode.apply(FirstTokenArrived(id=request.id, epoch=0, token=7), self.now)
+                self.workers["prefill"].scheduler.apply(PagesReleased(id=request.id, epoch=0), self.now)
 
     def _token(self, request: RequestId, index: int, *, ended: bool) -> None:
         number = self.owner[request]

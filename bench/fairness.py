@@ -31,9 +31,9 @@ import numpy as np
 
 from penstock.config.limits import SchedulingConfig
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Claim, Leg, RequestId, SamplingParams
 
@@ -57,13 +57,13 @@ class Engine:
     tokens: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config, StepCost(prior_for(PARAMETERS)))
+        self.scheduler = Scheduler(self.config, StepCostModel(cost_prior(PARAMETERS)))
 
     def ask(self, name: str, prompt: int, answer: int, tenant: str = "", due: float | None = None) -> None:
         """A request comes now, or came when it was ``due``, while a step was under way."""
         self.asked[name] = self.now if due is None else due
         tokens = tuple(random.Random(name).randrange(1 << 30) for _ in range(prompt))
-        event = Arrive(
+        event = AddRequest(
             id=RequestId(name),
             epoch=0,
             leg=Leg.WHOLE,
@@ -75,13 +75,13 @@ class Engine:
         )
         self.scheduler.apply(event, self.now)
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         """One step; an idle one takes a millisecond."""
         plan = self.scheduler.plan(self.now)
         rows = sum(row.count for row in plan.rows)
         seconds = STEP_S + TOKEN_S * rows if rows else 0.001
         self.now += seconds
-        drawn = [Drawn((7,)) if row.samples else Drawn() for row in plan.rows]
+        drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
         for progress in self.scheduler.commit(plan, drawn, self.now, seconds if rows else None).progress:
             self.tokens.setdefault(progress.request.id, []).append(self.now)
         return plan

@@ -28,12 +28,12 @@ from tokenizers import Tokenizer
 
 from penstock.bundled import storyteller
 from penstock.clock import Clock, MonotonicClock
-from penstock.engine.core.plan import Drawn, Row, Speculator
+from penstock.engine.core.plan import DraftProposer, SampledTokens, ScheduledTokens
 from penstock.engine.models.eagle import build_head
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.spec.draft_model import CONTEXT_TOKENS, Drafter, HeadGuide
-from penstock.engine.spec.proposer import DraftSpeculator
+from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, EagleSource
+from penstock.engine.spec.proposer import DraftModelProposer
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
@@ -68,7 +68,7 @@ class Pair:
         loaded = load_model(folder, self.spec, self.ops, threads=threads)
         model = build_model(loaded, self.ops, min(self.spec.max_positions, longest))
         found = load_head(head, inspect_head(head, self.spec), loaded.weights_hash, self.ops)
-        self.head = build_head(found, loaded, self.ops, CONTEXT_TOKENS)
+        self.head = build_head(found, loaded, self.ops, SLOT_TOKENS)
         pages = 8 * -(-longest // PAGE_TOKENS) + 8
 
         def runner(tapped: tuple[int, ...]) -> ModelRunner:
@@ -81,11 +81,11 @@ class Pair:
         self.plain = Engine(runner(()), self.spec.parameters, longest)
 
     def drafter(self, clock: Clock) -> Drafter:
-        guide = HeadGuide(self.head, self.spec.vocab, self.runner)
+        guide = EagleSource(self.head, self.spec.vocab, self.runner)
         return Drafter(guide, self.ops, vocab=self.spec.vocab, places=16, clock=clock)
 
-    def speculator(self, clock: Clock) -> DraftSpeculator:
-        return DraftSpeculator(self.drafter(clock), most_each=TOKENS_AT_ONCE, most=STEP_TOKENS)
+    def speculator(self, clock: Clock) -> DraftModelProposer:
+        return DraftModelProposer(self.drafter(clock), most_each=TOKENS_AT_ONCE, most=STEP_TOKENS)
 
 
 class Deep:
@@ -95,10 +95,10 @@ class Deep:
         self._drafter = drafter
         drafter.follow(True)
 
-    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+    def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
         return self._drafter.guess(rows, DEEPEST)
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         pass
 
     def forget(self, request: RequestId) -> None:
@@ -173,7 +173,7 @@ class Replayed:
     def seconds(self) -> tuple[float, float]:
         return self._inner.seconds
 
-    def guess(self, rows: Sequence[Row], depth: int) -> list[tuple[int, ...]]:
+    def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
         (draft,) = self._inner.guess(rows, depth) or ((),)
         done, right = len(rows[0].request.output), self._random.choice(self._counts)
         tokens = list(self._answer[done : done + len(draft)])
@@ -238,9 +238,9 @@ def replay(args: argparse.Namespace) -> list[dict[str, Any]]:
     (answer,), _ = pair.plain.answer([prompt], sampling, Tally(None), MonotonicClock())
     for temperature, own in counts.items():
 
-        def make(clock: Clock, own: Sequence[int] = own) -> Speculator:
+        def make(clock: Clock, own: Sequence[int] = own) -> DraftProposer:
             drafter: Any = Replayed(pair.drafter(clock), answer, own)
-            return DraftSpeculator(drafter, most_each=TOKENS_AT_ONCE, most=STEP_TOKENS)
+            return DraftModelProposer(drafter, most_each=TOKENS_AT_ONCE, most=STEP_TOKENS)
 
         name = f"acceptance of stories, temperature {temperature:g}"
         found.append(compared(name, (pair.plain, pair.guessing), [[prompt]], sampling, make, args))

@@ -1,7 +1,7 @@
 """What it costs a gateway to hear its workers: CPU seconds of one real gateway process, one of 16, in 60 s.
 
 Its router, joined workers, links and event loop are those of the service, over ZeroMQ with CURVE as in production.  All
-workers are played by this one process: their real ``Bulletins`` say when a report is due and what is in it, with 16
+workers are played by this one process: their real ``KvEventPublisher`` say when a report is due and what is in it, with 16
 gateways each; messages to the other 15 are not sent (the null world counts that a gateway is told the same whatever
 their number: ``tests/null/test_reports.py``).  No requests: answers are measured elsewhere.
 
@@ -30,10 +30,10 @@ import zmq
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import GatewayConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.page_pool import BlockPool
+from penstock.engine.core.page_pool import PagePool
 from penstock.engine.core.prefix_cache import PrefixCache
-from penstock.engine.service.gateways import Asks, Gateway
-from penstock.engine.service.kv_events import Bulletins
+from penstock.engine.service.gateways import ConnectedGateway, GatewayRequests
+from penstock.engine.service.kv_events import KvEventPublisher
 from penstock.launch import event_loop
 from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import Outside, RouterService
@@ -67,11 +67,11 @@ class Played:
             carrier="curve",
             scheduler=SchedulerConfig(pages=64),
         )
-        self._asks = Asks(config.gateway_silence_s)
+        self._asks = GatewayRequests(config.gateway_silence_s)
         self._counters = {name: 12345.678 + index for index, name in enumerate(WORKER_COUNTERS)}
         self._config, self._steps = config, 0
-        self._bulletins = Bulletins(config, PrefixCache(BlockPool(64)), self.listener, self._report)
-        self._others = [Gateway(f"g{index}", 1, b"", 0.0, serial=1) for index in range(1, GATEWAYS)]
+        self._bulletins = KvEventPublisher(config, PrefixCache(PagePool(64)), self.listener, self._report)
+        self._others = [ConnectedGateway(f"g{index}", 1, b"", 0.0, serial=1) for index in range(1, GATEWAYS)]
         self.next_step = time.monotonic() + number % 64 / 64 * STEP_S
 
     def _report(self) -> Report:
@@ -95,7 +95,7 @@ class Played:
         )
 
     def turn(self, now: float) -> None:
-        """As ``WorkerMailbox`` does, without requests."""
+        """As ``WorkerService`` does, without requests."""
         while (received := self.listener.recv()) is not None:
             if not isinstance(received.message, Hello):
                 continue

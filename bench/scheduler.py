@@ -14,8 +14,8 @@ from collections.abc import Callable
 from time import perf_counter
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.hashing import block_hashes
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams
@@ -24,8 +24,8 @@ ROOT = BlockHash(bytes(32))
 NEVER = 1e9  # milliseconds: no time budget
 
 
-def arrive(number: int, prompt: tuple[int, ...], hashes: tuple[BlockHash, ...], max_tokens: int) -> Arrive:
-    return Arrive(
+def arrive(number: int, prompt: tuple[int, ...], hashes: tuple[BlockHash, ...], max_tokens: int) -> AddRequest:
+    return AddRequest(
         id=RequestId(f"r{number}"),
         epoch=0,
         leg=Leg.WHOLE,
@@ -48,13 +48,13 @@ def config(rows: int) -> SchedulerConfig:
     )
 
 
-def draw(plan: Plan) -> list[Drawn]:
-    one = Drawn((7,) * plan.steps)
-    none = Drawn()
+def draw(plan: StepPlan) -> list[SampledTokens]:
+    one = SampledTokens((7,) * plan.steps)
+    none = SampledTokens()
     return [one if row.samples else none for row in plan.rows]
 
 
-def step(scheduler: Scheduler, max_steps: int = 1) -> tuple[Plan, float]:
+def step(scheduler: Scheduler, max_steps: int = 1) -> tuple[StepPlan, float]:
     """One plan and commit; the seconds of those two alone."""
     begin = perf_counter()
     plan = scheduler.plan(begin, max_steps)

@@ -29,15 +29,22 @@ from tokenizers import Tokenizer
 from penstock.bundled import storyteller
 from penstock.clock import Clock, MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
-from penstock.engine.core.events import Arrive, Event
-from penstock.engine.core.plan import Drawn, Outcome, Plan, Row, Speculator, standing
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
+from penstock.engine.core.events import AddRequest, EngineEvent
+from penstock.engine.core.plan import (
+    DraftProposer,
+    SampledTokens,
+    ScheduledTokens,
+    StepOutcome,
+    StepPlan,
+    accepted_count,
+)
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.interface import Runner
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.spec.proposer import LookupSpeculator
+from penstock.engine.spec.proposer import NgramProposer
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model
@@ -62,15 +69,15 @@ STEP_TOKENS = 64
 class Tally:
     """Hands a speculator's words on and keeps count; ``None`` guesses nothing."""
 
-    inner: Speculator | None
+    inner: DraftProposer | None
     steps: int = 0
     tokens: int = 0
     guesses: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (guessed, stood) of each row
 
-    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+    def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
         return self.inner.propose(rows) if self.inner else ()
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         self.steps += len(rows)
         for row, new in zip(rows, drawn, strict=True):
             self.tokens += len(new.tokens)
@@ -103,18 +110,18 @@ class ListMailbox:
     """Requests in, answers out."""
 
     def __init__(self) -> None:
-        self.waiting: list[Event] = []
+        self.waiting: list[EngineEvent] = []
         self.answers: dict[RequestId, list[int]] = {}
         self.open = 0
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         events, self.waiting = self.waiting, []
         return events
 
     def about_to_run(self, predicted_s: float) -> None:
         pass
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         for progress in outcome.progress:
             self.answers.setdefault(progress.request.id, []).extend(progress.tokens)
             self.open -= progress.finish is not None
@@ -125,20 +132,20 @@ class Engine:
 
     def __init__(self, runner: Runner, parameters: int, longest: int) -> None:
         self._runner = runner
-        self._cost = prior_for(parameters)
+        self._cost = cost_prior(parameters)
         self._config = SchedulerConfig(pages=8 * -(-longest // PAGE_TOKENS) + 8, max_model_len=longest)
 
     def answer(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, speculator: Speculator, clock: Any
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, speculator: DraftProposer, clock: Any
     ) -> tuple[list[list[int]], float]:
         """All answers side by side, and the seconds they took after the prompts had been read."""
         mailbox = ListMailbox()
-        loop = EngineLoop(mailbox, Scheduler(self._config, StepCost(self._cost), speculator), self._runner, clock)
+        loop = EngineLoop(mailbox, Scheduler(self._config, StepCostModel(self._cost), speculator), self._runner, clock)
         for number, prompt in enumerate(prompts):
             root = BlockHash(bytes(32))
             name = RequestId(f"r{number}")
             mailbox.waiting.append(
-                Arrive(id=name, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=number, root=root)
+                AddRequest(id=name, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=number, root=root)
             )
         mailbox.open = len(prompts)
         while len(mailbox.answers) < len(prompts):
@@ -149,8 +156,8 @@ class Engine:
         return [mailbox.answers[RequestId(f"r{number}")] for number in range(len(prompts))], clock.now() - began
 
 
-def lookup(clock: Clock | None = None) -> LookupSpeculator:
-    return LookupSpeculator(most_each=TOKENS_AT_ONCE, most=STEP_TOKENS, clock=clock)
+def lookup(clock: Clock | None = None) -> NgramProposer:
+    return NgramProposer(most_each=TOKENS_AT_ONCE, most=STEP_TOKENS, clock=clock)
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------
@@ -185,7 +192,7 @@ def compared(
     engines: tuple[Engine, Engine],
     groups: Sequence[Sequence[Sequence[int]]],
     sampling: SamplingParams,
-    make: Callable[[Clock], Speculator],
+    make: Callable[[Clock], DraftProposer],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Alternating rounds without and with, each on its engine; medians of the rounds' ratios.
@@ -234,19 +241,19 @@ class TextRunner:
     def now(self) -> float:
         return self.time
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         self.time += self.base_s + self.row_s * sum(row.count + len(row.draft) for row in plan.rows)
         return [self._draw(row) for row in plan.rows]
 
     def forget(self, request: RequestId) -> None:
         pass
 
-    def _draw(self, row: Row) -> Drawn:
+    def _draw(self, row: ScheduledTokens) -> SampledTokens:
         if not row.samples:
-            return Drawn()
+            return SampledTokens()
         at = len(row.request.output)
         tokens = tuple(self.answer[at : at + len(row.draft) + 1])
-        return Drawn(tokens[: standing(row.draft, tokens)])
+        return SampledTokens(tokens[: accepted_count(row.draft, tokens)])
 
 
 def quoting(text: str) -> str:
@@ -294,7 +301,7 @@ class Replay:
         self._guesses = guesses
         self._at = 0
 
-    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+    def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
         (row,) = rows
         guessed, stood = self._guesses[self._at]
         self._at += 1
@@ -304,7 +311,7 @@ class Replay:
             right[stood] += 1 if right[stood] == 0 else -1
         return [tuple(right[: max(0, row.request.last - row.request.known - 1)])]
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         pass
 
     def forget(self, request: RequestId) -> None:

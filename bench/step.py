@@ -32,12 +32,12 @@ from typing import Any
 from penstock.bundled import storyteller
 from penstock.clock import MonotonicClock
 from penstock.config.schema import HandOverConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.service.worker_service import HandOver, WorkerMailbox
+from penstock.engine.service.worker_service import HandOver, WorkerService
 from penstock.hashing import chain_root
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops
@@ -139,12 +139,12 @@ class Worker:
         self.transport = ZmqTransport(Keys.ephemeral())
         memory = KvMemory.anonymous(layout, pages)
         carrier = MemoryCarrier(memory, {}, PageSeal(self.identity, layout))
-        self.scheduler = Scheduler(config.scheduler, StepCost(prior_for(self.spec.parameters)))
+        self.scheduler = Scheduler(config.scheduler, StepCostModel(cost_prior(self.spec.parameters)))
         sender = HandOverSender(config.hand_over, carrier, 1)
         receiver = HandOverReceiver(config.hand_over, carrier)
         clock = MonotonicClock()
         hand_over = HandOver(self.identity, sender, receiver)
-        self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, self.transport, clock)
+        self.mailbox = WorkerService(config, self.scheduler, hand_over, self.transport, clock)
         self.kv = kv = self.ops.new_kv(self.spec.kv, pages=pages, memory=memory.buffer)
         program = DirectProgram(self.ops, self.model, kv) if args.direct else None
         self.runner = ModelRunner(self.model, self.ops, kv, program)

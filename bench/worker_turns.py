@@ -28,14 +28,14 @@ from types import FrameType
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import HandOverConfig, KvStoreConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost_model import StepCost
+from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null_runner import NullRunner
-from penstock.engine.service.kv_prefetch import StoredPages
-from penstock.engine.service.kv_transfer import HandOver
-from penstock.engine.service.readiness import PagesHere, Ready
-from penstock.engine.service.worker_service import WorkerMailbox
+from penstock.engine.service.kv_prefetch import KvPrefetcher
+from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.readiness import NoPrefetch, ReadinessSources
+from penstock.engine.service.worker_service import WorkerService
 from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import Matcher
 from penstock.hashing import block_hashes, chain_root
@@ -117,19 +117,21 @@ class Bench:
             carrier="memory",
             scheduler=SchedulerConfig(pages=pages, max_model_len=tokens + 64, prefill_step_budget_ms=1e9),
         )  # fmt: skip
-        self.scheduler = Scheduler(config.scheduler, StepCost((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCost())
+        self.scheduler = Scheduler(
+            config.scheduler, StepCostModel((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCostModel()
+        )
         self.scheduler.memory.guard = PageSeals(memory)
         carrier = MemoryCarrier(memory, {}, PageSeal(IDENTITY, layout))
-        hand_over = HandOver(
+        hand_over = TransferEnds(
             IDENTITY,
             HandOverSender(HandOverConfig(), carrier, 1),
             HandOverReceiver(HandOverConfig(), carrier),
         )
         pool = self.scheduler.memory.pool
         store = PageStore([InMemory()] if tier else [], memory, pool.generation, clock.now, KvStoreConfig(always=True))
-        here = StoredPages(self.scheduler, store, clock) if tier else PagesHere()
-        ready = Ready(grammars=NeverCompiled(), pages=here)
-        self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, self.hub, clock, ready=ready)
+        here = KvPrefetcher(self.scheduler, store, clock) if tier else NoPrefetch()
+        ready = ReadinessSources(grammars=NeverCompiled(), pages=here)
+        self.mailbox = WorkerService(config, self.scheduler, hand_over, self.hub, clock, ready=ready)
         self.loop = EngineLoop(self.mailbox, self.scheduler, NullRunner(vocab=1000), clock)
         self.loop.on_plan = self.mailbox.planned
         self.links = [self.hub.connect("memory://both-0")]

@@ -13,14 +13,14 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Plan, Row
-from penstock.engine.core.request import Holding, Request
-from penstock.engine.encoder_stage import ImageStage
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
+from penstock.engine.core.request import PageTable, Request
+from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.models.interface import Model, encoder_of
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.lora import AdapterRoom, Adapters
-from penstock.engine.runner.model_runner import Aids, ModelRunner
+from penstock.engine.runner.lora import LoraLimits, LoraManager
+from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, Sparse, StepBatch
 from penstock.kernels.ops import Ops
@@ -112,10 +112,10 @@ class RunnerBench:
         program = self.ops.record(self.model.model, self.kv)
         if direct or not isinstance(program, RecordedProgram):
             program = DirectProgram(self.ops, self.model, self.kv)
-        self.images = ImageStage(encoder_of(self.model.model), self.ops, cache_bytes=image_cache)
-        self.adapters = Adapters.of(self.ops, loaded, AdapterRoom(slots=max_loras, nbytes=1 << 30, max_rank=256))
+        self.images = EncoderStage(encoder_of(self.model.model), self.ops, cache_bytes=image_cache)
+        self.adapters = LoraManager.of(self.ops, loaded, LoraLimits(slots=max_loras, nbytes=1 << 30, max_rank=256))
         self.runner = ModelRunner(
-            self.model, self.ops, self.kv, program, Aids(images=self.images, adapters=self.adapters)
+            self.model, self.ops, self.kv, program, RunnerServices(images=self.images, adapters=self.adapters)
         )
         self._direct = direct
         self._free = [PageId(int(page)) for page in np.random.default_rng(seed).permutation(pages)]
@@ -145,7 +145,7 @@ class RunnerBench:
     ) -> Request:
         """A request that owns pages for everything it may become."""
         self._serial += 1
-        arrive = Arrive(
+        arrive = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
             leg=Leg.WHOLE,
@@ -164,10 +164,10 @@ class RunnerBench:
 
     def give_pages(self, request: Request) -> None:
         """As many as it can ever need."""
-        held: list[Holding] = []
+        held: list[PageTable] = []
         for reach in self.spec.kv.reaches:
             size = reach.tokens(PAGE_TOKENS)
-            held.append(Holding(0, [self._free.pop() for _ in range(-(-request.last // size))], size))
+            held.append(PageTable(0, [self._free.pop() for _ in range(-(-request.last // size))], size))
         request.adopt(held)
 
     def release(self, request: Request) -> None:
@@ -176,13 +176,15 @@ class RunnerBench:
 
     def step(
         self, work: Sequence[tuple[Request, int]], steps: int = 1, drafts: Mapping[RequestId, tuple[int, ...]] = {}
-    ) -> list[Drawn]:
+    ) -> list[SampledTokens]:
         """Compute so many missing tokens of each request; whoever has none left draws, after each draft token too."""
         rows = tuple(
-            Row(request, request.computed, count, request.computed + count == request.known, drafts.get(request.id, ()))
+            ScheduledTokens(
+                request, request.computed, count, request.computed + count == request.known, drafts.get(request.id, ())
+            )
             for request, count in work
         )
-        drawn = list(self.runner.run(Plan(rows=rows, steps=steps)))
+        drawn = list(self.runner.run(StepPlan(rows=rows, steps=steps)))
         self.runner_steps += steps
         program = self.runner.program
         if isinstance(program, RecordedProgram) and len(logits_RV := program.logits()):
@@ -193,7 +195,7 @@ class RunnerBench:
                 row.request.append(token)
         return drawn
 
-    def read(self, request: Request, chunk: int) -> Drawn:
+    def read(self, request: Request, chunk: int) -> SampledTokens:
         """Compute all missing tokens in chunks; the last chunk's answer, with the prompt log-probabilities of all."""
         told: list[Any] = []
         while request.missing:
@@ -201,4 +203,4 @@ class RunnerBench:
             told.extend(drawn.prompt_logprobs)
             if drawn.tokens:
                 break
-        return Drawn(drawn.tokens, drawn.logprobs, tuple(told))
+        return SampledTokens(drawn.tokens, drawn.logprobs, tuple(told))

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from penstock.bundled import storyteller
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
-from penstock.engine.core.events import Arrive, Event
-from penstock.engine.core.page_pool import Leaks
-from penstock.engine.core.plan import Outcome, Plan
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
+from penstock.engine.core.events import AddRequest, EngineEvent
+from penstock.engine.core.page_pool import LeakCheck
+from penstock.engine.core.plan import StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.encoder_stage import ImageStage
+from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.interface import encoder_of
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.lora import AdapterRoom, Adapters
-from penstock.engine.runner.model_runner import Aids, ModelRunner
+from penstock.engine.runner.lora import LoraLimits, LoraManager
+from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.select import make_ops
 from penstock.kv.checksum import PageSeals
@@ -36,17 +36,17 @@ class _Box:
     """A mailbox that is a list."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
         self.tokens: dict[RequestId, list[int]] = {}
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         events, self.events = self.events, []
         return events
 
     def about_to_run(self, predicted_s: float) -> None:
         """Nobody watches."""
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         for progress in outcome.progress:
             self.tokens.setdefault(progress.request.id, []).extend(progress.tokens)
 
@@ -63,11 +63,11 @@ class Engine:
         layout = KvLayout.of(spec.kv, "bf16")
         self.memory = KvMemory.anonymous(layout, PAGES)
         kv = ops.new_kv(layout.shape, pages=PAGES, memory=self.memory.buffer)
-        adapters = Adapters.of(ops, loaded, AdapterRoom(slots=1, nbytes=1 << 20, max_rank=8))
-        images = ImageStage(encoder_of(model), ops, cache_bytes=1)
-        runner = ModelRunner(model, ops, kv, ops.record(model, kv), Aids(images=images, adapters=adapters))
+        adapters = LoraManager.of(ops, loaded, LoraLimits(slots=1, nbytes=1 << 20, max_rank=8))
+        images = EncoderStage(encoder_of(model), ops, cache_bytes=1)
+        runner = ModelRunner(model, ops, kv, ops.record(model, kv), RunnerServices(images=images, adapters=adapters))
         config = SchedulerConfig(pages=PAGES, max_model_len=LENGTH)
-        self._scheduler = Scheduler(config, StepCost(prior_for(spec.parameters)))
+        self._scheduler = Scheduler(config, StepCostModel(cost_prior(spec.parameters)))
         self._scheduler.memory.guard = PageSeals(self.memory)
         self._box = _Box()
         self._loop = EngineLoop(self._box, self._scheduler, runner, MonotonicClock())
@@ -83,7 +83,7 @@ class Engine:
         self._asked += 1
         name = RequestId(f"r{self._asked}")
         self._box.events.append(
-            Arrive(
+            AddRequest(
                 id=name,
                 epoch=1,
                 leg=Leg.WHOLE,
@@ -105,7 +105,7 @@ class Engine:
         with self._scheduler.memory.prefix.match(hashes, len(hashes)).lease as lease:
             return list(lease.pages)
 
-    def check(self) -> Leaks:
+    def check(self) -> LeakCheck:
         """Pages that have no owner, or too many."""
         return self._scheduler.check()
 

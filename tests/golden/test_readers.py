@@ -16,10 +16,10 @@ from reader_cases import CASES, Case
 from shrunk_models import CONFIGS
 from transformers import AutoModel
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Plan, Row
-from penstock.engine.core.request import Holding, Request
-from penstock.engine.models.registry import build_reader
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import ScheduledTokens, StepPlan
+from penstock.engine.core.request import PageTable, Request
+from penstock.engine.models.registry import build_pooling_model
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.kernels.select import make_ops
 from penstock.types import BlockHash, Leg, PageId, PoolingParams, RequestId, SamplingParams
@@ -51,7 +51,7 @@ class Bench:
         spec = inspect_model(place.folder)
         ops = make_ops(family=None, compute_dtype=dtype)
         self.max_model_len = spec.max_positions
-        reader = build_reader(load_model(place.folder, spec, ops), ops, self.max_model_len)
+        reader = build_pooling_model(load_model(place.folder, spec, ops), ops, self.max_model_len)
         self.runner = PoolingRunner(reader, ops, ops.new_kv(spec.kv, pages=64))
         self.second = place.case.second
         self._serial = 0
@@ -62,8 +62,8 @@ class Bench:
         found: dict[RequestId, NDArray[np.float32]] = {}
         while left := [request for request in requests if request.missing]:
             counts = [min(chunk, request.missing) for request in left]
-            rows = tuple(Row(r, r.computed, n, n == r.missing) for r, n in zip(left, counts, strict=True))
-            for row, drawn in zip(rows, self.runner.run(Plan(rows=rows)), strict=True):
+            rows = tuple(ScheduledTokens(r, r.computed, n, n == r.missing) for r, n in zip(left, counts, strict=True))
+            for row, drawn in zip(rows, self.runner.run(StepPlan(rows=rows)), strict=True):
                 row.request.computed += row.count
                 assert (drawn.pooled is not None) == row.samples
                 if drawn.pooled is not None:
@@ -74,7 +74,7 @@ class Bench:
 
     def _request(self, tokens: list[int], wanted: PoolingParams) -> Request:
         self._serial += 1
-        arrive = Arrive(
+        arrive = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
             leg=Leg.WHOLE,
@@ -86,7 +86,7 @@ class Bench:
         )
         request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
         first = self._serial % 8 * 8
-        request.adopt([Holding(0, [PageId(page) for page in range(first, first + 8)])])
+        request.adopt([PageTable(0, [PageId(page) for page in range(first, first + 8)])])
         return request
 
 

@@ -16,7 +16,7 @@ from whole_rows import check_rows, read_rows, rows_of
 
 from penstock.config.limits import Limits
 from penstock.engine.core.request import Request
-from penstock.engine.models.vision import Grid, patches_of
+from penstock.engine.models.vision import Grid, image_patches
 from penstock.hashing import picture_hash
 from penstock.intake.images.pixels import picture_of
 from penstock.intake.images.preparing import Seen, expanded
@@ -88,7 +88,7 @@ def test_images_are_prepared_as_transformers_prepares_them(place: Place) -> None
     wanted = processed(place.images)
     grids = [[1, one.rows * 2, one.columns * 2] for one in place.prompt.pictures]
     assert wanted["image_grid_thw"].tolist() == grids
-    got = np.concatenate([patches_of(vision, one) for one in place.prompt.pictures])
+    got = np.concatenate([image_patches(vision, one) for one in place.prompt.pictures])
     np.testing.assert_allclose(got, wanted["pixel_values"].numpy(), atol=1e-5)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Drawn
+from penstock.engine.core.plan import SampledTokens
 from penstock.types import AdapterRef, SamplingParams, TokenLogprob
 from runner_bench import RunnerBench
 
@@ -38,7 +38,7 @@ def whole_rows(told: Sequence[TokenLogprob], vocab: int) -> NDArray[np.float64]:
     return rows_TV
 
 
-def rows_of(drawn: Drawn, vocab: int) -> NDArray[np.float64]:
+def rows_of(drawn: SampledTokens, vocab: int) -> NDArray[np.float64]:
     """[T, V] after every token of a prompt, of which ``drawn`` has the first token of the answer."""
     return whole_rows((*drawn.prompt_logprobs, *drawn.logprobs), vocab)
 

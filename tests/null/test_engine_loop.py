@@ -10,8 +10,8 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive, Cancelled, Event
-from penstock.engine.core.plan import Drawn, Outcome, Plan
+from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent
+from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null_runner import NullRunner, null_token
@@ -25,20 +25,20 @@ class ListMailbox:
     """Events from a list; tokens into a dictionary, each index once."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
         self.tokens: dict[RequestId, list[int]] = {}
         self.finish: dict[RequestId, FinishReason] = {}
         self.predicted: list[float] = []
-        self.plans: list[Plan] = []
+        self.plans: list[StepPlan] = []
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         events, self.events = self.events, []
         return events
 
     def about_to_run(self, predicted_s: float) -> None:
         self.predicted.append(predicted_s)
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         self.plans.append(plan)
         for item in outcome.progress:
             received = self.tokens.setdefault(item.request.id, list(item.request.output[: item.request.emitted]))
@@ -56,7 +56,7 @@ class TimedRunner(NullRunner):
         self.clock = clock
         self.forgotten: list[RequestId] = []
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         self.clock.advance(1e-3 + 1e-4 * plan.steps * sum(row.count for row in plan.rows))
         return super().run(plan)
 
@@ -77,13 +77,13 @@ def run(loop: EngineLoop) -> None:
     raise AssertionError("the loop does not come to rest")
 
 
-def requests(count: int) -> list[Arrive]:
+def requests(count: int) -> list[AddRequest]:
     random = Random(7)
     found = []
     for number in range(count):
         length = random.choice([1, 3, 16, 17, 60, 90])
         found.append(
-            Arrive(
+            AddRequest(
                 id=RequestId(f"r{number}"),
                 epoch=0,
                 leg=Leg.WHOLE,
@@ -102,7 +102,7 @@ def requests(count: int) -> list[Arrive]:
     return found
 
 
-def alone(event: Arrive, max_model_len: int) -> tuple[list[int], FinishReason]:
+def alone(event: AddRequest, max_model_len: int) -> tuple[list[int], FinishReason]:
     """The answer by the definition of the null device, without an engine."""
     tokens: list[int] = []
     sampling = event.sampling
@@ -179,7 +179,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     for _ in range(5):
         loop.step()
     received = list(mailbox.tokens[event.id])
-    mailbox.events = [Cancelled(id=event.id, epoch=0)]
+    mailbox.events = [CancelRequest(id=event.id, epoch=0)]
     run(loop)
     assert mailbox.tokens[event.id] == received
     assert runner.forgotten == [event.id]

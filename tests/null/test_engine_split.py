@@ -8,8 +8,15 @@ from random import Random
 import pytest
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive, Cancelled, FirstToken, Granted, PagesArrived, Released
-from penstock.engine.core.plan import Outcome, Plan, ReturnedRequest
+from penstock.engine.core.events import (
+    AddRequest,
+    CancelRequest,
+    CreditGranted,
+    FirstTokenArrived,
+    PagesArrived,
+    PagesReleased,
+)
+from penstock.engine.core.plan import ReturnedRequest, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.runner.null_runner import NullRunner
 from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams
@@ -31,13 +38,13 @@ class Split:
         self.runner = NullRunner(vocab=40)
         self.random = Random(seed)
         self.sent: list[tuple[Scheduler, object]] = []
-        self.events: dict[RequestId, Arrive] = {}
+        self.events: dict[RequestId, AddRequest] = {}
         self.tokens: dict[RequestId, list[int]] = {}
         self.finish: dict[RequestId, FinishReason] = {}
         self.filled: dict[tuple[RequestId, int], int] = {}
         self.returned: list[ReturnedRequest] = []
 
-    def submit(self, event: Arrive) -> None:
+    def submit(self, event: AddRequest) -> None:
         self.events[event.id] = event
         self.tokens.setdefault(event.id, [])
         self.sent.append((self.decode, replace(event, leg=Leg.DECODE)))
@@ -57,10 +64,10 @@ class Split:
         assert scheduler.check().total == 0
         return bool(plan.rows or plan.reserved or plan.preempted or outcome.progress)
 
-    def publish(self, scheduler: Scheduler, plan: Plan, outcome: Outcome) -> None:
+    def publish(self, scheduler: Scheduler, plan: StepPlan, outcome: StepOutcome) -> None:
         for request in plan.reserved:
             self.filled[request.id, request.epoch] = request.computed
-            self.sent.append((self.prefill, Granted(id=request.id, epoch=request.epoch)))
+            self.sent.append((self.prefill, CreditGranted(id=request.id, epoch=request.epoch)))
         for page in outcome.pages_done:
             key = page.request.id, page.request.epoch
             upto = page.block * 16 + page.tokens
@@ -75,15 +82,15 @@ class Split:
             if item.finish is not None:
                 self.finish[request.id] = item.finish
             if scheduler is self.prefill:
-                first = FirstToken(id=request.id, epoch=request.epoch, token=item.tokens[0], finish=item.finish)
-                self.sent += [(self.decode, first), (self.prefill, Released(id=request.id, epoch=request.epoch))]
+                first = FirstTokenArrived(id=request.id, epoch=request.epoch, token=item.tokens[0], finish=item.finish)
+                self.sent += [(self.decode, first), (self.prefill, PagesReleased(id=request.id, epoch=request.epoch))]
         self.returned += plan.returned
 
     def resubmit(self) -> None:
         """As a gateway does with what comes back from the decode worker."""
         for item in self.returned:
             assert item.reason == "preempted"
-            self.sent.append((self.prefill, Cancelled(id=item.id, epoch=item.epoch)))
+            self.sent.append((self.prefill, CancelRequest(id=item.id, epoch=item.epoch)))
             event = self.events[item.id]
             if item.epoch == event.epoch and item.id not in self.finish:
                 self.submit(replace(event, epoch=event.epoch + 1, emitted=tuple(self.tokens[item.id])))
@@ -99,10 +106,10 @@ class Split:
         raise AssertionError("the two engines do not come to rest")
 
 
-def requests(count: int) -> list[Arrive]:
+def requests(count: int) -> list[AddRequest]:
     random = Random(11)
     return [
-        Arrive(
+        AddRequest(
             id=RequestId(f"r{number}"),
             epoch=0,
             leg=Leg.WHOLE,
@@ -115,7 +122,7 @@ def requests(count: int) -> list[Arrive]:
     ]
 
 
-def whole(events: list[Arrive]) -> tuple[dict[RequestId, list[int]], dict[RequestId, FinishReason]]:
+def whole(events: list[AddRequest]) -> tuple[dict[RequestId, list[int]], dict[RequestId, FinishReason]]:
     scheduler, runner = Scheduler(config(64)), NullRunner(vocab=40)
     tokens: dict[RequestId, list[int]] = {}
     finish: dict[RequestId, FinishReason] = {}

@@ -8,7 +8,7 @@ import pytest
 from tests.late_pages import LateCarrier
 
 from null.worker_stage import WINDOWED, Stage, StageWorker, expected
-from penstock.engine.service.kv_transfer import OwnPace
+from penstock.engine.service.kv_transfer import RecomputeEstimate
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.events import Outrun
 from penstock.types import RequestId, Role
@@ -61,7 +61,7 @@ def test_only_what_computing_can_go_on_from_is_predicted_to_be_spared(
     carrier.land(3)
     stage.wait(0.2)
     request, start, stop = asked[-1]
-    pace = OwnPace(d.scheduler)
+    pace = RecomputeEstimate(d.scheduler)
     assert start == here
     assert pace.predict(request, start, stop) == pace.predict(request, spared, stop)
     assert (pace.predict(request, start, stop) == pace.predict(request, 0, stop)) == (spared == 0)

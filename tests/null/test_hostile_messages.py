@@ -19,7 +19,7 @@ from tests.message_samples import MESSAGES
 from penstock.clock import VirtualClock
 from penstock.config.limits import SuperviseConfig
 from penstock.config.schema import GatewayConfig
-from penstock.engine.service.readiness import REFUSERS
+from penstock.engine.service.readiness import REFUSAL_REASONS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
@@ -506,7 +506,7 @@ async def test_requests_whose_grammars_cannot_be_followed_drive_no_worker_out() 
             await town.finish(client, turns=9000)
             assert client.error is not None
         assert town.suspects == []
-        assert all(reason.format("x").startswith(OF_REQUEST) for reason in REFUSERS.values() if "{}" in reason)
+        assert all(reason.format("x").startswith(OF_REQUEST) for reason in REFUSAL_REASONS.values() if "{}" in reason)
 
 
 def test_every_kind_of_message_is_tried() -> None:

@@ -25,7 +25,7 @@ FRAME_BYTES = 6000
 @pytest.fixture
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", FRAME_BYTES)
-    monkeypatch.setattr(gateways, "LOGPROBS_AT_ONCE", 100, raising=False)
+    monkeypatch.setattr(gateways, "MAX_LOGPROBS_PER_MESSAGE", 100, raising=False)
 
 
 @pytest.mark.parametrize("names", [SPLIT, WHOLE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.service.gateways import WANTED_S
+from penstock.engine.service.gateways import CONFIRM_INTERVAL_S
 from penstock.types import RequestId, Role
 from penstock.wire.messages import (
     Awaited,
@@ -120,9 +120,9 @@ async def test_a_cancel_that_is_lost_on_a_connection_that_lives_is_asked_for(pha
         hub.loses = lambda message: isinstance(message, PullPages)
         assert {Cancel, *pulls} <= {type(message) for message in hub.lost}
         began = town.clock.now()
-        await town.wait(WANTED_S - 1.0, step=0.02)
+        await town.wait(CONFIRM_INTERVAL_S - 1.0, step=0.02)
         assert town.held(), "it would be over anyway"
-        await town.assert_idle(within=began + WANTED_S + HEALED_S - town.clock.now())
+        await town.assert_idle(within=began + CONFIRM_INTERVAL_S + HEALED_S - town.clock.now())
 
 
 async def test_what_is_still_wanted_is_let_go_on() -> None:

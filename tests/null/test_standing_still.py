@@ -8,9 +8,9 @@ import pytest
 
 from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Outcome, Plan
-from penstock.engine.service.gateways import WANTED_S
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import StepOutcome, StepPlan
+from penstock.engine.service.gateways import CONFIRM_INTERVAL_S
 from penstock.errors import NoWorkers
 from penstock.types import Task
 
@@ -24,8 +24,8 @@ def stand_still(worker: StageWorker) -> Callable[[], None]:
     """It goes on turning its loop, hears and reports, and computes nothing until what is returned is called."""
     scheduler = worker.scheduler
     plan, commit = scheduler.plan, scheduler.commit
-    scheduler.plan = lambda now, max_steps=1: Plan()  # type: ignore[method-assign]
-    scheduler.commit = lambda *_: Outcome()  # type: ignore[method-assign]
+    scheduler.plan = lambda now, max_steps=1: StepPlan()  # type: ignore[method-assign]
+    scheduler.commit = lambda *_: StepOutcome()  # type: ignore[method-assign]
 
     def go_on() -> None:
         scheduler.plan, scheduler.commit = plan, commit  # type: ignore[method-assign]
@@ -36,7 +36,7 @@ def stand_still(worker: StageWorker) -> Callable[[], None]:
 def lose_arrivals(worker: StageWorker) -> None:
     """Its scheduler never hears of what arrives."""
     apply = worker.scheduler.apply
-    worker.scheduler.apply = lambda event, now: None if isinstance(event, Arrive) else apply(event, now)  # type: ignore[method-assign]
+    worker.scheduler.apply = lambda event, now: None if isinstance(event, AddRequest) else apply(event, now)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("victim", ["prefill-1", "decode-1"])
@@ -117,7 +117,7 @@ async def test_a_probe_is_wanted_for_as_long_as_it_may_take() -> None:
         go_on = stand_still(town.worker("both-0"))
         client = town.ask()
         await town.until(lambda: rows(town)["both-0"] == "quarantined", turns=600, seconds=0.01)
-        await town.wait(WANTED_S + 3)
+        await town.wait(CONFIRM_INTERVAL_S + 3)
         go_on()
         await town.until(lambda: client.over, turns=200, seconds=0.02)
         client.assert_true_answer()

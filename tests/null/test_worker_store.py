@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.core.cost_model import StepCost, Work
+from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.service import kv_prefetch
 from penstock.engine.service.readiness import PageWait
 from penstock.errors import TierFailed
@@ -35,10 +35,10 @@ PAGES = 64
 SIZE = 2 << 20
 
 
-class FixedCost(StepCost):
+class FixedCost(StepCostModel):
     """The stage's clock stands still during a step, so there is nothing to be learned from it."""
 
-    def learn(self, work: Work, seconds: float) -> None:
+    def learn(self, work: StepWork, seconds: float) -> None:
         del work, seconds
 
 

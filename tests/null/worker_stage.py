@@ -14,15 +14,15 @@ from tests.store_rig import HandNow
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import HandOverConfig, KvStoreConfig, SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost_model import StepCost
-from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.cost_model import StepCostModel
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null_runner import NullRunner, null_token
-from penstock.engine.service.kv_prefetch import StoredPages
-from penstock.engine.service.kv_transfer import HandOver
-from penstock.engine.service.readiness import PagesHere, Ready
-from penstock.engine.service.worker_service import WorkerMailbox
+from penstock.engine.service.kv_prefetch import KvPrefetcher
+from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.readiness import NoPrefetch, ReadinessSources
+from penstock.engine.service.worker_service import WorkerService
 from penstock.hashing import chain_root
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageSeal
@@ -57,7 +57,7 @@ class MarkingRunner(NullRunner):
         self._memory = memory
         self._reads = role is Role.PREFILL
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         for row in plan.rows:
             for group, reach in enumerate(self._memory.layout.shape.reaches):
                 self._check(row, group, reach.first(row.start))
@@ -66,7 +66,7 @@ class MarkingRunner(NullRunner):
                     self._place(row, group, position)[:12] = struct.pack("<III", token, group, self._reads)
         return super().run(plan)
 
-    def _check(self, row: Row, group: int, first: int) -> None:
+    def _check(self, row: ScheduledTokens, group: int, first: int) -> None:
         known = [(token, group) for token in row.request.tokens(first, row.start)]
         held = [struct.unpack("<III", self._place(row, group, at)[:12]) for at in range(first, row.start)]
         found = [mark[:2] for mark in held]
@@ -77,7 +77,7 @@ class MarkingRunner(NullRunner):
             assert readers == [at < border for at in range(first, row.start)], f"{row.request.id}: {readers}"
             assert self._reads == (row.start < border), f"{row.request.id}: position {row.start} is the other role's"
 
-    def _place(self, row: Row, group: int, position: int) -> memoryview:
+    def _place(self, row: ScheduledTokens, group: int, position: int) -> memoryview:
         block, slot = divmod(position, LAYOUT.page_tokens)
         own = row.request.held[group]
         assert own.begin <= block, f"{row.request.id}: block {block} was given back"
@@ -120,15 +120,15 @@ class StageWorker:
         self.sender = HandOverSender(config.hand_over, carrier, config.incarnation)
         self.receiver = HandOverReceiver(config.hand_over, carrier)
         self.hands: list[HandNow] = []
-        self.stored: StoredPages | None = None
+        self.stored: KvPrefetcher | None = None
         if stage.tiers is not None:
             pool, tiers = self.scheduler.memory.pool, stage.tiers(self)
             limits = KvStoreConfig()
             store = PageStore(tiers, self.memory, pool.generation, stage.clock.now, limits, hand=self._hand)
-            self.stored = StoredPages(self.scheduler, store, stage.clock)
-        hand_over = HandOver(identity, self.sender, self.receiver, vocabulary=VOCAB)
-        ready = Ready(pages=self.stored or PagesHere())
-        self.mailbox = WorkerMailbox(config, self.scheduler, hand_over, stage.hub, stage.clock, ready=ready)
+            self.stored = KvPrefetcher(self.scheduler, store, stage.clock)
+        hand_over = TransferEnds(identity, self.sender, self.receiver, vocabulary=VOCAB)
+        ready = ReadinessSources(pages=self.stored or NoPrefetch())
+        self.mailbox = WorkerService(config, self.scheduler, hand_over, stage.hub, stage.clock, ready=ready)
         self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory, role), stage.clock)
         self.loop.on_plan = self.mailbox.planned
         self._hub = stage.hub
@@ -166,7 +166,7 @@ class Stage:
         hub: MemoryHub | None = None,
         layout: KvLayout = LAYOUT,
         tiers: Callable[[StageWorker], list[Tier]] | None = None,
-        cost: StepCost | None = None,
+        cost: StepCostModel | None = None,
         carrier: type[MemoryCarrier] = MemoryCarrier,
     ) -> None:
         self.layout = layout

@@ -13,7 +13,7 @@ import pytest
 import penstock
 from penstock.config.limits import FailoverConfig, Limits
 from penstock.engine.core.request import Request
-from penstock.engine.service.gateways import arrival_of
+from penstock.engine.service.gateways import add_request_of
 from penstock.hashing import chain_root
 from penstock.intake.service import ModelIntake
 from penstock.router.failover import Flight, Patience
@@ -60,7 +60,7 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
     def arrive() -> Request:
         message = decode_peer(frame)
         assert isinstance(message, Submit)
-        return Request(arrival_of(message, 0.0, ahead=0), serial=1, max_model_len=2 * TOKENS)
+        return Request(add_request_of(message, 0.0, ahead=0), serial=1, max_model_len=2 * TOKENS)
 
     assert kept_by(arrive) <= MOST_BYTES
     request = arrive()

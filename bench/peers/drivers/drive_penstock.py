@@ -13,9 +13,9 @@ from task import WARM_STEPS, Task, prefill_rates, serve
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
-from penstock.engine.core.events import Arrive, Cancelled, Event
-from penstock.engine.core.plan import Outcome, Plan
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
+from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent
+from penstock.engine.core.plan import StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
@@ -33,17 +33,17 @@ class ListMailbox:
     """Requests in, counts of tokens out."""
 
     def __init__(self) -> None:
-        self.waiting: list[Event] = []
+        self.waiting: list[EngineEvent] = []
         self.told: dict[RequestId, int] = {}
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         events, self.waiting = self.waiting, []
         return events
 
     def about_to_run(self, predicted_s: float) -> None:
         pass
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         for progress in outcome.progress:
             self.told[progress.request.id] = progress.index + len(progress.tokens)
 
@@ -61,7 +61,7 @@ class Engine:
         self._clock = MonotonicClock()
         self._mailbox = ListMailbox()
         scheduler = Scheduler(
-            SchedulerConfig(pages=pages, max_model_len=MAX_MODEL_LEN), StepCost(prior_for(spec.parameters))
+            SchedulerConfig(pages=pages, max_model_len=MAX_MODEL_LEN), StepCostModel(cost_prior(spec.parameters))
         )
         self._loop = EngineLoop(self._mailbox, scheduler, runner, self._clock)
         self._serial = 0
@@ -69,7 +69,7 @@ class Engine:
     def add(self, prompt: list[int], tokens: int) -> None:
         """Hand a request over; it is read with the next steps."""
         self._serial += 1
-        request = Arrive(
+        request = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
             leg=Leg.WHOLE,
@@ -100,7 +100,7 @@ class Engine:
 
     def leave(self) -> None:
         """Forget every stream, whether it has ended or not."""
-        self._mailbox.waiting += [Cancelled(id=request, epoch=0) for request in self._mailbox.told]
+        self._mailbox.waiting += [CancelRequest(id=request, epoch=0) for request in self._mailbox.told]
         self._mailbox.told.clear()
         self._loop.step()
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.models.interface import Encoding, MediumEncoder
+from penstock.engine.core.events import AddRequest
+from penstock.engine.models.interface import MediaEncoder, MediaEncoding
 from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
@@ -23,7 +23,7 @@ from penstock.types import Leg, Medium, PlacedImage, RequestId
 from penstock.wire.messages import PageSource
 
 
-class ImageStore:
+class EncoderCache:
     """At most ``limit`` bytes, but for rows that requests hold."""
 
     def __init__(self, limit: int) -> None:
@@ -81,10 +81,10 @@ class ImageStore:
 SLICE_S = 0.02
 """Layers are computed until so much time is spent, one at least."""
 
-Pairs = tuple[tuple[PlacedImage, Medium], ...]
+PlacedMedia = tuple[tuple[PlacedImage, Medium], ...]
 
 
-class Elsewhere(Protocol):
+class RemoteEncoder(Protocol):
     """Encoders on other workers (``engine.service.encoders.Encoders``)."""
 
     def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
@@ -96,28 +96,28 @@ class Elsewhere(Protocol):
         ...
 
 
-class Nowhere:
+class NoRemoteEncoder:
     """There are no other encoders."""
 
     def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
-        """See ``Elsewhere``."""
+        """See ``RemoteEncoder``."""
         return False
 
     def answers(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
-        """See ``Elsewhere``."""
+        """See ``RemoteEncoder``."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PendingMedia:
     """What a request waits for, and who may be asked for it."""
 
-    pairs: Pairs
+    pairs: PlacedMedia
     sources: Sequence[PageSource]
 
 
 @dataclass(slots=True)
-class Counters:
+class EncoderCounters:
     """Since the start."""
 
     images: int = 0  # encoded here
@@ -128,17 +128,17 @@ class Counters:
     hits: int = 0  # of those, found encoded
 
 
-class ImageStage:
+class EncoderStage:
     """The images of one worker.  ``encoder`` None: the model reads text only."""
 
     def __init__(
         self,
-        encoder: MediumEncoder | None,
+        encoder: MediaEncoder | None,
         ops: Ops,
         *,
         cache_bytes: int,
-        covered: Callable[[Arrive], int] = lambda event: 0,
-        elsewhere: Elsewhere | None = None,
+        covered: Callable[[AddRequest], int] = lambda event: 0,
+        elsewhere: RemoteEncoder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``covered``: how many tokens of a request's prompt the prefix cache has now.  ``elsewhere``: who else
@@ -147,13 +147,13 @@ class ImageStage:
         self._ops = ops
         self._covered = covered
         self._clock = clock
-        self._store = ImageStore(cache_bytes)
-        self._waiting: dict[RequestId, Wanted] = {}
-        self._elsewhere = elsewhere or Nowhere()
+        self._store = EncoderCache(cache_bytes)
+        self._waiting: dict[RequestId, PendingMedia] = {}
+        self._elsewhere = elsewhere or NoRemoteEncoder()
         self._asked: dict[bytes, int] = {}  # elsewhere: bytes of rows to come
         self._own: set[bytes] = set()  # that could not be had elsewhere
-        self._begun: tuple[bytes, Encoding] | None = None
-        self.counters = Counters()
+        self._begun: tuple[bytes, MediaEncoding] | None = None
+        self.counters = EncoderCounters()
 
     @property
     def axes(self) -> bool:
@@ -167,7 +167,7 @@ class ImageStage:
 
     # --- on the way to the scheduler ----------------------------------------------------------------------------------
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         """Can this request go on to the scheduler?  If not, its images are being encoded.
 
         Raises ImageRefused for a request whose images are not what it says, or that this model cannot read.
@@ -181,7 +181,7 @@ class ImageStage:
         self._waiting[event.id] = wanted
         return False
 
-    def _want(self, event: Arrive) -> Wanted:
+    def _want(self, event: AddRequest) -> PendingMedia:
         """What is to be encoded for a request that has just come."""
         self._check(event)
         covered = self._covered(event)
@@ -190,7 +190,7 @@ class ImageStage:
         self._store.hold(event.id, (image.content for image, _ in pairs))
         self.counters.queries += len(pairs)
         self.counters.hits += sum(image.content in self._store for image, _ in pairs)
-        return Wanted(pairs, event.encoders)
+        return PendingMedia(pairs, event.encoders)
 
     def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
         """Encode this image for another worker; its rows if they are here already, else ``served`` has them later.
@@ -203,7 +203,7 @@ class ImageStage:
         self.counters.hits += content in self._store
         rows_ND = self._store.get(content)
         if rows_ND is None:
-            self._waiting[_served(content)] = Wanted(((image, picture),), ())
+            self._waiting[_served(content)] = PendingMedia(((image, picture),), ())
             self._store.hold(_served(content), [content])
         return rows_ND
 
@@ -276,7 +276,7 @@ class ImageStage:
             return True
         return self._store.held_bytes() + sum(self._asked.values()) + self._nbytes(image) <= self._store.limit
 
-    def _keep(self, content: bytes, encoding: Encoding) -> None:
+    def _keep(self, content: bytes, encoding: MediaEncoding) -> None:
         self.counters.images += 1
         self._own.discard(content)
         self._store.put(content, encoding.rows)
@@ -302,12 +302,12 @@ class ImageStage:
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def _encoder(self) -> MediumEncoder:
+    def _encoder(self) -> MediaEncoder:
         if self.encoder is None:
             raise ImageRefused("this model reads text only")
         return self.encoder
 
-    def _check(self, event: Arrive) -> None:
+    def _check(self, event: AddRequest) -> None:
         self._encoder()
         leads = self._leads
         if leads and [(image.at, image.end) for image in event.images] != [(0, leads)]:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from penstock.clock import Clock
-from penstock.engine.core.events import Event
-from penstock.engine.core.plan import Drawn, Outcome, Plan
+from penstock.engine.core.events import EngineEvent
+from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.runner.interface import Runner
 
 
-class Mailbox(Protocol):
+class EngineService(Protocol):
     """Where events come from and outcomes go; the worker's service, or a list in a test."""
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         """Everything that came since the last call; does not wait."""
         ...
 
@@ -27,12 +27,12 @@ class Mailbox(Protocol):
         """A step begins now and should end after ``predicted_s`` seconds.  Not called for a plan without rows."""
         ...
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         """Tell everybody concerned.  Called once for each plan, also when both are empty."""
         ...
 
 
-def unseen(plan: Plan) -> None:
+def unseen(plan: StepPlan) -> None:
     """For loops whose plans nobody watches."""
 
 
@@ -40,14 +40,16 @@ class EngineLoop:
     """One engine.  ``step`` is all of it; whoever calls it decides when, and waits when there is nothing to do."""
 
     def __init__(
-        self, mailbox: Mailbox, scheduler: Scheduler, runner: Runner, clock: Clock, *, max_steps: int = 1
+        self, mailbox: EngineService, scheduler: Scheduler, runner: Runner, clock: Clock, *, max_steps: int = 1
     ) -> None:
         self.mailbox = mailbox
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
         self.max_steps = max_steps  # how many steps may be granted at once when only answers are written
-        self.on_plan: Callable[[Plan], None] = unseen  # sees each plan before it runs: credits need not wait for a step
+        self.on_plan: Callable[[StepPlan], None] = (
+            unseen  # sees each plan before it runs: credits need not wait for a step
+        )
 
     def step(self) -> bool:
         """One turn.  True when something happened: an event came, tokens were computed, or a request was moved."""
@@ -66,7 +68,7 @@ class EngineLoop:
         moved = plan.rows or plan.reserved or plan.preempted or plan.checked or outcome.progress or outcome.pages_done
         return heard or bool(moved)
 
-    def _run(self, plan: Plan) -> tuple[Sequence[Drawn], float | None]:
+    def _run(self, plan: StepPlan) -> tuple[Sequence[SampledTokens], float | None]:
         """The runner's answer, and how long it took."""
         if not plan.rows:
             return (), None

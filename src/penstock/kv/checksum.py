@@ -32,11 +32,11 @@ class PageSeals:
         self._sums = [b""] * memory.pages
 
     def seal(self, page: PageId) -> None:
-        """See ``PageGuard``.  The page is read once."""
+        """See ``PageVerifier``.  The page is read once."""
         self._sums[page] = xxh3_128(self._memory.view(page))
 
     def intact(self, page: PageId) -> bool:
-        """See ``PageGuard``.  The page is read once."""
+        """See ``PageVerifier``.  The page is read once."""
         return xxh3_128(self._memory.view(page)) == self._sums[page]
 
 

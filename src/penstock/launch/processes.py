@@ -31,9 +31,9 @@ from penstock.config.schema import (
     WorkerConfig,
     WorkerServeConfig,
 )
-from penstock.engine.models.interface import Model, Reader
-from penstock.engine.models.registry import build_model, build_reader
-from penstock.engine.runner.lora import AdapterRoom, Adapters
+from penstock.engine.models.interface import Model, PoolingModel
+from penstock.engine.models.registry import build_model, build_pooling_model
+from penstock.engine.runner.lora import LoraLimits, LoraManager
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.intake.service import ModelIntake
 from penstock.kernels.core_lending import Cores, KeptCores
@@ -252,7 +252,7 @@ class Workers:
         loaded = load_model(
             self._model.path, self._spec, ops, progress, threads=threads, manifests=self._model.manifests
         )
-        build = build_model if self._plan.scheduler.pooling is None else build_reader
+        build = build_model if self._plan.scheduler.pooling is None else build_pooling_model
         model = build(loaded, ops, self._plan.scheduler.max_model_len)
         log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
         drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded)
@@ -263,13 +263,13 @@ class Workers:
 
         return None if self._model.draft is None else load(self._model.draft, model, ops, threads)
 
-    def _adapters(self, ops: Ops, loaded: LoadedModel) -> Adapters:
+    def _adapters(self, ops: Ops, loaded: LoadedModel) -> LoraManager:
         """Those of the start, in memory, and room for others.  Raises AdapterRefused."""
         config = self._config
-        room = AdapterRoom(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
+        room = LoraLimits(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
         if self._plan.scheduler.pooling is not None:
-            return Adapters.none(ops, room)
-        adapters = Adapters.of(ops, loaded, room)
+            return LoraManager.none(ops, room)
+        adapters = LoraManager.of(ops, loaded, room)
         for own in self._model.loras:
             adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
         return adapters
@@ -298,10 +298,10 @@ class GettingOn:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    model: Model | Reader
+    model: Model | PoolingModel
     fingerprint: str
     drafts: speculation.Loaded | None
-    adapters: Adapters
+    adapters: LoraManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from time import monotonic_ns
 
-from penstock.engine.core.plan import Plan
-from penstock.engine.service.worker_service import WorkerMailbox
+from penstock.engine.core.plan import StepPlan
+from penstock.engine.service.worker_service import WorkerService
 from penstock.launch.heartbeat import Slot
 
 
@@ -21,7 +21,7 @@ class Pulse:
         self,
         slot: Slot,
         gateways: Mapping[str, Slot],
-        mailbox: WorkerMailbox,
+        mailbox: WorkerService,
         now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         self._slot = slot
@@ -33,7 +33,7 @@ class Pulse:
     def _incarnations(self) -> Mapping[str, int]:
         return {name: slot.read().incarnation for name, slot in self._gateways.items()}
 
-    def on_plan(self, plan: Plan) -> None:
+    def on_plan(self, plan: StepPlan) -> None:
         """Called once a turn, right before the plan is computed."""
         self._mailbox.planned(plan)
         now = self._now_ns()

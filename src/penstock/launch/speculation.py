@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from penstock.clock import Clock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Speculator
+from penstock.engine.core.plan import DraftProposer
 from penstock.engine.models.eagle import EagleHead, build_head
 from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.spec.draft_model import CONTEXT_TOKENS, Drafter, Guide, HeadGuide, ModelGuide
-from penstock.engine.spec.proposer import DraftSpeculator, LookupSpeculator
+from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, DraftModelSource, DraftSource, EagleSource
+from penstock.engine.spec.proposer import DraftModelProposer, NgramProposer
 from penstock.kernels.operands import Array, KvShape
 from penstock.kernels.ops import Ops, StepProgram
 from penstock.launch.draft_model import Found, FoundHead
@@ -43,11 +43,11 @@ def load(found: Found, model: LoadedModel, ops: Ops, threads: int) -> Loaded:
     if isinstance(found, FoundHead):
         head = load_head(found.path, found.spec, model.weights_hash, ops)
         log.info("guessing with the head in %s, %d outputs", found.path, found.spec.outputs)
-        return build_head(head, model, ops, CONTEXT_TOKENS)
+        return build_head(head, model, ops, SLOT_TOKENS)
     loaded = load_model(found.path, found.spec, ops, threads=threads)
     log.info("guessing with %s: %.1f M parameters", found.path, found.spec.parameters / 1e6)
     kv = replace(found.spec.kv, groups=())  # within so few tokens nothing falls out of a window
-    return SmallModel(build_model(loaded, ops, CONTEXT_TOKENS), kv, found.spec.vocab)
+    return SmallModel(build_model(loaded, ops, SLOT_TOKENS), kv, found.spec.vocab)
 
 
 def record(model: Model, ops: Ops, kv: Array, loaded: Loaded | None) -> StepProgram:
@@ -64,19 +64,19 @@ class Guessing:
     vocab: int
     clock: Clock
 
-    def speculator(self, config: SchedulerConfig, runner: ModelRunner) -> Speculator | None:
+    def speculator(self, config: SchedulerConfig, runner: ModelRunner) -> DraftProposer | None:
         """Who guesses; None where nobody does.  ``runner`` runs the program of ``record``."""
         if config.max_draft_tokens == 0:
             return None
         limits = {"most_each": config.max_draft_tokens, "most": config.max_step_draft_tokens}
-        guide: Guide
+        guide: DraftSource
         match self.loaded:
             case None:
-                return LookupSpeculator(**limits, clock=self.clock)
+                return NgramProposer(**limits, clock=self.clock)
             case EagleHead() as head:
                 runner.tap(head.tapped, head.hidden)
-                guide = HeadGuide(head, self.vocab, runner)
+                guide = EagleSource(head, self.vocab, runner)
             case SmallModel() as small:
-                guide = ModelGuide(small.model, small.kv, small.vocab)
+                guide = DraftModelSource(small.model, small.kv, small.vocab)
         drafter = Drafter(guide, self.ops, vocab=self.vocab, places=config.max_drafting, clock=self.clock)
-        return DraftSpeculator(drafter, **limits)
+        return DraftModelProposer(drafter, **limits)

@@ -18,22 +18,22 @@ from typing import cast
 from penstock.clock import MonotonicClock
 from penstock.config.limits import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
-from penstock.engine.core.cost_model import StepCost, prior_for
+from penstock.engine.core.cost_model import StepCostModel, cost_prior
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.encoder_stage import ImageStage
+from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.loop import EngineLoop
-from penstock.engine.models.interface import Model, Reader, encoder_of
+from penstock.engine.models.interface import Model, PoolingModel, encoder_of
 from penstock.engine.runner.interface import Runner
-from penstock.engine.runner.lora import Adapters
-from penstock.engine.runner.model_runner import Aids, ModelRunner
+from penstock.engine.runner.lora import LoraManager
+from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.engine.runner.pooling_runner import PoolingRunner
-from penstock.engine.runner.sampling_state import Patience
-from penstock.engine.service.kv_prefetch import NoStore, StoredPages
-from penstock.engine.service.kv_transfer import HandOver
-from penstock.engine.service.peer_links import Peers
-from penstock.engine.service.readiness import Ready
-from penstock.engine.service.remote_encoder import Encoders
-from penstock.engine.service.worker_service import WorkerMailbox
+from penstock.engine.runner.sampling_state import MaskWait
+from penstock.engine.service.kv_prefetch import KvPrefetcher, NoPrefetcher
+from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.peer_links import PeerLinks
+from penstock.engine.service.readiness import ReadinessSources
+from penstock.engine.service.remote_encoder import RemoteEncoders
+from penstock.engine.service.worker_service import WorkerService
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
 from penstock.kernels.core_lending import Cores
@@ -76,7 +76,7 @@ LAST_WORDS_S = 0.25
 class Inheritance:
     """What a worker has from the process that forked it: read-only, or its own alone."""
 
-    model: Model | Reader  # by ``SchedulerConfig.pooling``
+    model: Model | PoolingModel  # by ``SchedulerConfig.pooling``
     ops: Ops
     identity: ModelIdentity
     parameters: int  # of the model, for a first guess of how long a step takes
@@ -86,7 +86,7 @@ class Inheritance:
     store: StoreShare
     keys: Keys
     slot: Slot
-    adapters: Adapters  # those of the start are in memory
+    adapters: LoraManager  # those of the start are in memory
     cores: Cores
     vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
     gateways: Mapping[str, Slot]  # of this host: a process that was replaced is known before it says a word
@@ -106,8 +106,8 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     grammars = Grammars(
         inherited.vocabulary, max_bytes=config.compiled_grammars_bytes, max_compiling=config.max_compiling_grammars
     )
-    encoders = Encoders(Peers(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
-    images = ImageStage(
+    encoders = RemoteEncoders(PeerLinks(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
+    images = EncoderStage(
         encoder_of(inherited.model),
         inherited.ops,
         cache_bytes=config.image_cache_bytes,
@@ -118,12 +118,12 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     runner = _runner(config.scheduler, inherited, kv, (grammars, images))
     guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
     speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
-    scheduler = Scheduler(config.scheduler, StepCost(prior_for(inherited.parameters)), speculator)
+    scheduler = Scheduler(config.scheduler, StepCostModel(cost_prior(inherited.parameters)), speculator)
     hand_over = _hand_over(config, inherited, (own, kv), peers)
     inherited.adapters.in_use = scheduler.adapters
     stored = _stored(config, inherited, own, peers, (scheduler, clock))
-    ready = Ready(grammars, images, inherited.adapters, stored)
-    mailbox = WorkerMailbox(config, scheduler, hand_over, transport, clock, ready=ready)
+    ready = ReadinessSources(grammars, images, inherited.adapters, stored)
+    mailbox = WorkerService(config, scheduler, hand_over, transport, clock, ready=ready)
     if isinstance(runner, ModelRunner):
         scheduler.sitting_out = runner.sitting_out
     loop = EngineLoop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
@@ -164,7 +164,7 @@ def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
     return longest if until is None else min(longest, max(0.0, until - clock.now()))
 
 
-def _is_over(stop: _StopFlag, mailbox: WorkerMailbox, clock: MonotonicClock) -> bool:
+def _is_over(stop: _StopFlag, mailbox: WorkerService, clock: MonotonicClock) -> bool:
     """Looked at between two steps.  The first SIGTERM lets others go on with what is written here."""
     if stop.asked == 1 and not stop.heard:
         stop.heard = True
@@ -208,14 +208,16 @@ def set_niceness(niceness: int) -> bool:
     return True
 
 
-def _runner(config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, ImageStage]) -> Runner:
+def _runner(
+    config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, EncoderStage]
+) -> Runner:
     ops = inherited.ops
     if config.pooling is not None:
-        return PoolingRunner(cast(Reader, inherited.model), ops, kv)
+        return PoolingRunner(cast(PoolingModel, inherited.model), ops, kv)
     model, (grammars, images) = cast(Model, inherited.model), beside
-    patience = Patience(wait_s=config.mask_wait_ms / 1000)
+    patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
-    aids = Aids(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, patience=patience)
+    aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, patience=patience)
     return ModelRunner(model, ops, kv, program, aids)
 
 
@@ -231,7 +233,7 @@ def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:
 
 def _hand_over(
     config: WorkerConfig, inherited: Inheritance, memory: tuple[KvMemory, Array], peers: Mapping[WorkerId, KvMemory]
-) -> HandOver:
+) -> TransferEnds:
     """``memory``: that others can read, and that is computed in."""
     (own, kv), identity, ops = memory, inherited.identity, inherited.ops
     carrier = _carrier(config, own, peers, PageSeal(identity, own.layout))
@@ -239,7 +241,7 @@ def _hand_over(
     writer = None
     if inherited.twins is not None:
         writer = cast(WritesPages, ops).page_writer(kv, own.buffer, inherited.twins)
-    return HandOver(identity, sender, HandOverReceiver(config.hand_over, carrier), writer, inherited.vocab)
+    return TransferEnds(identity, sender, HandOverReceiver(config.hand_over, carrier), writer, inherited.vocab)
 
 
 def _stored(
@@ -248,7 +250,7 @@ def _stored(
     own: KvMemory,
     peers: Mapping[WorkerId, KvMemory],
     beside: tuple[Scheduler, MonotonicClock],
-) -> StoredPages | NoStore:
+) -> KvPrefetcher | NoPrefetcher:
     """Tiers beside this worker's memory, in which cached pages are sealed if this process can read them."""
     scheduler, clock = beside
     if not inherited.pages_on_device:
@@ -257,9 +259,9 @@ def _stored(
     tiers = open_tiers(config.kv_store, inherited.store, place)
     inherited.store.close()
     if not tiers:
-        return NoStore()
+        return NoPrefetcher()
     store = PageStore(tiers, own, scheduler.memory.pool.generation, clock.now, config.kv_store)
-    return StoredPages(scheduler, store, clock)
+    return KvPrefetcher(scheduler, store, clock)
 
 
 def _carrier(config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:

@@ -16,9 +16,9 @@ from statistics import median
 import numpy as np
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost
-from penstock.engine.core.events import Arrive, Cancelled
-from penstock.engine.core.plan import Plan
+from penstock.engine.core.cost_model import StepCostModel
+from penstock.engine.core.events import AddRequest, CancelRequest
+from penstock.engine.core.plan import StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
@@ -213,14 +213,14 @@ class Bench:
             step_budget_ms=NEVER_MS,
             prefill_step_budget_ms=NEVER_MS,
         )
-        return Scheduler(config, StepCost())
+        return Scheduler(config, StepCostModel())
 
     def _ask(self, scheduler: Scheduler, rows: int, length: int) -> None:
         for _ in range(rows):
             self._asked += 1
             number = self._asked
             scheduler.apply(
-                Arrive(
+                AddRequest(
                     id=RequestId(f"{number}"),
                     epoch=1,
                     leg=Leg.WHOLE,
@@ -232,7 +232,7 @@ class Bench:
                 0.0,
             )
 
-    def _steps(self, scheduler: Scheduler) -> Iterator[tuple[Plan, float]]:
+    def _steps(self, scheduler: Scheduler) -> Iterator[tuple[StepPlan, float]]:
         """Each step and its seconds, until whoever listens has heard enough; then everything is forgotten."""
         try:
             while True:
@@ -245,7 +245,7 @@ class Bench:
                 yield plan, time.perf_counter() - began
         finally:
             for number in range(self._asked + 1):
-                scheduler.apply(Cancelled(id=RequestId(f"{number}"), epoch=1), 0.0)
+                scheduler.apply(CancelRequest(id=RequestId(f"{number}"), epoch=1), 0.0)
             for gone in scheduler.plan(0.0).gone:
                 self._runner.forget(gone)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.config.limits import RoutingConfig
-from penstock.engine.core.events import Cancelled, FirstToken, Granted, PagesArrived, Released
-from penstock.engine.core.plan import Outcome, PageDone, Progress, ReturnedRequest
+from penstock.engine.core.events import CancelRequest, CreditGranted, FirstTokenArrived, PagesArrived, PagesReleased
+from penstock.engine.core.plan import CompletedPage, NewTokens, ReturnedRequest, StepOutcome
 from penstock.engine.core.request import Request
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.failover import Flight, Patience, Phase
@@ -71,11 +71,11 @@ class HandOvers:
             return  # it is cancelled, and the receiver has not heard of that yet
         source = workers[self._sources[key]]
         self._open[key] = _HandOver(source, receiver, request.computed, self._agenda.now)
-        self._agenda.after(self._message_s, source.tell, Granted(id=request.id, epoch=request.epoch))
+        self._agenda.after(self._message_s, source.tell, CreditGranted(id=request.id, epoch=request.epoch))
 
-    def sent(self, worker: SimWorker, outcome: Outcome) -> None:
+    def sent(self, worker: SimWorker, outcome: StepOutcome) -> None:
         """What a prefill worker's step has brought: pages, and perhaps the first token after the last of them."""
-        by_key: dict[Key, list[PageDone]] = {}
+        by_key: dict[Key, list[CompletedPage]] = {}
         for done in outcome.pages_done:
             by_key.setdefault((done.request.id, done.request.epoch), []).append(done)
         for key, pages in by_key.items():
@@ -84,7 +84,7 @@ class HandOvers:
             if progress.request.leg is Leg.PREFILL:
                 self._first(progress)
 
-    def _pages(self, key: Key, pages: list[PageDone]) -> None:
+    def _pages(self, key: Key, pages: list[CompletedPage]) -> None:
         open_ = self._open.get(key)
         if open_ is None:
             return
@@ -100,16 +100,16 @@ class HandOvers:
         arrived = PagesArrived(id=key[0], epoch=key[1], computed=computed)
         self._agenda.at(through + self._message_s, open_.receiver.tell, arrived)
 
-    def _first(self, progress: Progress) -> None:
+    def _first(self, progress: NewTokens) -> None:
         request = progress.request
         key = (request.id, request.epoch)
         open_ = self._open.get(key)
         if open_ is None:
             return
-        first = FirstToken(id=key[0], epoch=key[1], token=progress.tokens[0], finish=progress.finish)
+        first = FirstTokenArrived(id=key[0], epoch=key[1], token=progress.tokens[0], finish=progress.finish)
         when = max(open_.through_at, self._agenda.now) + self._message_s
         self._agenda.at(when, open_.receiver.tell, first)
-        self._agenda.at(when + self._message_s, open_.source.tell, Released(id=key[0], epoch=key[1]))
+        self._agenda.at(when + self._message_s, open_.source.tell, PagesReleased(id=key[0], epoch=key[1]))
         self.forget(key)
 
     def forget(self, key: Key) -> None:
@@ -180,7 +180,7 @@ class SimGateway:
 
     # --- worker.Port ------------------------------------------------------------------------------------------------
 
-    def said(self, worker: SimWorker, outcome: Outcome, spacing_s: float) -> None:
+    def said(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """Pages to receivers, tokens to clients."""
         if outcome.pages_done or outcome.progress:
             self.hand_overs.sent(worker, outcome)
@@ -256,7 +256,7 @@ class SimGateway:
         self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
         self.hand_overs.forget((effect.request, effect.epoch))
         worker = self._workers[effect.worker]
-        self._agenda.after(self._message_s, worker.tell, Cancelled(id=effect.request, epoch=effect.epoch))
+        self._agenda.after(self._message_s, worker.tell, CancelRequest(id=effect.request, epoch=effect.epoch))
 
     def _send(self, effect: Send) -> None:
         self._serial += 1

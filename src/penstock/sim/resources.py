@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.cost_model import SCALE, Vector
-from penstock.engine.core.plan import Plan
+from penstock.engine.core.cost_model import SCALE, CostVector
+from penstock.engine.core.plan import StepPlan
 from penstock.sim.fleet import StepTimes
 from penstock.types import BlockHash, WorkerId
 
@@ -70,7 +70,7 @@ class Duration(NamedTuple):
         return max(1, min(most, steps))
 
 
-def duration(times: StepTimes, plan: Plan, slower: float = 1.0) -> Duration:
+def duration(times: StepTimes, plan: StepPlan, slower: float = 1.0) -> Duration:
     """A row writes when it computes one token of an answer; whatever else it computes it reads.
 
     ``slower``: what everything takes, by what it takes alone.
@@ -91,7 +91,7 @@ def duration(times: StepTimes, plan: Plan, slower: float = 1.0) -> Duration:
     return Duration((writing + reading) * slower, times.context_s * rows * slower)
 
 
-def known_before(times: StepTimes) -> Vector:
+def known_before(times: StepTimes) -> CostVector:
     """What a worker that has run for a while expects (``engine.core.cost.StepCost``'s prior)."""
     pair = max(times.pair_s, times.context_s, 1e-15)
     draw = max(times.row_s - times.token_s, times.row_s / 100, 1e-9)

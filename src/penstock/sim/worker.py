@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost
-from penstock.engine.core.events import Arrive, Event, FirstToken
-from penstock.engine.core.page_pool import Lease, Shortfall
-from penstock.engine.core.plan import Drawn, Outcome, Plan, ReturnedRequest, Row
+from penstock.engine.core.cost_model import StepCostModel
+from penstock.engine.core.events import AddRequest, EngineEvent, FirstTokenArrived
+from penstock.engine.core.page_pool import PageLease, PageShortfall
+from penstock.engine.core.plan import ReturnedRequest, SampledTokens, ScheduledTokens, StepOutcome, StepPlan
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.kv_events import KvLog
+from penstock.engine.service.kv_events import KvEventLog
 from penstock.sim.fleet import FleetFile
 from penstock.sim.resources import Agenda, Busy, Crowd, Duration, Tiers, Wire, duration, known_before
 from penstock.sim.trace import END, IDENTITY, WORD
@@ -34,7 +34,7 @@ LATE = 0.1
 MOST_KEPT = 0.5
 """Of a worker's pages: so many are kept for requests that still wait, at most."""
 
-_NOTHING = Drawn()
+_NOTHING = SampledTokens()
 
 
 class Place(NamedTuple):
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class Port(Protocol):
     """Who hears what a worker says."""
 
-    def said(self, worker: SimWorker, outcome: Outcome, spacing_s: float) -> None:
+    def said(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """A plan was committed; its steps ended ``spacing_s`` apart, the last one now."""
         ...
 
@@ -73,7 +73,7 @@ class Stage(NamedTuple):
 class _Running:
     """A plan under way."""
 
-    plan: Plan
+    plan: StepPlan
     begun: float
     takes: Duration
     steps: int  # after so many it ends
@@ -86,7 +86,7 @@ class SimWorker:
     def __init__(self, place: Place, fleet: FleetFile, page_tokens: int, stage: Stage) -> None:
         self.name, self.role = place
         self.config = scheduler_config(fleet, page_tokens)
-        self.scheduler = Scheduler(self.config, StepCost(known_before(fleet.steps)))
+        self.scheduler = Scheduler(self.config, StepCostModel(known_before(fleet.steps)))
         self.page_bytes = fleet.memory.token_bytes * page_tokens
         self.into, self.out = Wire(fleet.links.worker_bytes_s), Wire(fleet.links.worker_bytes_s)
         self.busy = Busy()
@@ -100,14 +100,14 @@ class SimWorker:
         self.wires = tuple(map(Wire, speeds))  # from the tiers
         self._tier_s = [self.page_bytes / speed for speed in speeds]  # that a page takes from there, of late
         self._prefix = self.scheduler.memory.prefix
-        self._log = KvLog(self.name, INCARNATION, self._prefix.blocks, self._only_lower, len(speeds))
+        self._log = KvEventLog(self.name, INCARNATION, self._prefix.blocks, self._only_lower, len(speeds))
         self._prefix.on_change = self._cache_changed
-        self._inbox: list[tuple[Event, int | None]] = []  # with the serial number of a Submit
+        self._inbox: list[tuple[EngineEvent, int | None]] = []  # with the serial number of a Submit
         self._unheard: set[int] = set()  # Submits that the scheduler has not heard of
         self._last_serial = 0
         self._left: dict[RequestId, int] = {}  # tokens that answers written here still have
-        self._fetching: dict[RequestId, list[Event]] = {}  # and what must be heard after its arrival
-        self._kept: dict[RequestId, list[Lease]] = {}  # pages, for requests that have none yet
+        self._fetching: dict[RequestId, list[EngineEvent]] = {}  # and what must be heard after its arrival
+        self._kept: dict[RequestId, list[PageLease]] = {}  # pages, for requests that have none yet
         self._running: _Running | None = None
         self._serial = 0
 
@@ -117,7 +117,7 @@ class SimWorker:
         """A leg is placed here.  What a lower tier has of its prompt is read first."""
         self._last_serial = submit.serial
         self._unheard.add(submit.serial)
-        arrive = Arrive(
+        arrive = AddRequest(
             id=submit.request,
             epoch=submit.epoch,
             leg=submit.leg,
@@ -138,7 +138,7 @@ class SimWorker:
         else:
             self.tell(arrive, submit.serial)
 
-    def tell(self, event: Event, serial: int | None = None) -> None:
+    def tell(self, event: EngineEvent, serial: int | None = None) -> None:
         """Something that the scheduler must know; it hears of it between two steps, and of a request first."""
         if event.id in self._fetching:
             self._fetching[event.id].append(event)
@@ -159,7 +159,7 @@ class SimWorker:
             scheduler.apply(event, now)
             if serial is not None:
                 self._unheard.discard(serial)
-            if isinstance(event, FirstToken) and (request := scheduler.find(event.id)) is not None:
+            if isinstance(event, FirstTokenArrived) and (request := scheduler.find(event.id)) is not None:
                 self._left[event.id] = self._answers[event.id] - len(request.output)
         plan = scheduler.plan(now, self._steps_ahead())
         self.changed = True
@@ -180,7 +180,7 @@ class SimWorker:
         """Until the first answer is complete."""
         return min(self._left.values(), default=1)
 
-    def _planned(self, plan: Plan) -> None:
+    def _planned(self, plan: StepPlan) -> None:
         for gone in plan.gone:
             self._left.pop(gone, None)
         for returned in plan.returned:
@@ -223,17 +223,17 @@ class SimWorker:
         if self._running is None:
             self._turn()
 
-    def _draw(self, row: Row, steps: int) -> Drawn:
+    def _draw(self, row: ScheduledTokens, steps: int) -> SampledTokens:
         if not row.samples:
             return _NOTHING
         request = row.request
         left = self._answers[request.id] - len(request.output)
         assert steps <= left, "no plan goes beyond the first end"
         if steps < left:
-            return Drawn((WORD,) * steps)
-        return Drawn((*((WORD,) * (left - 1)), END))
+            return SampledTokens((WORD,) * steps)
+        return SampledTokens((*((WORD,) * (left - 1)), END))
 
-    def _count_left(self, outcome: Outcome) -> None:
+    def _count_left(self, outcome: StepOutcome) -> None:
         for progress in outcome.progress:
             request = progress.request
             if progress.finish is not None:
@@ -259,13 +259,13 @@ class SimWorker:
     def _only_lower(self) -> Iterator[tuple[BlockHash, int]]:
         return ((block, tier) for block, tier in self._tiers.nearest() if block not in self._prefix)
 
-    def _fetch(self, arrive: Arrive) -> float:
+    def _fetch(self, arrive: AddRequest) -> float:
         """Keep what is here of this prompt; when what lower tiers have of it will be here, too."""
         hashes, limit = arrive.hashes, self._shareable(arrive)
         match = self._prefix.match(hashes, limit)
         with match.lease as known:
             if len(known) <= self._may_keep():
-                self._kept[arrive.id] = [Lease(self.scheduler.memory.pool, known.take())]
+                self._kept[arrive.id] = [PageLease(self.scheduler.memory.pool, known.take())]
         ready_at = self._agenda.now
         for tier, blocks in enumerate(self._tiers.found(hashes, match.blocks, limit)):
             if blocks:
@@ -275,13 +275,13 @@ class SimWorker:
                 ready_at = max(ready_at, through)
         return ready_at
 
-    def _fetched(self, arrive: Arrive, serial: int) -> None:
+    def _fetched(self, arrive: AddRequest, serial: int) -> None:
         """Put what was read into pages, as far as there is room."""
         hashes, limit = arrive.hashes, self._shareable(arrive)
         here = self._prefix.longest(hashes, limit)
         blocks = min(sum(self._tiers.found(hashes, here, limit)), self._may_keep())
         fresh = self.scheduler.memory.pool.reserve(blocks)
-        if blocks and not isinstance(fresh, Shortfall):
+        if blocks and not isinstance(fresh, PageShortfall):
             names = hashes[here : here + blocks]
             for name, page in zip(names, fresh.pages, strict=True):
                 self._prefix.insert(name, page)
@@ -291,7 +291,7 @@ class SimWorker:
         for event in later:
             self.tell(event)
 
-    def _shareable(self, arrive: Arrive) -> int:
+    def _shareable(self, arrive: AddRequest) -> int:
         known = len(arrive.prompt) + len(arrive.emitted)
         return min(len(arrive.hashes), (known - 1) // self.config.page_tokens)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.encoder_stage import ImageStage
+from penstock.engine.core.events import AddRequest
+from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
@@ -76,9 +76,9 @@ class Others:
         return told
 
 
-def stage(limit: int = 1 << 20, covered: int = 0, others: Others | None = None) -> ImageStage:
+def stage(limit: int = 1 << 20, covered: int = 0, others: Others | None = None) -> EncoderStage:
     encoder = cast(ImageEncoder, _Encoder())
-    return ImageStage(
+    return EncoderStage(
         encoder,
         cast(Ops, None),
         cache_bytes=limit,
@@ -93,18 +93,18 @@ def shown(tone: int) -> Picture:
     return Picture(2, 3, pixels, 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
-def arrive(name: str, tones: Sequence[int], leg: Leg = Leg.WHOLE) -> Arrive:
+def arrive(name: str, tones: Sequence[int], leg: Leg = Leg.WHOLE) -> AddRequest:
     pictures = [shown(tone) for tone in tones]
     images = [
         PlacedImage(picture_hash(one), index * TOKENS, one.rows, one.columns) for index, one in enumerate(pictures)
     ]
-    return Arrive(
+    return AddRequest(
         id=RequestId(name), epoch=1, leg=leg, prompt=(5,) * 40, sampling=SamplingParams(seed=1, max_tokens=4),
         arrival=0.0, root=BlockHash(bytes(32)), images=images, pictures=() if leg is Leg.DECODE else pictures,
     )  # fmt: skip
 
 
-def rows(stage: ImageStage, event: Arrive, index: int = 0) -> float:
+def rows(stage: EncoderStage, event: AddRequest, index: int = 0) -> float:
     return float(stage.rows(event.images[index], event.pictures, index)[0, 0])
 
 
@@ -199,9 +199,9 @@ def test_a_request_that_goes_leaves_nothing_to_do():
 )
 def test_what_is_not_itself_is_refused(change: dict[str, Any], why: str):
     event = arrive("a", [7])
-    fields = {name: getattr(event, name) for name in Arrive.__dataclass_fields__}
+    fields = {name: getattr(event, name) for name in AddRequest.__dataclass_fields__}
     with pytest.raises(ImageRefused, match=why):
-        stage().ready(Arrive(**fields | change))
+        stage().ready(AddRequest(**fields | change))
 
 
 class _Listener(_Encoder):
@@ -212,7 +212,7 @@ class _Listener(_Encoder):
 
 @pytest.mark.parametrize("images", [[], [PlacedImage(bytes(32), 1, 2, 3)], [PlacedImage(bytes(32), 0, 2, 2)]])
 def test_a_model_that_hears_wants_its_sound_first(images: list[PlacedImage]):
-    own = ImageStage(cast(Any, _Listener()), cast(Ops, None), cache_bytes=1 << 20)
+    own = EncoderStage(cast(Any, _Listener()), cast(Ops, None), cache_bytes=1 << 20)
     with pytest.raises(ImageRefused, match="begin with one sound of 6 tokens"):
         own.ready(replace(arrive("a", [7]), images=images))
 
@@ -253,13 +253,13 @@ def test_an_encoder_serves_each_image_once_it_has_it():
 
 
 def test_a_model_that_reads_text_refuses_images():
-    blind = ImageStage(None, cast(Ops, None), cache_bytes=1)
+    blind = EncoderStage(None, cast(Ops, None), cache_bytes=1)
     assert blind.ready(arrive("a", []))
     with pytest.raises(ImageRefused, match="text only"):
         blind.ready(arrive("a", [7]))
 
 
-def finish(stage: ImageStage, event: Arrive) -> int:
+def finish(stage: EncoderStage, event: AddRequest) -> int:
     """Until the request may go on; how many turns that took."""
     turns = 0
     while not stage.ready(event):

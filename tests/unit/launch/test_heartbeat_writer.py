@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.engine.core.plan import Plan, Row
+from penstock.engine.core.plan import StepPlan
 from penstock.launch.heartbeat import Board
 from penstock.launch.pulse import Pulse
 
@@ -18,7 +18,7 @@ class Watch:
     def __init__(self) -> None:
         self.now_ns = 0
         (self.slot,) = Board(1).slots
-        self.planned: list[Plan] = []
+        self.planned: list[StepPlan] = []
         mailbox: Any = SimpleNamespace(
             planned=self.planned.append, reporter=SimpleNamespace(steps=7), gateways_now=None
         )
@@ -27,7 +27,7 @@ class Watch:
 
     def plan(self, at_s: float, predicted_s: float = 0.0) -> tuple[float, float]:
         self.now_ns = int(at_s * 1e9)
-        plan = Plan(rows=ROWS if predicted_s else (), predicted_s=predicted_s)
+        plan = StepPlan(rows=ROWS if predicted_s else (), predicted_s=predicted_s)
         self.pulse.on_plan(plan)
         assert self.planned[-1] is plan
         beat = self.slot.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from penstock.engine.service.kv_events import KvLog
+from penstock.engine.service.kv_events import KvEventLog
 from penstock.hashing import block_hashes, chain_root
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
@@ -95,6 +95,6 @@ def holds(
     """The worker of this slot has begun, and told that these blocks are all that it has; ``lower``: in which tier."""
     index.follow(slot, incarnation)
     below = lower or {}
-    log = KvLog(WorkerId("w"), incarnation, lambda: hashes, below.items, max(below.values(), default=0))
+    log = KvEventLog(WorkerId("w"), incarnation, lambda: hashes, below.items, max(below.values(), default=0))
     for message in log.snapshot():
         index.take(slot, message)

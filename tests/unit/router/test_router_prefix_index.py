@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_words import chain, holds
 
-from penstock.engine.service.kv_events import KvLog
+from penstock.engine.service.kv_events import KvEventLog
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex, Promises
 from penstock.types import BlockHash, RequestId, WorkerId
@@ -54,7 +54,7 @@ def test_changes_are_taken_in_order_and_once():
 def test_blocks_sink_through_tiers_and_come_back():
     index, blocks, lower = PrefixIndex(), chain(9), dict[BlockHash, int]()
     index.follow(0, 1)
-    log = KvLog(WorkerId("w"), 1, list, lower.items, 2)
+    log = KvEventLog(WorkerId("w"), 1, list, lower.items, 2)
 
     def known() -> list[int]:
         for message in log.take():
@@ -85,7 +85,7 @@ def test_a_snapshot_tells_of_all_tiers():
     lower = dict.fromkeys(blocks[100:], 1) | dict.fromkeys(blocks[-50:], 2)
     index = PrefixIndex()
     index.follow(0, 1)
-    for message in KvLog(WorkerId("w"), 1, lambda: blocks[:100], lower.items, 2).snapshot():
+    for message in KvEventLog(WorkerId("w"), 1, lambda: blocks[:100], lower.items, 2).snapshot():
         index.take(0, message)
     assert [hits(index, blocks)[0], *(int(depths[0]) for depths in index.below(blocks, 1))] == [
         100,
@@ -104,7 +104,7 @@ def test_tiers_that_come_as_a_surprise_are_told_anew():
 def test_tiers_that_there_is_no_room_for_are_not_asked_for_again_and_again():
     index, blocks = PrefixIndex(4096, max_workers=2), chain(12)
     index.follow(0, 1)
-    log = KvLog(WorkerId("w"), 1, list, tuple, 2)
+    log = KvEventLog(WorkerId("w"), 1, list, tuple, 2)
     for message in log.snapshot():
         index.take(0, message)
     for block in blocks[:10]:
@@ -188,7 +188,7 @@ def test_blocks_over_the_limit_are_counted():
 def test_whatever_is_lost_on_the_way_is_known_in_the_end(events):
     """``+`` and ``-`` change the cache, ``.`` tells, ``?`` tells and is lost, ``!`` is a beat with its report."""
     cache: dict[BlockHash, None] = {}
-    log = KvLog(WorkerId("w"), 1, lambda: cache)
+    log = KvEventLog(WorkerId("w"), 1, lambda: cache)
     index = PrefixIndex()
     index.follow(0, 1)
     now = 0.0
@@ -220,7 +220,7 @@ def test_whatever_is_lost_on_the_way_is_known_in_the_end(events):
 
 def test_messages_of_a_log_are_of_limited_size():
     blocks = chain(2 * KV_EVENT_BLOCKS + 5)
-    log = KvLog(WorkerId("w"), 1, lambda: blocks)
+    log = KvEventLog(WorkerId("w"), 1, lambda: blocks)
     for block in blocks:
         log.note(block, True)
     assert len(log) == len(blocks)

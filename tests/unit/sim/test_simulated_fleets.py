@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_words import conversations, fleet, seen, simulated, trace
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.router.decide import How, decide
@@ -80,7 +80,7 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
             number, (at, _, _) = coming.pop(0)
             request = prompts.request(number, at)
             scheduler.apply(
-                Arrive(
+                AddRequest(
                     id=request.id,
                     epoch=1,
                     leg=Leg.WHOLE,
@@ -98,7 +98,7 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
         context = sum(row.start + 1 for row in writing)
         now += bool(writing) * (0.012 + 5e-5 * len(writing) + 1e-9 * context) + reading * 5e-5
         drawn = [
-            Drawn((END if len(row.request.output) + 1 == jobs[int(row.request.id)][2] else WORD,) * row.samples)
+            SampledTokens((END if len(row.request.output) + 1 == jobs[int(row.request.id)][2] else WORD,) * row.samples)
             for row in plan.rows
         ]
         for progress in scheduler.commit(plan, drawn, now).progress:

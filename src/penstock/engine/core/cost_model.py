@@ -13,28 +13,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, log, sqrt
 
-Vector = tuple[float, float, float, float]
+CostVector = tuple[float, float, float, float]
 
-SCALE: Vector = (1.0, 256.0, 262_144.0, 16.0)
+SCALE: CostVector = (1.0, 256.0, 262_144.0, 16.0)
 """Units of the four features: a step, and amounts of work that one step may well contain."""
 
-PRIOR: Vector = (1e-3, 64e-3, 1e-3, 1e-3)
+PRIOR: CostVector = (1e-3, 64e-3, 1e-3, 1e-3)
 """Seconds for each unit, before anything was measured: slow, so that the first chunk on an unknown machine is short."""
 
 NOISE = 0.05  # relative variance of a measured step at most, and before it is known
-LEAST_NOISE = 2e-3  # the same at least; a steady machine lets steps of nearly one length tell the weights apart
+MIN_NOISE = 2e-3  # the same at least; a steady machine lets steps of nearly one length tell the weights apart
 NOISE_SHARE = 0.05  # of the last step's in what is known of it
 SPEED_DRIFT = 4e-3  # variance of the machine's speed, in its logarithm, from one step to the next
-SPEED_IGNORANCE = 64.0  # the same before anything was measured: the first step tells the speed
+SPEED_VARIANCE = 64.0  # the same before anything was measured: the first step tells the speed
 DRIFT = 2e-4  # relative variance of each weight's own walk in one step
-IGNORANCE = 1.0  # each weight is within so many times its present value, then and at any time
-LEAST_SHARE = 0.05  # of what the prior says at the machine's speed is any weight: nothing is for free
-NOVICE_STEPS = 8  # for so long any surprise is believed: there is no knowledge to protect yet
-MOST_RATIO = 4.0  # then; a process that was stopped for a minute teaches no more than a step of four times the length
+WEIGHT_VARIANCE = 1.0  # each weight is within so many times its present value, then and at any time
+MIN_WEIGHT_SHARE = 0.05  # of what the prior says at the machine's speed is any weight: nothing is for free
+WARMUP_STEPS = 8  # for so long any surprise is believed: there is no knowledge to protect yet
+MAX_SURPRISE = 4.0  # then; a process that was stopped for a minute teaches no more than a step of four times the length
 
 
 @dataclass(slots=True)
-class Work:
+class StepWork:
     """What one step computes."""
 
     tokens: int = 0
@@ -47,7 +47,7 @@ class Work:
         self.pairs += count * start + count * (count + 1) // 2
         self.draws += draws
 
-    def vector(self) -> Vector:
+    def vector(self) -> CostVector:
         """The four features, in units of ``SCALE``."""
         return (1.0, self.tokens / SCALE[1], self.pairs / SCALE[2], self.draws / SCALE[3])
 
@@ -59,7 +59,7 @@ WEIGHTS_TOKENS = 8.0
 """Reading all weights takes as long as computing so many tokens; 1 to some hundred, by the machine."""
 
 
-def prior_for(parameters: int) -> Vector:
+def cost_prior(parameters: int) -> CostVector:
     """What to expect of a model of this size before its first step: that the machine is slow.
 
     So the first chunk on any machine ends long before anybody takes the worker for stuck, and the second is right.
@@ -68,29 +68,29 @@ def prior_for(parameters: int) -> Vector:
     return (max(PRIOR[0], WEIGHTS_TOKENS * token_s), token_s * SCALE[1], PRIOR[2], max(PRIOR[3], token_s))
 
 
-class StepCost:
+class StepCostModel:
     """Predicts and learns; weights are never negative."""
 
-    def __init__(self, prior: Vector = PRIOR) -> None:
+    def __init__(self, prior: CostVector = PRIOR) -> None:
         self._prior = prior
         self._weights = list(prior)
-        self._speed_spread = SPEED_IGNORANCE
+        self._speed_spread = SPEED_VARIANCE
         self._noise = NOISE
-        self._spread = [[((IGNORANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
+        self._spread = [[((WEIGHT_VARIANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
         self.measured = 0
 
-    def predict(self, work: Work) -> float:
+    def predict(self, work: StepWork) -> float:
         """Seconds of one step."""
         _, tokens, pairs, draws = work.vector()
         a, b, c, d = self._weights
         return a + b * tokens + c * pairs + d * draws
 
     @property
-    def rates(self) -> Vector:
+    def rates(self) -> CostVector:
         """Seconds of a step, and of each token, (query, key) pair and draw in it."""
         return tuple(weight / unit for weight, unit in zip(self._weights, SCALE, strict=True))  # type: ignore[return-value]
 
-    def affordable(self, work: Work, budget_s: float, start: int, *, draws_each: bool = False) -> int:
+    def affordable(self, work: StepWork, budget_s: float, start: int, *, draws_each: bool = False) -> int:
         """Tokens from position ``start`` that can be added to ``work`` within ``budget_s``; may be 0 or less."""
         left = budget_s - self.predict(work) - self._weights[3] / SCALE[3]
         each = self._weights[1] / SCALE[1] + (self._weights[3] / SCALE[3] if draws_each else 0.0)
@@ -101,15 +101,15 @@ class StepCost:
         # the positive root of  pair/2 n^2 + linear n = left,  in the form that does not cancel
         return int(min(2 * left / (linear + sqrt(linear * linear + 2 * pair * left)), 1e9))
 
-    def learn(self, work: Work, seconds: float) -> None:
+    def learn(self, work: StepWork, seconds: float) -> None:
         """Take a measured step into account.  A step of no work teaches nothing."""
         if work.tokens == 0:
             return
         self.measured += 1
         expected = max(self.predict(work), 1e-9)
         ratio = max(seconds / expected, 1e-9)
-        if self.measured > NOVICE_STEPS:
-            ratio = min(ratio, MOST_RATIO)
+        if self.measured > WARMUP_STEPS:
+            ratio = min(ratio, MAX_SURPRISE)
         slower = self._learn_speed(ratio)
         self._learn_weights([value / (expected * slower) for value in work.vector()], ratio / slower)
 
@@ -127,13 +127,13 @@ class StepCost:
     def _learn_weights(self, x: list[float], ratio: float) -> None:
         """``x``: the features by the predicted seconds; the step took ``ratio`` of those."""
         speed = 1.0 / sum(p * v for p, v in zip(self._prior, x, strict=True))
-        least = [LEAST_SHARE * speed * p for p in self._prior]
+        least = [MIN_WEIGHT_SHARE * speed * p for p in self._prior]
         self._drift([max(w, small) for w, small in zip(self._weights, least, strict=True)])
         surprise = ratio - sum(w * v for w, v in zip(self._weights, x, strict=True))
         px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._spread]
         odd = min(surprise * surprise, NOISE)  # one step that is unlike the others teaches no more than a noisy one
         self._noise += NOISE_SHARE * (odd - self._noise)
-        scale = max(self._noise, odd, LEAST_NOISE) + sum(v * p for v, p in zip(x, px, strict=True))
+        scale = max(self._noise, odd, MIN_NOISE) + sum(v * p for v, p in zip(x, px, strict=True))
         self._weights = [
             max(w + p / scale * surprise, small) for w, p, small in zip(self._weights, px, least, strict=True)
         ]
@@ -149,7 +149,7 @@ class StepCost:
         spread = self._spread
         for i, size in enumerate(sizes):
             spread[i][i] += DRIFT * size * size
-            most = IGNORANCE * size
+            most = WEIGHT_VARIANCE * size
             if spread[i][i] > most * most:
                 shrink = most / sqrt(spread[i][i])
                 for j in range(4):

@@ -26,7 +26,7 @@ from penstock.types import (
 from penstock.wire.messages import PageSource
 
 
-class GrammarInUse(Protocol):
+class CompiledGrammar(Protocol):
     """A compiled grammar; it is there for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
 
     def matcher(self) -> Any:
@@ -35,7 +35,7 @@ class GrammarInUse(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrive:
+class AddRequest:
     """A request came.  A later epoch replaces an earlier one, an earlier or equal one is ignored."""
 
     id: RequestId
@@ -56,12 +56,12 @@ class Arrive:
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
     ahead: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
-    in_use: GrammarInUse | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
+    in_use: CompiledGrammar | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
     apart: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class CreditGranted:
     """leg=prefill: the decode worker has room for all pages; the request may be admitted now."""
 
     id: RequestId
@@ -78,7 +78,7 @@ class PagesArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
+class FirstTokenArrived:
     """leg=decode: the prefill worker's token; with it and all pages, decoding goes on here.
 
     ``finish`` is set when that token was also the last: the request ends without a word to the gateway.
@@ -91,7 +91,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeHere:
+class RecomputeLocally:
     """leg=decode: what another worker computed is too slow to come.  What has not come is computed here, like any
     prompt; the answer goes on behind ``token``, which that worker drew."""
 
@@ -101,7 +101,7 @@ class ComputeHere:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class PagesReleased:
     """leg=prefill: the receiver has the pages (or its lease ended); free what was held for it."""
 
     id: RequestId
@@ -109,14 +109,14 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
+class CancelRequest:
     """Forget the request in whatever state, unless a later epoch of it is here."""
 
     id: RequestId
     epoch: int
 
 
-class How(Enum):
+class MigrationStep(Enum):
     """What an answer that is being written does next (``moving``)."""
 
     KEEP = auto()  # its pages: another worker copies them
@@ -125,16 +125,16 @@ class How(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
+class Migrate:
     """An answer that is being written here is to go on elsewhere."""
 
     id: RequestId
     epoch: int
-    how: How
+    how: MigrationStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class MigrationDone:
     """leg=decode: everything of an answer that moved is here; ``tokens`` are those of it from ``index`` on."""
 
     id: RequestId
@@ -143,4 +143,14 @@ class Joined:
     tokens: tuple[int, ...]
 
 
-Event = Arrive | Granted | PagesArrived | FirstToken | ComputeHere | Released | Cancelled | Moving | Joined
+EngineEvent = (
+    AddRequest
+    | CreditGranted
+    | PagesArrived
+    | FirstTokenArrived
+    | RecomputeLocally
+    | PagesReleased
+    | CancelRequest
+    | Migrate
+    | MigrationDone
+)

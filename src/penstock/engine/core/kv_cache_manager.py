@@ -27,16 +27,16 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from penstock.engine.core.page_pool import BlockPool, Leaks, Lease, Shortfall
+from penstock.engine.core.page_pool import LeakCheck, PageLease, PagePool, PageShortfall
 from penstock.engine.core.prefix_cache import PrefixCache
-from penstock.engine.core.request import Holding, Request, all_pages
+from penstock.engine.core.request import PageTable, Request, pages_of_all_groups
 from penstock.errors import ConfigError
 from penstock.hashing import block_hash, image_marks
 from penstock.kv_spec import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
 from penstock.types import BlockHash, Leg, PageId
 
 
-class PageGuard(Protocol):
+class PageVerifier(Protocol):
     """Knows the content of full and final pages by a checksum (``kv.seals``)."""
 
     pages_per_turn: int
@@ -54,21 +54,21 @@ class PageGuard(Protocol):
         ...
 
 
-class Trust:
+class UnverifiedPages:
     """Checks nothing: for pages that this process cannot read."""
 
     pages_per_turn = sys.maxsize
     page_s = 0.0
 
     def seal(self, page: PageId) -> None:
-        """See ``PageGuard``."""
+        """See ``PageVerifier``."""
 
     def intact(self, page: PageId) -> bool:
-        """See ``PageGuard``."""
+        """See ``PageVerifier``."""
         return True
 
 
-class Refusal(Enum):
+class AdmissionRefusal(Enum):
     """Why a request cannot be admitted now."""
 
     NO_ROOM = "not enough pages"
@@ -76,7 +76,7 @@ class Refusal(Enum):
     BEING_CHECKED = "cached pages that it can share are compared with their checksums, some in each turn"
 
 
-class PageMemory:
+class KvCacheManager:
     """The pool and the prefix cache of one worker, as requests use them."""
 
     def __init__(
@@ -95,14 +95,14 @@ class PageMemory:
         self.page_tokens = page_tokens
         self.reaches = tuple(reaches)
         self._shares_prefixes = shares_prefixes
-        self.pool = BlockPool(pages)
+        self.pool = PagePool(pages)
         self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
         self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
         self.found_tokens = 0
         self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
         self._written: dict[Request, list[PageId]] = {}  # given up while they were still written to
         self.owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
-        self.guard: PageGuard = Trust()
+        self.guard: PageVerifier = UnverifiedPages()
         self._turn = 0  # plans so far
         self._checked: dict[PageId, int] = {}  # in which of them a cached page was found to be what it was
         self.checked_now = 0  # pages looked at in this turn
@@ -119,7 +119,7 @@ class PageMemory:
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
 
     def begin_turn(self) -> None:
-        """A step is planned: so many pages may be checked again (``PageGuard.pages_per_turn``)."""
+        """A step is planned: so many pages may be checked again (``PageVerifier.pages_per_turn``)."""
         self._turn += 1
         self.checked_now = 0
 
@@ -159,14 +159,14 @@ class PageMemory:
         """The pages that are handed over with everything that is known of ``request`` elsewhere."""
         return Pieces(self.reaches, len(request.prompt) + request.emitted, self.page_tokens)
 
-    def admit(self, request: Request, *, spare: int) -> Refusal | None:
+    def admit(self, request: Request, *, spare: int) -> AdmissionRefusal | None:
         """Give ``request`` pages to read all its known tokens, as many as possible from the prefix cache, which count
         as computed.  All or nothing; ``spare`` pages stay available for the growth of others.
         """
         if request.waits_for in self._being_computed:
-            return Refusal.BEING_COMPUTED
+            return AdmissionRefusal.BEING_COMPUTED
         if self._refused == (request, self.pool.releases):
-            return Refusal.NO_ROOM
+            return AdmissionRefusal.NO_ROOM
         request.waits_for = None
         if self._shares_prefixes:
             self._hash(request, self._nameable(request, request.known))
@@ -177,16 +177,16 @@ class PageMemory:
             last = found + self._stride - 1  # the next block that could be shared with those before it
             if last < limit and request.leg is not Leg.DECODE and request.hashes[last] in self._being_computed:
                 request.waits_for = request.hashes[last]
-                return Refusal.BEING_COMPUTED
+                return AdmissionRefusal.BEING_COMPUTED
             sound = self._sound(request, shared.pages)
             if sound is None:
-                return Refusal.BEING_CHECKED
+                return AdmissionRefusal.BEING_CHECKED
             if sound:
                 spans = [self._span(request, group, found) for group in range(self.groups)]
                 fresh = self.pool.reserve(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
-                if isinstance(fresh, Shortfall):
+                if isinstance(fresh, PageShortfall):
                     self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
-                    return Refusal.NO_ROOM
+                    return AdmissionRefusal.NO_ROOM
                 with fresh:
                     request.adopt(_dealt(spans, self._sizes, shared.take(), fresh.take()))
         if not sound:
@@ -223,7 +223,7 @@ class PageMemory:
         if missing == 0:
             return True
         fresh = self.pool.reserve(missing)
-        if isinstance(fresh, Shortfall):
+        if isinstance(fresh, PageShortfall):
             return False
         self._extend(request, [blocks_of(tokens, size) for size in self._sizes], fresh)
         return True
@@ -240,7 +240,7 @@ class PageMemory:
             missing += max(0, end - ends[group])
             ends[group] = max(end, ends[group])
         fresh = self.pool.reserve(missing)
-        assert isinstance(fresh, Lease), "each page that fell out made room for another"
+        assert isinstance(fresh, PageLease), "each page that fell out made room for another"
         self._extend(request, ends, fresh)
 
     def settle(self, request: Request) -> None:
@@ -283,9 +283,11 @@ class PageMemory:
     def _still_written(self) -> Sequence[PageId]:
         return [page for pages in self._written.values() for page in pages]
 
-    def check(self, requests: Iterable[Request]) -> Leaks:
+    def check(self, requests: Iterable[Request]) -> LeakCheck:
         """The pool's integrity check, with ``requests`` and ``owners`` as all the owners there are."""
-        return self.pool.check((*(all_pages(request.held) for request in requests), *(own() for own in self.owners)))
+        return self.pool.check(
+            (*(pages_of_all_groups(request.held) for request in requests), *(own() for own in self.owners))
+        )
 
     @property
     def importing(self) -> bool:
@@ -327,7 +329,7 @@ class PageMemory:
                 self.seal(own.pages[page])
                 self.on_final(request, page, group)
 
-    def _extend(self, request: Request, ends: Sequence[int], fresh: Lease) -> None:
+    def _extend(self, request: Request, ends: Sequence[int], fresh: PageLease) -> None:
         """Give each group's table so many blocks."""
         with fresh:
             pages = fresh.take()
@@ -378,13 +380,13 @@ def _untold(request: Request, block: int, group: int) -> None:
 
 def _dealt(
     spans: Sequence[tuple[int, int, int]], sizes: Sequence[int], known: Sequence[PageId], new: Sequence[PageId]
-) -> list[Holding]:
+) -> list[PageTable]:
     """Pages [begin, end) of each group: at first those that are known, then new ones."""
-    held: list[Holding] = []
+    held: list[PageTable] = []
     shared = taken = 0
     for (begin, found, end), size in zip(spans, sizes, strict=True):
         old, fresh = max(0, found - begin), end - max(begin, found)
-        held.append(Holding(begin, [*known[shared : shared + old], *new[taken : taken + fresh]], size))
+        held.append(PageTable(begin, [*known[shared : shared + old], *new[taken : taken + fresh]], size))
         shared += old
         taken += fresh
     return held

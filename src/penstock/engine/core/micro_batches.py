@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 
-from penstock.engine.core.cost_model import Work
-from penstock.engine.core.kv_cache_manager import PageMemory
-from penstock.engine.core.plan import Plan
+from penstock.engine.core.cost_model import StepWork
+from penstock.engine.core.kv_cache_manager import KvCacheManager
+from penstock.engine.core.plan import StepPlan
 from penstock.engine.core.request import Request
 
 
 class MicroBatches:
     """The plans in flight, at most ``count``."""
 
-    def __init__(self, count: int, memory: PageMemory) -> None:
+    def __init__(self, count: int, memory: KvCacheManager) -> None:
         self._count = count
         self._memory = memory
-        self._in_flight: dict[int, tuple[Plan, Work]] = {}
+        self._in_flight: dict[int, tuple[StepPlan, StepWork]] = {}
         self._preemption_targets: dict[int, Set[Request]] = {}  # of the last plan of each
 
     @property
@@ -50,7 +50,7 @@ class MicroBatches:
         free = [request for request in requests if not request.in_flight and request not in excluded]
         return sorted(free, key=lambda request: request.order)[:share]
 
-    def begin(self, plan: Plan, work: Work, preemption_targets: Set[Request]) -> None:
+    def begin(self, plan: StepPlan, work: StepWork, preemption_targets: Set[Request]) -> None:
         """``plan`` is in flight.  Its preemption targets are in flight elsewhere and give way later."""
         self._in_flight[plan.micro_batch] = (plan, work)
         if self._count > 1:
@@ -62,7 +62,7 @@ class MicroBatches:
         """Whether a plan for ``micro_batch`` can be made."""
         return 0 <= micro_batch < self._count and micro_batch not in self._in_flight
 
-    def finish(self, plan: Plan) -> Work:
+    def finish(self, plan: StepPlan) -> StepWork:
         """``plan`` was computed.  Raises RuntimeError when it is not in flight."""
         flight = self._in_flight.get(plan.micro_batch)
         if flight is None or flight[0] is not plan:

@@ -8,7 +8,7 @@ answer becomes slower than it is about to be anyway, nor than half its speed, no
 Long prompts: a prompt that fills steps up to their budget makes every answer that slow for as long as it is processed.
 A prompt that takes more than twice the target for a first token (``SchedulerConfig.long_prompt_ms``) even with the
 worker to itself takes longer instead: ``r ** 3`` times as long as alone when that is ``2 * r`` targets; no more than
-``MOST_TIMES``, nor than one share of the step for it and one for each answer allow, nor than
+``MAX_STRETCH``, nor than one share of the step for it and one for each answer allow, nor than
 ``SchedulerConfig.gentle_read_s``, or half of what is left of a deadline.  An answer that has begun is recomputed at
 full speed.  Later requests are not delayed: the pieces of a long prompt leave most of each step to others.  If it
 falls behind, or no answer is decoded, it has as much of a step as there is.
@@ -26,44 +26,44 @@ import math
 from typing import NamedTuple
 
 from penstock.config.limits import LONG_PROMPT
-from penstock.engine.core.cost_model import StepCost, Work
+from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.core.request import Request
 from penstock.engine.core.request_table import RequestTable
 from penstock.types import Leg
 
-MOST_RATIO = 2.0
+MAX_REST_RATIO = 2.0
 """A step and its rest together, by the step."""
 
-LEAST_REST_S = 0.002
+MIN_REST_S = 0.002
 """A shorter rest is not worth waking others for."""
 
 
-class Pace:
+class EvenPacing:
     """When the next step of answers may begin."""
 
-    def __init__(self, cost: StepCost, budget_s: float) -> None:
+    def __init__(self, cost: StepCostModel, budget_s: float) -> None:
         self._cost = cost
         self._budget_s = budget_s
         self.until = 0.0
 
-    def took(self, work: Work, awaiting: int, seconds: float, now: float) -> None:
+    def took(self, work: StepWork, awaiting: int, seconds: float, now: float) -> None:
         """A step of answers alone, ``work``, ended now, and ``awaiting`` more answers could not be in it yet."""
         self.until = 0.0
         if awaiting == 0 or work.tokens == 0:
             return
         rows = work.tokens + awaiting
-        together = Work(tokens=rows, pairs=work.pairs * rows // work.tokens, draws=work.draws + awaiting)
-        pace = min(self._cost.predict(together), MOST_RATIO * self._cost.predict(work), self._budget_s)
+        together = StepWork(tokens=rows, pairs=work.pairs * rows // work.tokens, draws=work.draws + awaiting)
+        pace = min(self._cost.predict(together), MAX_REST_RATIO * self._cost.predict(work), self._budget_s)
         rest = pace - seconds  # none after a step that somebody else has held up
-        if rest >= LEAST_REST_S:
+        if rest >= MIN_REST_S:
             self.until = now + rest
 
 
-MOST_TIMES = 8.0
+MAX_STRETCH = 8.0
 """As long as alone at most: answers then take a seventh longer meanwhile."""
 
 
-class Beside(NamedTuple):
+class StepSoFar(NamedTuple):
     """What is in the step already, and when it begins."""
 
     answers: int
@@ -71,14 +71,14 @@ class Beside(NamedTuple):
     now: float
 
 
-class Bounds(NamedTuple):
+class LongPromptLimits(NamedTuple):
     """What is long, and how long that may take."""
 
     target_s: float  # for a first token
     most_s: float  # nothing takes longer for being read gently
 
 
-def piece_s(request: Request, left_s: float, beside: Beside, bounds: Bounds) -> float:
+def long_prompt_share_s(request: Request, left_s: float, beside: StepSoFar, bounds: LongPromptLimits) -> float:
     """Seconds of a step that may go to this prompt; ``left_s``: what reading the rest of it takes.  May be inf.
 
     Notes in the request when it is to be read, the first time that this is asked with answers in the step.
@@ -86,7 +86,7 @@ def piece_s(request: Request, left_s: float, beside: Beside, bounds: Bounds) -> 
     if not beside.answers or not bounds.target_s or request.rank or request.output:
         return math.inf
     if request.read_by is None:
-        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MOST_TIMES, 1.0 + beside.answers)
+        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + beside.answers)
         may_s = bounds.most_s
         if request.deadline is not None:
             may_s = min(may_s, (request.deadline - beside.now) / 2)
@@ -95,7 +95,7 @@ def piece_s(request: Request, left_s: float, beside: Beside, bounds: Bounds) -> 
     return beside.answers_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
 
 
-class Yielding:
+class StarvationGuard:
     """Since when each class was left out."""
 
     def __init__(self, table: RequestTable, patience_s: float) -> None:

@@ -26,7 +26,7 @@ import msgspec
 from penstock.types import BlockHash, PageId
 
 
-class Label(msgspec.Struct, frozen=True, gc=False):
+class PageLabel(msgspec.Struct, frozen=True, gc=False):
     """The name of what stands in a full and final page."""
 
     group: int  # of layers
@@ -35,14 +35,14 @@ class Label(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Shortfall:
+class PageShortfall:
     """``missing`` more pages would have been needed; nothing was reserved."""
 
     missing: int
 
 
 @dataclass(frozen=True, slots=True)
-class Leaks:
+class LeakCheck:
     """What the integrity check found.  All zero at every moment between two steps."""
 
     leaked: int = 0  # held more often than owners know of
@@ -55,12 +55,12 @@ class Leaks:
         return self.leaked + self.double + self.lost
 
 
-class Lease:
+class PageLease:
     """Pages held for a while.  Leaving the scope gives them back, unless they were taken."""
 
     __slots__ = ("_pool", "pages")
 
-    def __init__(self, pool: BlockPool, pages: list[PageId]) -> None:
+    def __init__(self, pool: PagePool, pages: list[PageId]) -> None:
         self._pool = pool
         self.pages = pages
 
@@ -72,7 +72,7 @@ class Lease:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> PageLease:
         return self
 
     def __exit__(
@@ -81,16 +81,16 @@ class Lease:
         self._pool.release(self.take())
 
 
-class BlockPool:
+class PagePool:
     """A fixed number of pages, counted.  ``on_evict`` is told the label of every cached page that is given away."""
 
-    def __init__(self, pages: int, on_evict: Callable[[Label], None] | None = None) -> None:
+    def __init__(self, pages: int, on_evict: Callable[[PageLabel], None] | None = None) -> None:
         self.pages = pages
         self.on_evict = on_evict
         self.releases = 0  # how often something was given back: who waits for room need not ask again before
         self._references = [0] * pages
         self._generations = [0] * pages
-        self._labels: list[Label | None] = [None] * pages
+        self._labels: list[PageLabel | None] = [None] * pages
         self._promised = 0  # pages, for owners of shared ones that move
         self._free = [PageId(page) for page in range(pages - 1, -1, -1)]
         self._cached: OrderedDict[PageId, None] = OrderedDict()  # oldest first
@@ -119,18 +119,18 @@ class BlockPool:
         """How often ``page`` has been given out."""
         return self._generations[page]
 
-    def label(self, page: PageId) -> Label | None:
+    def label(self, page: PageId) -> PageLabel | None:
         """The name of what stands in ``page``, when it is full and final."""
         return self._labels[page]
 
-    def reserve(self, count: int, *, spare: int = 0) -> Lease | Shortfall:
+    def reserve(self, count: int, *, spare: int = 0) -> PageLease | PageShortfall:
         """Hold ``count`` unlabelled pages, all or none, such that ``spare`` more would still be available."""
         missing = count + spare - self.available
         if missing > 0:
-            return Shortfall(missing)
-        return Lease(self, [self._give_out() for _ in range(count)])
+            return PageShortfall(missing)
+        return PageLease(self, [self._give_out() for _ in range(count)])
 
-    def retain(self, pages: Iterable[PageId]) -> Lease:
+    def retain(self, pages: Iterable[PageId]) -> PageLease:
         """Hold labelled pages once more.  Ask ``reserve`` before going on: what is promised by it may be too much."""
         held = list(pages)
         for page in held:
@@ -139,7 +139,7 @@ class BlockPool:
             elif self._moves(page):
                 self._promised += 1
             self._references[page] += 1
-        return Lease(self, held)
+        return PageLease(self, held)
 
     def release(self, pages: Sequence[PageId]) -> None:
         """Give one reference of each back.  In reverse, so that a chain is evicted from its leaf."""
@@ -160,11 +160,11 @@ class BlockPool:
         label = self._labels[page]
         return label is not None and label.moves
 
-    def set_label(self, page: PageId, label: Label) -> None:
+    def set_label(self, page: PageId, label: PageLabel) -> None:
         """Name the content of a page that is held; it stays cached when the last owner has gone."""
         self._labels[page] = label
 
-    def check(self, owners: Iterable[Sequence[PageId]]) -> Leaks:
+    def check(self, owners: Iterable[Sequence[PageId]]) -> LeakCheck:
         """Compare what is held with what ``owners`` say they hold.  O(pages + owned); changes nothing."""
         owned = [0] * self.pages
         for pages in owners:
@@ -181,7 +181,7 @@ class BlockPool:
             double += held < owned[index] or (owned[index] > 1 and self._labels[index] is None)
             lost += places[index] + (held > 0) != 1
         lost += abs(promised - self._promised) + max(0, -self.available)
-        return Leaks(leaked, double, lost)
+        return LeakCheck(leaked, double, lost)
 
     def _give_out(self) -> PageId:
         if self._free:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # --- plan: what to compute now ---------------------------------------------------------------------------------------
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and draw the token after them.
 
     ``draft``: guessed tokens that are computed after them, with a token drawn after each; see ``core.speculation``.
@@ -51,10 +51,10 @@ class ReturnedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step (or ``steps`` equal ones, when only answers are written and the caller allowed it)."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ScheduledTokens, ...] = ()
     steps: int = 1  # how often each row is repeated, one token further each time
     predicted_s: float = 0.0
     reserved: tuple[Request, ...] = ()  # leg=decode: admitted now, all pages reserved: pull from ``request.computed``
@@ -68,7 +68,7 @@ class Plan:
 # --- outcome: what came of it ----------------------------------------------------------------------------------------
 
 
-class Drawn(msgspec.Struct, frozen=True, gc=False):
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """The runner's answer for one row: the tokens drawn.
 
     None for a row that does not sample, ``steps`` otherwise; after a draft those that stand, one at least.
@@ -82,7 +82,7 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     late: bool = False  # what its grammar allows is not known yet: nothing was drawn, its last token is computed again
 
 
-class Progress(msgspec.Struct, frozen=True, gc=False):
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request, ready to be sent to whoever asked.  ``index`` counts output tokens before them."""
 
     request: Request
@@ -94,7 +94,7 @@ class Progress(msgspec.Struct, frozen=True, gc=False):
     pooled: bytes | None = None
 
 
-class PageDone(msgspec.Struct, frozen=True, gc=False):
+class CompletedPage(msgspec.Struct, frozen=True, gc=False):
     """leg=prefill: one page is final with ``tokens`` tokens in it, and may be sent as ``piece`` (``reach.Pieces``)."""
 
     request: Request
@@ -105,22 +105,22 @@ class PageDone(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What one committed step brought."""
 
-    progress: list[Progress] = field(default_factory=list["Progress"])
-    pages_done: list[PageDone] = field(default_factory=list["PageDone"])
+    progress: list[NewTokens] = field(default_factory=list["Progress"])
+    pages_done: list[CompletedPage] = field(default_factory=list["PageDone"])
     late: int = 0  # rows that drew nothing, as their masks were late
 
 
-class Speculator(Protocol):
+class DraftProposer(Protocol):
     """Guesses for rows that each compute one token; see ``engine.spec``."""
 
-    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+    def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
         """Draft tokens for each row, to follow its token; nothing at all when none is worth its time."""
         ...
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         """A step of such rows, with or without drafts, was computed in so long."""
         ...
 
@@ -129,7 +129,7 @@ class Speculator(Protocol):
         ...
 
 
-def standing(draft: Sequence[int], drawn: Sequence[int]) -> int:
+def accepted_count(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """How many of the ``drawn`` tokens stand.
 
     ``drawn[i]`` was drawn after ``draft[:i]``, so it stands when all of these were drawn before it.  The first always

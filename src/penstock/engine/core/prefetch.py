@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from penstock.engine.core.kv_cache_manager import PageMemory
-from penstock.engine.core.page_pool import Shortfall
+from penstock.engine.core.kv_cache_manager import KvCacheManager
+from penstock.engine.core.page_pool import PageShortfall
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.types import BlockHash, PageId
 
-SPARE = 8
+SPARE_SHARE = 8
 """One page in so many stays available for others."""
 
 
 @dataclass(slots=True, eq=False)
-class Import:
+class Prefetch:
     """Pages on their way, in the order in which they were asked for."""
 
     wanted: Sequence[tuple[BlockHash, int]]  # (block, group) of each
@@ -37,12 +37,12 @@ class Import:
     over: bool = False  # nobody waits any more
 
 
-class Imports:
+class Prefetches:
     """Those of one worker."""
 
-    def __init__(self, memory: PageMemory) -> None:
+    def __init__(self, memory: KvCacheManager) -> None:
         self._memory = memory
-        self._open: list[Import] = []
+        self._open: list[Prefetch] = []
         memory.owners.append(self.owned)
 
     # --- what to bring ----------------------------------------------------------------------------------------------
@@ -66,18 +66,20 @@ class Imports:
 
     # --- bringing it ------------------------------------------------------------------------------------------------
 
-    def begin(self, hashes: Sequence[BlockHash], limit: int, wanted: Sequence[tuple[BlockHash, int]]) -> Import | None:
+    def begin(
+        self, hashes: Sequence[BlockHash], limit: int, wanted: Sequence[tuple[BlockHash, int]]
+    ) -> Prefetch | None:
         """Room for these pages, beside what is known of the prefix.  None: others need it more."""
         pool = self._memory.pool
         with self._memory.prefix.match(hashes, limit).lease as known:
-            fresh = pool.reserve(len(wanted), spare=pool.pages // SPARE)
-            if isinstance(fresh, Shortfall):
+            fresh = pool.reserve(len(wanted), spare=pool.pages // SPARE_SHARE)
+            if isinstance(fresh, PageShortfall):
                 return None
-            brought = Import(wanted, dict(enumerate(fresh.take())), known.take())
+            brought = Prefetch(wanted, dict(enumerate(fresh.take())), known.take())
         self._open.append(brought)
         return brought
 
-    def filled(self, brought: Import, place: int, good: bool) -> PageId | None:
+    def filled(self, brought: Prefetch, place: int, good: bool) -> PageId | None:
         """Nobody writes into this page any more.  Returned when the prefix cache has it now, and had it not before."""
         page = brought.coming.pop(place)
         block, group = brought.wanted[place]
@@ -91,12 +93,12 @@ class Imports:
         self._forget_if_done(brought)
         return page if new else None
 
-    def withdrawn(self, brought: Import, places: Sequence[int]) -> None:
+    def withdrawn(self, brought: Prefetch, places: Sequence[int]) -> None:
         """Nobody will write into these pages."""
         self._memory.pool.release([brought.coming.pop(place) for place in places])
         self._forget_if_done(brought)
 
-    def let_go(self, brought: Import) -> None:
+    def let_go(self, brought: Prefetch) -> None:
         """Nobody waits for this any more.  What is still being filled stays with whoever fills it."""
         held = [*brought.known, *(brought.came[place] for place in sorted(brought.came))]
         brought.known.clear()
@@ -109,7 +111,7 @@ class Imports:
         """All that is held here, for integrity checks."""
         return [page for own in self._open for page in (*own.known, *own.came.values(), *own.coming.values())]
 
-    def _forget_if_done(self, brought: Import) -> None:
+    def _forget_if_done(self, brought: Prefetch) -> None:
         if brought.over and not brought.coming and brought in self._open:
             self._open.remove(brought)
 

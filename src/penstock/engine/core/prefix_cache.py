@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.core.page_pool import BlockPool, Label, Lease
+from penstock.engine.core.page_pool import PageLabel, PageLease, PagePool
 from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS, BlockHash, PageId
 
@@ -21,18 +21,18 @@ NAMELESS = BlockHash(b"")
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """A known prefix of so many blocks, and the pages that a request needs of it, group by group."""
 
     blocks: int
-    lease: Lease
+    lease: PageLease
 
 
 class PrefixCache:
     """Hash to page, for full and final pages of one pool."""
 
     def __init__(
-        self, pool: BlockPool, reaches: Sequence[Reach] = (EVERYTHING,), page_tokens: int = PAGE_TOKENS
+        self, pool: PagePool, reaches: Sequence[Reach] = (EVERYTHING,), page_tokens: int = PAGE_TOKENS
     ) -> None:
         """``reaches``: of each group, how far back its layers read."""
         self._pool = pool
@@ -44,7 +44,7 @@ class PrefixCache:
         self._moving = [group for group, reach in enumerate(reaches) if reach.span is not None]
         self.told = self._whole[0] if self._whole else 0  # the group that tells best what a prefix is worth
         self.on_change: Callable[[BlockHash, bool], None] = _untold  # hears of that group's blocks: known, or not
-        self.on_evict: Callable[[Label], None] = _unheard  # hears of every page that is not known any more
+        self.on_evict: Callable[[PageLabel], None] = _unheard  # hears of every page that is not known any more
         pool.on_evict = self._evicted
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class PrefixCache:
         """Is this block known in this group?"""
         return block in self._page_of[group]
 
-    def match(self, hashes: Sequence[BlockHash], limit: int, position: int = 0) -> Match:
+    def match(self, hashes: Sequence[BlockHash], limit: int, position: int = 0) -> PrefixMatch:
         """Hold what is needed of the longest known prefix of ``hashes``, of at most ``limit`` blocks.
 
         Needed is what the next position reads, or the later ``position``, if nothing before that will be computed.
@@ -77,7 +77,7 @@ class PrefixCache:
             for group, own in enumerate(self._page_of)
             for last in self.ends(group, blocks, self.needed(group, blocks, position))
         ]
-        return Match(blocks, self._pool.retain(held))
+        return PrefixMatch(blocks, self._pool.retain(held))
 
     def needed(self, group: int, blocks: int, position: int = 0) -> int:
         """The first page that a group needs where ``blocks`` are known and ``position`` or what follows is next: the
@@ -142,7 +142,7 @@ class PrefixCache:
         if block in own:
             return False
         own[block] = page
-        self._pool.set_label(page, Label(group, block, group in self._moving))
+        self._pool.set_label(page, PageLabel(group, block, group in self._moving))
         if group == self.told:
             self.on_change(block, True)
         return True
@@ -153,13 +153,13 @@ class PrefixCache:
         if label is None or self._page_of[label.group].get(label.block) != page:
             return
         self._evicted(label)
-        self._pool.set_label(page, Label(label.group, NAMELESS, label.moves))
+        self._pool.set_label(page, PageLabel(label.group, NAMELESS, label.moves))
 
     def blocks(self) -> Iterable[BlockHash]:
         """Those that ``on_change`` has told as known, known longest first."""
         return self._page_of[self.told].keys()
 
-    def _evicted(self, label: Label) -> None:
+    def _evicted(self, label: PageLabel) -> None:
         if label.block == NAMELESS:
             return
         del self._page_of[label.group][label.block]
@@ -172,5 +172,5 @@ def _untold(block: BlockHash, known: bool) -> None:
     pass
 
 
-def _unheard(label: Label) -> None:
+def _unheard(label: PageLabel) -> None:
     pass

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from penstock.engine.core.events import Arrive
+from penstock.engine.core.events import AddRequest
 from penstock.types import PAGE_TOKENS, BlockHash, FinishReason, Leg, PageId, TokenLogprob
 
-NOWHERE = PageId(0)
+NO_PAGE = PageId(0)
 """Stands for a page that was never held; tables must name pages that there are."""
 
 
-class Holding:
+class PageTable:
     """The pages of one request in one group of layers, by block; of a group of states, by cell of the grid.
 
     Grows at its end and frees at its front::
@@ -30,7 +30,7 @@ class Holding:
         """``page_tokens``: of one page."""
         self.begin = begin
         self.page_tokens = page_tokens
-        self.pages: list[PageId] = [NOWHERE] * begin
+        self.pages: list[PageId] = [NO_PAGE] * begin
         self.pages.extend(pages)
 
     def drop(self, block: int) -> list[PageId]:
@@ -43,7 +43,7 @@ class Holding:
         return dropped
 
 
-def all_pages(held: Sequence[Holding]) -> list[PageId]:
+def pages_of_all_groups(held: Sequence[PageTable]) -> list[PageId]:
     """Everything held, block by block: given back in this order, all groups lose the same blocks first."""
     if len(held) == 1:
         return held[0].pages[held[0].begin :]
@@ -56,7 +56,7 @@ OrderKey = tuple[int, float, int]
 """Who is served first: (rank of the class, arrival, serial number); the last makes it unique."""
 
 
-class Status(Enum):
+class RequestStatus(Enum):
     """Who owns the request now.  It says nothing about prefill or decode: that is a subtraction."""
 
     UNGRANTED = "waits for the receiver's credit"
@@ -126,7 +126,7 @@ class Request:
         "waits_for",
     )
 
-    def __init__(self, event: Arrive, *, serial: int, max_model_len: int, now: float = 0.0) -> None:
+    def __init__(self, event: AddRequest, *, serial: int, max_model_len: int, now: float = 0.0) -> None:
         """Holds no page yet."""
         self.id = event.id
         self.epoch = event.epoch
@@ -142,7 +142,7 @@ class Request:
         self.arrival = event.arrival
         self.claim = event.claim
         self.rank = int(event.claim.service)
-        self.line: Line = (self.rank, event.claim.tenant)
+        self.line: FairnessKey = (self.rank, event.claim.tenant)
         wait_s = event.claim.max_wait_s
         self.deadline = None if wait_s is None else now + wait_s  # for the next token; there is none once it came
         self.adapter = event.adapter.fingerprint if event.adapter is not None else ""
@@ -159,7 +159,7 @@ class Request:
         self.apart = event.apart  # the prompt is computed in another numerics class than the answer
         self.kept = False  # gives no page back that it does not read any more: another worker copies it
         self.stops = frozenset(event.sampling.stop_token_ids)
-        self.held: list[Holding] = []  # one a group of layers; empty: no pages.  Made anew at every admission
+        self.held: list[PageTable] = []  # one a group of layers; empty: no pages.  Made anew at every admission
         self.room = 0
         self.hashes: list[BlockHash] = list(event.hashes)
         self.settled = 0  # blocks whose content is final and was offered to the prefix cache
@@ -172,7 +172,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.waits_for: BlockHash | None = None  # a block that another request is computing
         self.in_flight = False  # a micro-batch computes tokens of it now; always False where there is one only
-        self.status = Status.UNGRANTED if event.leg is Leg.PREFILL else Status.WAITING
+        self.status = RequestStatus.UNGRANTED if event.leg is Leg.PREFILL else RequestStatus.WAITING
 
     @property
     def outgrows(self) -> bool:
@@ -250,7 +250,7 @@ class Request:
                 return taken, finish
         return len(sure) + len(tokens), None
 
-    def adopt(self, held: list[Holding]) -> None:
+    def adopt(self, held: list[PageTable]) -> None:
         """Own these pages, one entry a group."""
         self.held = held
         self.measure()
@@ -261,10 +261,10 @@ class Request:
 
     def surrender(self) -> list[PageId]:
         """Own no page, and have nothing computed; the caller gives the pages back."""
-        pages, self.held = all_pages(self.held), []
+        pages, self.held = pages_of_all_groups(self.held), []
         self.room = self.computed = self.settled = 0
         self.prompt_logprobs.clear()
         return pages
 
 
-Line = tuple[int, str]
+FairnessKey = tuple[int, str]

@@ -13,9 +13,9 @@ A request that leaves gives everything back in the same call.  Knows nothing of 
 
 from __future__ import annotations
 
-from penstock.engine.core.kv_cache_manager import PageMemory
+from penstock.engine.core.kv_cache_manager import KvCacheManager
 from penstock.engine.core.plan import ReturnedRequest
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.waiting_queue import FairClock, WaitingQueue
 from penstock.types import Leg, RequestId
 
@@ -23,7 +23,7 @@ from penstock.types import Leg, RequestId
 class RequestTable:
     """Owner of the requests; ``memory`` owns their pages."""
 
-    def __init__(self, memory: PageMemory, fair: FairClock) -> None:
+    def __init__(self, memory: KvCacheManager, fair: FairClock) -> None:
         self.memory = memory
         self.fair = fair
         self.all: dict[RequestId, Request] = {}  # all that are not GONE
@@ -51,28 +51,28 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """A new request; no other of its id is here."""
         self.all[request.id] = request
-        if request.status is Status.UNGRANTED:
+        if request.status is RequestStatus.UNGRANTED:
             self.ungranted += 1
         else:
             self.queue.push(request)
 
     def grant(self, request: Request) -> None:
         """leg=prefill: the receiver has room, so the request may line up."""
-        if request.status is Status.UNGRANTED:
+        if request.status is RequestStatus.UNGRANTED:
             self.ungranted -= 1
             self.queue.push(request)
 
     def admit(self, request: Request) -> None:
         """The first of a line has got its pages.  What a preempted one computes anew is not its tenant's debt."""
         elsewhere = request.leg is Leg.DECODE
-        self.queue.take(request, Status.RESERVED if elsewhere else Status.RUNNING)
+        self.queue.take(request, RequestStatus.RESERVED if elsewhere else RequestStatus.RUNNING)
         (self.reserved if elsewhere else self.running)[request.id] = request
         self.fair.admitted(request.line, 0 if request.preempted else request.missing, request.claim.weight)
 
     def start(self, request: Request) -> None:
         """leg=decode: everything has arrived."""
         del self.reserved[request.id]
-        request.status = Status.RUNNING
+        request.status = RequestStatus.RUNNING
         self.running[request.id] = request
 
     def take_over(self, request: Request) -> None:
@@ -89,18 +89,18 @@ class RequestTable:
     def hand_over(self, request: Request) -> None:
         """leg=prefill: everything is computed; the pages are held for the receiver."""
         del self.running[request.id]
-        request.status = Status.HANDOVER
+        request.status = RequestStatus.HANDOVER
 
     def stop(self, request: Request) -> None:
         """Moving: nothing more of it is computed here, unless it goes on."""
         del self.running[request.id]
-        request.status = Status.HANDOVER
+        request.status = RequestStatus.HANDOVER
         self.stopped[request.id] = request
 
     def go_on(self, request: Request) -> None:
         """It does not move after all."""
         del self.stopped[request.id]
-        request.status = Status.RUNNING
+        request.status = RequestStatus.RUNNING
         self.running[request.id] = request
 
     def preempt(self, victim: Request, *, yielding: bool = False) -> None:
@@ -134,17 +134,17 @@ class RequestTable:
     def forget(self, request: Request) -> None:
         """Free everything at once, whatever the status."""
         match request.status:
-            case Status.UNGRANTED:
+            case RequestStatus.UNGRANTED:
                 self.ungranted -= 1
-            case Status.WAITING:
+            case RequestStatus.WAITING:
                 self.queue.discard(request)
-            case Status.RESERVED:
+            case RequestStatus.RESERVED:
                 del self.reserved[request.id]
-            case Status.RUNNING:
+            case RequestStatus.RUNNING:
                 del self.running[request.id]
             case _:
                 self.stopped.pop(request.id, None)
-        request.status = Status.GONE
+        request.status = RequestStatus.GONE
         del self.all[request.id]
         self.gone.append(request.id)
         self.memory.release(request)

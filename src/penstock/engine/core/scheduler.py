@@ -24,28 +24,36 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost
+from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.events import (
-    Arrive,
-    Cancelled,
-    ComputeHere,
-    Event,
-    FirstToken,
-    Granted,
-    How,
-    Joined,
-    Moving,
+    AddRequest,
+    CancelRequest,
+    CreditGranted,
+    EngineEvent,
+    FirstTokenArrived,
+    Migrate,
+    MigrationDone,
+    MigrationStep,
     PagesArrived,
-    Released,
+    PagesReleased,
+    RecomputeLocally,
 )
-from penstock.engine.core.kv_cache_manager import PageMemory
+from penstock.engine.core.kv_cache_manager import KvCacheManager
 from penstock.engine.core.micro_batches import MicroBatches
-from penstock.engine.core.pacing import Pace
-from penstock.engine.core.page_pool import Leaks
-from penstock.engine.core.plan import Drawn, Outcome, PageDone, Plan, Progress, Row, Speculator
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.pacing import EvenPacing
+from penstock.engine.core.page_pool import LeakCheck
+from penstock.engine.core.plan import (
+    CompletedPage,
+    DraftProposer,
+    NewTokens,
+    SampledTokens,
+    ScheduledTokens,
+    StepOutcome,
+    StepPlan,
+)
+from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.request_table import RequestTable
-from penstock.engine.core.step_planner import Draft, Planner
+from penstock.engine.core.step_planner import StepBuilder, StepPlanner
 from penstock.engine.core.waiting_queue import FairClock
 from penstock.errors import ConfigError
 from penstock.kv_spec import blocks_of
@@ -53,24 +61,24 @@ from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
 from penstock.wire.messages import TOO_LONG
 
 
-def turned(table: RequestTable, request: Request, how: How) -> None:
-    """Do as an event ``Moving`` says.  What does not fit the request's state is late, and no error."""
+def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -> None:
+    """Do as an event ``Migrate`` says.  What does not fit the request's state is late, and no error."""
     if request.leg is Leg.PREFILL:
         return
     match how:
-        case How.KEEP:
+        case MigrationStep.KEEP:
             request.kept = True
-        case How.STOP if request.status is Status.RUNNING:
+        case MigrationStep.STOP if request.status is RequestStatus.RUNNING:
             table.stop(request)
-        case How.GO_ON:
+        case MigrationStep.GO_ON:
             request.kept = False
-            if request.status is Status.HANDOVER:
+            if request.status is RequestStatus.HANDOVER:
                 table.go_on(request)
         case _:
             pass
 
 
-def joined(table: RequestTable, request: Request, event: Joined) -> Progress | None:
+def complete_migration(table: RequestTable, request: Request, event: MigrationDone) -> NewTokens | None:
     """All pages are here, and the tokens that were written meanwhile: go on behind them.
 
     Returns the tokens that nobody told the gateway of from here.  What does not fit what this worker knows and has room
@@ -92,11 +100,11 @@ def joined(table: RequestTable, request: Request, event: Joined) -> Progress | N
         table.start(request)
     else:
         table.forget(request)
-    return Progress(request, index, fresh, (), finish) if fresh else None
+    return NewTokens(request, index, fresh, (), finish) if fresh else None
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy this engine is."""
 
     running: int  # take part in steps
@@ -114,7 +122,7 @@ class Load:
     pages_free: int  # cached ones included
 
 
-def load_of(table: RequestTable) -> Load:
+def engine_load(table: RequestTable) -> EngineLoad:
     """As of now.  O(requests)."""
     pool = table.memory.pool
     in_flight = answers = context_tokens = 0
@@ -129,7 +137,7 @@ def load_of(table: RequestTable) -> Load:
         if missing > 1 and request.leg is not Leg.DECODE:
             tokens[request.rank > 0] += missing
             pairs[request.rank > 0] += missing * request.computed + missing * (missing + 1) // 2
-    return Load(
+    return EngineLoad(
         running=len(table.running),
         awaiting=len(table.reserved),
         handing_over=len(table.all) - table.queued - len(table.running) - len(table.reserved),
@@ -152,8 +160,8 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        cost: StepCost | None = None,
-        speculator: Speculator | None = None,
+        cost: StepCostModel | None = None,
+        speculator: DraftProposer | None = None,
         *,
         micro_batches: int = 1,
     ) -> None:
@@ -162,8 +170,8 @@ class Scheduler:
             if getattr(config, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
         self.config = config
-        self.cost = StepCost() if cost is None else cost
-        self.memory = PageMemory(
+        self.cost = StepCostModel() if cost is None else cost
+        self.memory = KvCacheManager(
             pages=config.pages,
             page_tokens=config.page_tokens,
             reaches=config.reaches,
@@ -180,50 +188,50 @@ class Scheduler:
             self.memory, FairClock(output_weight=config.output_token_weight, memory_s=config.tenant_memory_s)
         )
         self.micro_batches = MicroBatches(micro_batches, self.memory)
-        self._planner = Planner(config, self._table, self.micro_batches, speculator)
+        self._planner = StepPlanner(config, self._table, self.micro_batches, speculator)
         self._speculator = speculator
-        self._pace = Pace(self.cost, config.step_budget_ms / 1000)
+        self._pace = EvenPacing(self.cost, config.step_budget_ms / 1000)
         self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
         self.sitting_out: Callable[[], Set[RequestId]] = frozenset  # whose next token's mask is still worked out
         self.waits_for_masks = False  # did anybody sit out the last plan?
         self.rows_left_out = 0  # of batch work, in steps that had no time for them; since the start
         self._serial = 0
-        self._pending = Outcome()  # for the next commit to hand out
+        self._pending = StepOutcome()  # for the next commit to hand out
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def apply(self, event: Event, now: float) -> None:
+    def apply(self, event: EngineEvent, now: float) -> None:
         """Take note of what happened.  Events of unknown requests or of other epochs are no errors: they are late."""
-        if isinstance(event, Arrive):
+        if isinstance(event, AddRequest):
             self._arrive(event, now)
             return
         request = self._table.all.get(event.id)
         if request is None or request.epoch != event.epoch:
-            if request is not None and isinstance(event, Cancelled) and request.epoch < event.epoch:
+            if request is not None and isinstance(event, CancelRequest) and request.epoch < event.epoch:
                 self._table.forget(request)
             return
         match event:
-            case Cancelled():
+            case CancelRequest():
                 self._table.forget(request)
-            case Granted():
+            case CreditGranted():
                 self._table.grant(request)
-            case Released():
+            case PagesReleased():
                 if request.leg is Leg.PREFILL:
                     self._table.forget(request)
             case PagesArrived():
                 self._pages_arrived(request, event.computed)
-            case FirstToken():
+            case FirstTokenArrived():
                 self._first_token(request, event)
-            case ComputeHere():
+            case RecomputeLocally():
                 self._compute_here(request, event.token)
-            case Moving():
-                turned(self._table, request, event.how)
-            case Joined():
+            case Migrate():
+                apply_migration(self._table, request, event.how)
+            case MigrationDone():
                 self._joined(request, event)
             case _:
                 assert_never(event)
 
-    def _arrive(self, event: Arrive, now: float) -> None:
+    def _arrive(self, event: AddRequest, now: float) -> None:
         present = self._table.all.get(event.id)
         if present is not None:
             if present.epoch >= event.epoch:
@@ -261,13 +269,13 @@ class Scheduler:
 
     def _pages_arrived(self, request: Request, computed: int) -> None:
         """Tokens that another worker computed count like our own, and their pages are named like our own."""
-        if request.status is Status.RESERVED and computed > request.computed:
+        if request.status is RequestStatus.RESERVED and computed > request.computed:
             request.computed = min(computed, request.handed)
             self.memory.settle(request)
             self._start_if_complete(request)
 
-    def _first_token(self, request: Request, event: FirstToken) -> None:
-        if request.status is not Status.RESERVED or request.first_token:
+    def _first_token(self, request: Request, event: FirstTokenArrived) -> None:
+        if request.status is not RequestStatus.RESERVED or request.first_token:
             return
         if event.finish is not None:
             self._table.forget(request)
@@ -279,19 +287,19 @@ class Scheduler:
         self._start_if_complete(request)
 
     def _compute_here(self, request: Request, token: int) -> None:
-        if request.status is Status.RESERVED and not request.first_token and not request.ahead:
+        if request.status is RequestStatus.RESERVED and not request.first_token and not request.ahead:
             self._know_first(request, token)
             self._table.take_over(request)
 
     def _know_first(self, request: Request, token: int) -> None:
         request.first_token = True
-        self._pending.progress.append(Progress(request, len(request.output), (token,), (), None))
+        self._pending.progress.append(NewTokens(request, len(request.output), (token,), (), None))
         request.append(token)
 
-    def _joined(self, request: Request, event: Joined) -> None:
-        if request.status is not Status.RESERVED or request.first_token:
+    def _joined(self, request: Request, event: MigrationDone) -> None:
+        if request.status is not RequestStatus.RESERVED or request.first_token:
             return
-        told = joined(self._table, request, event)
+        told = complete_migration(self._table, request, event)
         if told is not None:
             self._pending.progress.append(told)
         if request.id in self._table.running:
@@ -310,7 +318,7 @@ class Scheduler:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, max_steps: int = 1, micro_batch: int = 0) -> Plan:
+    def plan(self, now: float, max_steps: int = 1, micro_batch: int = 0) -> StepPlan:
         """What to compute now; up to ``max_steps`` equal steps when only answers are written and nobody waits.
 
         Every plan, also one without rows, is followed by its ``commit``; otherwise RuntimeError.
@@ -321,7 +329,7 @@ class Scheduler:
         self.memory.begin_turn()
         resting = self._pace.until > now and self._planner.may_rest()
         self.resting_until = self._pace.until if resting else None
-        draft = Draft(self.config, self.cost, now)
+        draft = StepBuilder(self.config, self.cost, now)
         draft.sitting_out = self.sitting_out()
         self.waits_for_masks = bool(draft.sitting_out)
         draft.excluded = self.micro_batches.excluded(micro_batch)
@@ -331,7 +339,7 @@ class Scheduler:
             if request.leg is Leg.PREFILL:
                 self._announce(request, self._pending)
         table = self._table
-        plan = Plan(
+        plan = StepPlan(
             rows=tuple(draft.rows),
             steps=draft.steps,
             predicted_s=self.cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
@@ -355,7 +363,9 @@ class Scheduler:
         """About how long cached pages were checked for this plan."""
         return self.memory.checked_now * self.memory.guard.page_s
 
-    def commit(self, plan: Plan, drawn: Sequence[Drawn], now: float, seconds: float | None = None) -> Outcome:
+    def commit(
+        self, plan: StepPlan, drawn: Sequence[SampledTokens], now: float, seconds: float | None = None
+    ) -> StepOutcome:
         """Take up what was drawn, one entry a row of ``plan``; ``seconds`` is how long computing all of it took.
 
         Raises RuntimeError when ``plan`` is not in flight, ValueError when ``drawn`` does not fit its rows.
@@ -372,7 +382,7 @@ class Scheduler:
                 self._speculator.learn(plan.rows, drawn, seconds)
         outcome = self._take_pending()
         for row, new in zip(plan.rows, drawn, strict=True):
-            if row.request.status is Status.RUNNING:
+            if row.request.status is RequestStatus.RUNNING:
                 if new.late:
                     outcome.late += 1
                     if row.count > 1:
@@ -383,7 +393,7 @@ class Scheduler:
                     self._advance(row, new, outcome)
         return outcome
 
-    def _advance(self, row: Row, new: Drawn, outcome: Outcome, *, without: int = 0) -> None:
+    def _advance(self, row: ScheduledTokens, new: SampledTokens, outcome: StepOutcome, *, without: int = 0) -> None:
         """A chunk that is not the last of its prompt, or one of which the last tokens are to be computed again."""
         request = row.request
         request.computed = row.start + row.count - without
@@ -393,7 +403,7 @@ class Scheduler:
         if request.leg is Leg.PREFILL:
             self._announce(request, outcome)
 
-    def _draw(self, row: Row, new: Drawn, outcome: Outcome) -> None:
+    def _draw(self, row: ScheduledTokens, new: SampledTokens, outcome: StepOutcome) -> None:
         """The row's last token was the last known one: there are new tokens, and perhaps the end of the answer."""
         request = row.request
         index = len(request.output)
@@ -411,7 +421,7 @@ class Scheduler:
         told: tuple[TokenLogprob, ...] = ()
         if index == 0 and request.sampling.prompt_logprobs is not None:
             told = (*request.prompt_logprobs, *new.prompt_logprobs)
-        outcome.progress.append(Progress(request, index, tokens, logprobs, finish, told, new.pooled))
+        outcome.progress.append(NewTokens(request, index, tokens, logprobs, finish, told, new.pooled))
         if request.leg is Leg.PREFILL:
             self._table.hand_over(request)
             self._announce(request, outcome)
@@ -420,20 +430,20 @@ class Scheduler:
         else:
             self._give_back_if_full(request)
 
-    def _announce(self, request: Request, outcome: Outcome) -> None:
+    def _announce(self, request: Request, outcome: StepOutcome) -> None:
         """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""
         pieces = self.memory.pieces(request)
-        final = pieces.total if request.status is Status.HANDOVER else pieces.before(request.settled)
+        final = pieces.total if request.status is RequestStatus.HANDOVER else pieces.before(request.settled)
         for piece in range(request.announced, final):
             block, group = pieces.place(piece)
-            outcome.pages_done.append(PageDone(request, piece, block, group, pieces.tokens_of(piece)))
+            outcome.pages_done.append(CompletedPage(request, piece, block, group, pieces.tokens_of(piece)))
         request.announced = final
 
-    def _take_pending(self) -> Outcome:
+    def _take_pending(self) -> StepOutcome:
         """What became known outside a step, without those who have gone since."""
-        pending, self._pending = self._pending, Outcome()
-        pending.progress = [item for item in pending.progress if item.request.status is not Status.GONE]
-        pending.pages_done = [item for item in pending.pages_done if item.request.status is not Status.GONE]
+        pending, self._pending = self._pending, StepOutcome()
+        pending.progress = [item for item in pending.progress if item.request.status is not RequestStatus.GONE]
+        pending.pages_done = [item for item in pending.pages_done if item.request.status is not RequestStatus.GONE]
         return pending
 
     # --- figures -----------------------------------------------------------------------------------------------------
@@ -444,7 +454,7 @@ class Scheduler:
 
     def waiting(self) -> list[Request]:
         """Those that have not begun: without pages, or with none but those that another worker still computes."""
-        waits = (Status.UNGRANTED, Status.WAITING, Status.RESERVED)
+        waits = (RequestStatus.UNGRANTED, RequestStatus.WAITING, RequestStatus.RESERVED)
         return [r for r in self._table.all.values() if r.status in waits and not r.first_token]
 
     def find(self, request_id: RequestId) -> Request | None:
@@ -471,10 +481,10 @@ class Scheduler:
         """Requests given back because their time was up, since the start."""
         return self._table.expired
 
-    def check(self) -> Leaks:
+    def check(self) -> LeakCheck:
         """Count the owners of every page.  All figures are zero whenever no step is being planned or committed."""
         return self.memory.check(self._table.all.values())
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """As of now.  O(requests)."""
-        return load_of(self._table)
+        return engine_load(self._table)

@@ -13,23 +13,23 @@ import math
 from collections.abc import Collection, Iterable, Set
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import NOVICE_STEPS, StepCost, Work
-from penstock.engine.core.kv_cache_manager import Refusal
+from penstock.engine.core.cost_model import WARMUP_STEPS, StepCostModel, StepWork
+from penstock.engine.core.kv_cache_manager import AdmissionRefusal
 from penstock.engine.core.micro_batches import MicroBatches
-from penstock.engine.core.pacing import Beside, Bounds, Yielding, piece_s
-from penstock.engine.core.plan import Row, Speculator
-from penstock.engine.core.request import Line, OrderKey, Request, Status
+from penstock.engine.core.pacing import LongPromptLimits, StarvationGuard, StepSoFar, long_prompt_share_s
+from penstock.engine.core.plan import DraftProposer, ScheduledTokens
+from penstock.engine.core.request import FairnessKey, OrderKey, Request, RequestStatus
 from penstock.engine.core.request_table import RequestTable
 from penstock.types import Leg, RequestId, ServiceClass
 
-LEAST_WORK = 2.0
+MIN_CHUNK_STEPS = 2.0
 """A piece is kept brief for others' sake, but never below so many times what a step costs that computes nothing."""
 
-ENDING = 2.0
+LAST_CHUNK_STRETCH = 2.0
 """A prompt that ends with it may take so many times as long as a piece that others should not wait for."""
 
 
-class Draft:
+class StepBuilder:
     """Filled by the scheduler in the order of service: first rows that draw with every step, then chunks."""
 
     __slots__ = (
@@ -37,19 +37,19 @@ class Draft:
         *("excluded", "left_out", "preempted", "preemption_targets", "rows", "sitting_out", "steps", "work", "yielded"),
     )
 
-    def __init__(self, config: SchedulerConfig, cost: StepCost, now: float = 0.0) -> None:
+    def __init__(self, config: SchedulerConfig, cost: StepCostModel, now: float = 0.0) -> None:
         self._config = config
         self._cost = cost
         self._budget_s = 0.0
         self._brief_s = math.inf  # with a piece of a prompt, for the sake of others who may come
-        self._line: Line | None = None  # whose prompt is first in the step
+        self._line: FairnessKey | None = None  # whose prompt is first in the step
         self._now = now
-        self._beside: Beside | None = None  # not looked at yet
+        self._beside: StepSoFar | None = None  # not looked at yet
         self.sitting_out: Set[RequestId] = frozenset()  # whose next token's mask is not there
         self.excluded: Set[Request] = frozenset()  # another micro-batch waits for their pages
         self.preemption_targets: set[Request] = set()  # must give way, and one of them is in flight elsewhere
-        self.rows: list[Row] = []
-        self.work = Work()
+        self.rows: list[ScheduledTokens] = []
+        self.work = StepWork()
         self.steps = 1
         self.chunks = 0
         self.preempted = 0
@@ -74,8 +74,8 @@ class Draft:
         self._budget_s = (with_rows_ms if count else config.prefill_step_budget_ms) / 1000
         if contended:
             rows_s = self._cost.predict(work)
-            brief_s = max(config.contended_step_ms / 1000, LEAST_WORK * self._cost.rates[0])
-            self._budget_s = min(self._budget_s, rows_s + ENDING * brief_s)
+            brief_s = max(config.contended_step_ms / 1000, MIN_CHUNK_STEPS * self._cost.rates[0])
+            self._budget_s = min(self._budget_s, rows_s + LAST_CHUNK_STRETCH * brief_s)
             self._brief_s = min(self._budget_s, rows_s + brief_s)
 
     @property
@@ -115,7 +115,7 @@ class Draft:
 
     def add_row(self, request: Request) -> None:
         """Grant ``request`` the one token that it misses."""
-        self.rows.append(Row(request, request.computed, 1, True))
+        self.rows.append(ScheduledTokens(request, request.computed, 1, True))
         self.work.add(request.computed, 1, 1)
 
     def _affordable(self, start: int, within_s: float | None = None, *, draws_each: bool = False) -> int:
@@ -128,15 +128,17 @@ class Draft:
 
     def _piece_s(self, request: Request) -> float:
         """How long the step may be with a piece of this prompt."""
-        bounds = Bounds(self._config.long_prompt_ms / 1000, self._config.gentle_read_s)
-        if not bounds.target_s or not self.rows or self._cost.measured < NOVICE_STEPS:
+        bounds = LongPromptLimits(self._config.long_prompt_ms / 1000, self._config.gentle_read_s)
+        if not bounds.target_s or not self.rows or self._cost.measured < WARMUP_STEPS:
             return math.inf
         if self._beside is None:
             answers = sum(row.count == 1 and row.request.leg is not Leg.PREFILL for row in self.rows)
-            self._beside = Beside(answers, self._cost.predict(self.work), self._now)
-        rest = Work()
+            self._beside = StepSoFar(answers, self._cost.predict(self.work), self._now)
+        rest = StepWork()
         rest.add(request.computed, request.missing, 1)
-        return self._cost.predict(self.work) + piece_s(request, self._cost.predict(rest), self._beside, bounds)
+        return self._cost.predict(self.work) + long_prompt_share_s(
+            request, self._cost.predict(rest), self._beside, bounds
+        )
 
     def add_chunk(self, request: Request) -> bool:
         """Grant ``request`` as many of its missing tokens as fit.  False when it must wait for another step.
@@ -168,7 +170,7 @@ class Draft:
         elif count < missing:
             count = max((start + count) // size * size - start, 0) or count
         samples = count == missing
-        self.rows.append(Row(request, start, count, samples))
+        self.rows.append(ScheduledTokens(request, start, count, samples))
         self.work.add(start, count, count if each else int(samples))
         self.chunks += 1
         self._line = self._line or request.line
@@ -178,17 +180,17 @@ class Draft:
 ALL_RANKS = range(len(ServiceClass))
 
 
-def order(request: Request) -> OrderKey:
+def service_order(request: Request) -> OrderKey:
     """First served first."""
     return request.order
 
 
-def grows(request: Request) -> bool:
+def needs_more_pages(request: Request) -> bool:
     """Will need more pages than it has."""
     return request.room < request.last and request.leg is not Leg.PREFILL
 
 
-class Planner:
+class StepPlanner:
     """Drafts steps from the table, and moves requests in it by admission and preemption."""
 
     def __init__(
@@ -196,14 +198,14 @@ class Planner:
         config: SchedulerConfig,
         table: RequestTable,
         micro_batches: MicroBatches,
-        speculator: Speculator | None = None,
+        speculator: DraftProposer | None = None,
     ) -> None:
         self._config = config
         self._table = table
         self._micro_batches = micro_batches
         self._memory = table.memory
         self._speculator = speculator
-        self._yielding = Yielding(table, config.batch_patience_s)
+        self._yielding = StarvationGuard(table, config.batch_patience_s)
         # Each running request gets at least one token of a step, so a long prompt never starves behind many answers.
         self._max_active = min(config.max_running, config.max_step_tokens)
 
@@ -212,7 +214,7 @@ class Planner:
         head = self._table.queue.head()
         return (head is None or head.leg is Leg.DECODE) and all(r.missing == 1 for r in self._table.running.values())
 
-    def fill(self, draft: Draft, max_steps: int, now: float, *, resting: bool = False) -> None:
+    def fill(self, draft: StepBuilder, max_steps: int, now: float, *, resting: bool = False) -> None:
         """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
 
         No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
@@ -239,14 +241,14 @@ class Planner:
             self._grant_several(draft, max_steps)  # whoever waits will be let in by an event or an end, not by a step
         self._account(draft, now)
 
-    def _here(self, draft: Draft) -> Collection[Request]:
+    def _here(self, draft: StepBuilder) -> Collection[Request]:
         """Running requests that this step may compute: not those whose next token's mask is not there yet."""
         running: Collection[Request] = self._table.running.values()
         if draft.sitting_out:
             running = [request for request in running if request.id not in draft.sitting_out]
         return self._micro_batches.eligible(running, draft.excluded)
 
-    def _account(self, draft: Draft, now: float) -> None:
+    def _account(self, draft: StepBuilder, now: float) -> None:
         self._yielding.served({row.request.rank for row in draft.rows}, now)
         if self._table.queue:
             for row in draft.rows:
@@ -255,7 +257,7 @@ class Planner:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def _grant_single_tokens(self, draft: Draft, requests: Iterable[Request]) -> list[Request]:
+    def _grant_single_tokens(self, draft: StepBuilder, requests: Iterable[Request]) -> list[Request]:
         """A row for every one with one missing token, and a page if it needs one; returns the others."""
         rows, others, needy = draft.rows, list[Request](), list[Request]()
         for request in requests:
@@ -265,13 +267,13 @@ class Planner:
                 continue
             if computed >= request.room:
                 needy.append(request)
-            rows.append(Row(request, computed, 1, True))
+            rows.append(ScheduledTokens(request, computed, 1, True))
         if needy and self._make_room(needy, draft):
             rows[:] = [row for row in rows if row.start < row.request.room]  # the preempted have no room at all
-            others = [request for request in others if request.status is Status.RUNNING]
+            others = [request for request in others if request.status is RequestStatus.RUNNING]
         return others
 
-    def _make_room(self, needy: list[Request], draft: Draft) -> bool:
+    def _make_room(self, needy: list[Request], draft: StepBuilder) -> bool:
         """A block for each of ``needy``, oldest first, taken from the youngest of the last class when none is left.
 
         True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
@@ -280,11 +282,11 @@ class Planner:
         """
         disturbed = False
         table = self._table
-        for request in sorted(needy, key=order):
-            while request.status is Status.RUNNING and not self._memory.grow(request, request.computed + 1):
+        for request in sorted(needy, key=service_order):
+            while request.status is RequestStatus.RUNNING and not self._memory.grow(request, request.computed + 1):
                 disturbed = True
                 victims = self._victims()
-                victim = max(victims, key=order)
+                victim = max(victims, key=service_order)
                 if victim.in_flight:
                     draft.preemption_targets.add(victim)
                 if len(victims) == 1 or victim.in_flight:
@@ -299,7 +301,7 @@ class Planner:
         active = (*table.running.values(), *table.reserved.values())
         return [request for request in active if request.leg is not Leg.PREFILL and request.rank > above]
 
-    def _speculate(self, draft: Draft, speculator: Speculator) -> None:
+    def _speculate(self, draft: StepBuilder, speculator: DraftProposer) -> None:
         """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
         rows = draft.rows
         if any(row.request.leg is Leg.PREFILL for row in rows):
@@ -312,10 +314,10 @@ class Planner:
                 self._memory.grow(row.request, row.start + 1 + most)
                 most = min(most, row.request.room - row.start - 1)
             if most > 0:
-                rows[index] = Row(row.request, row.start, 1, True, tokens[:most])
+                rows[index] = ScheduledTokens(row.request, row.start, 1, True, tokens[:most])
                 left -= most
 
-    def _grant_several(self, draft: Draft, limit: int) -> None:
+    def _grant_several(self, draft: StepBuilder, limit: int) -> None:
         """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
         if any(row.request.leg is Leg.PREFILL or row.request.sampling.grammar is not None for row in draft.rows):
             return  # the first token is all that is drawn there, and a mask follows from the token before
@@ -329,7 +331,9 @@ class Planner:
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
-    def _grant_prompts(self, draft: Draft, chunked: list[Request], ranks: range, *, resting: bool = False) -> None:
+    def _grant_prompts(
+        self, draft: StepBuilder, chunked: list[Request], ranks: range, *, resting: bool = False
+    ) -> None:
         """Chunks of prompts, and new requests of these classes, in turn: the fair clock says whose it is.
 
         At equal times those who run go first.  Nobody is let in after a chunk that did not fit.  Whoever is let in may
@@ -345,12 +349,12 @@ class Planner:
             if head is not None and (not pending or queue.turn(head)[:2] < queue.turn(pending[-1])[:2]):
                 growing = self._growing() if growing < 0 else growing
                 refusal = self._admit(draft, head, growing, resting=resting)
-                if refusal in (Refusal.BEING_COMPUTED, Refusal.BEING_CHECKED):
+                if refusal in (AdmissionRefusal.BEING_COMPUTED, AdmissionRefusal.BEING_CHECKED):
                     del waiting[0]  # its line waits for blocks that others do not need
                     continue
                 letting_in = refusal is None
                 if letting_in:
-                    growing += grows(head)
+                    growing += needs_more_pages(head)
                     waiting = [head for head in queue.heads() if head.rank in ranks]
                     letting_in = head.leg is Leg.DECODE or draft.add_chunk(head)
             elif pending:
@@ -360,30 +364,30 @@ class Planner:
 
     def _growing(self) -> int:
         table = self._table
-        return sum(map(grows, table.running.values())) + sum(map(grows, table.reserved.values()))
+        return sum(map(needs_more_pages, table.running.values())) + sum(map(needs_more_pages, table.reserved.values()))
 
-    def _admit(self, draft: Draft, request: Request, growing: int, *, resting: bool) -> Refusal | None:
+    def _admit(self, draft: StepBuilder, request: Request, growing: int, *, resting: bool) -> AdmissionRefusal | None:
         """Let ``request`` in, if there is room, and work left to grant in this step; else why not.
 
         A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
         table, groups = self._table, self._memory.groups
         if request.leg is not Leg.DECODE and (resting or not draft.can_begin(request)):
-            return Refusal.NO_ROOM
+            return AdmissionRefusal.NO_ROOM
         spare = growing * groups
-        refusal: Refusal | None = Refusal.NO_ROOM
+        refusal: AdmissionRefusal | None = AdmissionRefusal.NO_ROOM
         if table.active < self._max_active:
             refusal = self._memory.admit(request, spare=spare)
-        victims = self._victims(request.rank) if refusal is Refusal.NO_ROOM else []
-        while refusal is Refusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
-            victim = max(victims, key=order)
+        victims = self._victims(request.rank) if refusal is AdmissionRefusal.NO_ROOM else []
+        while refusal is AdmissionRefusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
+            victim = max(victims, key=service_order)
             if victim.in_flight:
                 draft.preemption_targets.update(
                     victims
                 )  # all of them: one page too few, and those who gave way come back at once
                 break
             victims.remove(victim)
-            spare -= groups * grows(victim)
+            spare -= groups * needs_more_pages(victim)
             table.preempt(victim, yielding=True)
             draft.yielded += 1
             if table.active < self._max_active:
@@ -396,19 +400,19 @@ class Planner:
     def _can_be_had(self, request: Request, spare: int, victims: list[Request]) -> bool:
         """Would there be room, at best, if all ``victims`` gave way?"""
         theirs = sum(len(own.pages) - own.begin for victim in victims for own in victim.held)
-        spare -= self._memory.groups * sum(map(grows, victims))
+        spare -= self._memory.groups * sum(map(needs_more_pages, victims))
         known = self._memory.prefix.longest(request.hashes, len(request.hashes)) * self._memory.groups
         needed = self._memory.most_pages(request.known) - known
         return needed + max(spare, 0) <= self._memory.pool.available + theirs
 
     # --- lower classes -----------------------------------------------------------------------------------------------
 
-    def _fill_up(self, draft: Draft, first: int) -> None:
+    def _fill_up(self, draft: StepBuilder, first: int) -> None:
         """What the first class has left of the step's time is for those after it, class by class."""
         for rank in sorted({r.rank for r in self._here(draft)} | self._table.queue.ranks()):
             if rank <= first:
                 continue
-            mine = sorted((r for r in self._here(draft) if r.rank == rank), key=order)
+            mine = sorted((r for r in self._here(draft) if r.rank == rank), key=service_order)
             if not draft.rows:  # nothing of the first class can be computed now, so they are alone
                 chunked = self._grant_single_tokens(draft, mine)
                 draft.close_decodes(batch=True, contended=True)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import heapq
 
-from penstock.engine.core.request import Line, OrderKey, Request, Status
+from penstock.engine.core.request import FairnessKey, OrderKey, Request, RequestStatus
 
 """(rank of the class, tenant)."""
 
-REMEMBERED_LINES = 1024
+MAX_FAIRNESS_KEYS = 1024
 """When there are more, the half that is least ahead of the present is forgotten, and begins there when it is back."""
 
 
@@ -32,36 +32,36 @@ class FairClock:
         tenant counts as being there after its last request came."""
         self._output_weight = output_weight
         self._memory_s = memory_s
-        self._times: dict[Line, float] = {}
+        self._times: dict[FairnessKey, float] = {}
         self._present: dict[int, float] = {}  # rank -> where its line stood that was served last
-        self._seen: dict[Line, float] = {}  # -> when a request of it came last
+        self._seen: dict[FairnessKey, float] = {}  # -> when a request of it came last
 
-    def at(self, line: Line) -> float:
+    def at(self, line: FairnessKey) -> float:
         """Where a line stands.  The least is served next."""
         time = self._times.get(line)
         return self._present.get(line[0], 0.0) if time is None else time
 
-    def arrived(self, line: Line, now: float) -> None:
+    def arrived(self, line: FairnessKey, now: float) -> None:
         """A request of this line came."""
         self._seen[line] = now
-        if len(self._seen) > REMEMBERED_LINES:
+        if len(self._seen) > MAX_FAIRNESS_KEYS:
             self._forget_unseen(now)
 
-    def queued(self, line: Line) -> None:
+    def queued(self, line: FairnessKey) -> None:
         """The line begins to wait: from the present on, or from later if it was served ahead of that."""
         present = self._present.get(line[0], 0.0)
         self._times[line] = max(self._times.get(line, 0.0), present)
-        if len(self._times) > REMEMBERED_LINES:
-            foremost = sorted(self._times, key=lambda each: (-self._times[each], each))[: REMEMBERED_LINES // 2]
+        if len(self._times) > MAX_FAIRNESS_KEYS:
+            foremost = sorted(self._times, key=lambda each: (-self._times[each], each))[: MAX_FAIRNESS_KEYS // 2]
             self._times = {each: self._times[each] for each in {*foremost, line}}
 
-    def admitted(self, line: Line, tokens: int, weight: float) -> None:
+    def admitted(self, line: FairnessKey, tokens: int, weight: float) -> None:
         """A request of this line is let in, with so many tokens to compute."""
         start = self.at(line)
         self._present[line[0]] = max(self._present.get(line[0], 0.0), start)
         self._times[line] = start + tokens / weight
 
-    def wrote(self, line: Line, tokens: int, weight: float) -> None:
+    def wrote(self, line: FairnessKey, tokens: int, weight: float) -> None:
         """So many tokens of an answer are computed while others wait."""
         self._times[line] = self.at(line) + self._output_weight * tokens / weight
 
@@ -77,7 +77,7 @@ class FairClock:
         self._seen = {line: seen for line, seen in self._seen.items() if now - seen < self._memory_s}
 
 
-Turn = tuple[int, float, OrderKey]
+QueuePosition = tuple[int, float, OrderKey]
 """(rank of the class, virtual time of the line, order in it): the least is served next."""
 
 _STALE = 64
@@ -89,8 +89,8 @@ class WaitingQueue:
 
     def __init__(self, clock: FairClock) -> None:
         self._clock = clock
-        self._lines: dict[Line, list[tuple[OrderKey, Request]]] = {}
-        self._counts: dict[Line, int] = {}  # of those who wait; lines where nobody does are not there
+        self._lines: dict[FairnessKey, list[tuple[OrderKey, Request]]] = {}
+        self._counts: dict[FairnessKey, int] = {}  # of those who wait; lines where nobody does are not there
         self._length = 0
 
     def __len__(self) -> int:
@@ -99,14 +99,14 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Line up.  The order key decides the place, also of one that comes back."""
         line = request.line
-        request.status = Status.WAITING
+        request.status = RequestStatus.WAITING
         if line not in self._counts:
             self._clock.queued(line)
         heapq.heappush(self._lines.setdefault(line, []), (request.order, request))
         self._counts[line] = self._counts.get(line, 0) + 1
         self._length += 1
 
-    def turn(self, request: Request) -> Turn:
+    def turn(self, request: Request) -> QueuePosition:
         """When this request is served, be it waiting or running, against others at this moment."""
         return request.rank, self._clock.at(request.line), request.order
 
@@ -128,7 +128,7 @@ class WaitingQueue:
         """Of those who wait."""
         return {rank for rank, _ in self._counts}
 
-    def take(self, request: Request, status: Status) -> None:
+    def take(self, request: Request, status: RequestStatus) -> None:
         """``request``, the first of its line, waits no more.  Raises ValueError for any other."""
         if self._counts.get(request.line) is None or self._head(request.line) is not request:
             raise ValueError(f"{request.id} is not the first of its line")
@@ -139,7 +139,7 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         """``request``, which waits, leaves from wherever it stands."""
         line = request.line
-        request.status = Status.GONE
+        request.status = RequestStatus.GONE
         self._one_less(line)
         heap = self._lines.get(line)
         if heap is not None and len(heap) > 2 * self._counts[line] + _STALE:
@@ -152,18 +152,18 @@ class WaitingQueue:
         request.promote()
         self.push(request)
 
-    def _head(self, line: Line) -> Request:
+    def _head(self, line: FairnessKey) -> Request:
         heap = self._lines[line]
         while not _waits(heap[0][1], line):
             heapq.heappop(heap)
         return heap[0][1]
 
-    def _one_less(self, line: Line) -> None:
+    def _one_less(self, line: FairnessKey) -> None:
         self._length -= 1
         self._counts[line] -= 1
         if not self._counts[line]:
             del self._counts[line], self._lines[line]
 
 
-def _waits(request: Request, line: Line) -> bool:
-    return request.status is Status.WAITING and request.line == line
+def _waits(request: Request, line: FairnessKey) -> bool:
+    return request.status is RequestStatus.WAITING and request.line == line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.engine.layers.norm import Linear, Norm, Output, RmsNorm
+from penstock.engine.layers.norm import LinearLayer, NormLayer, OutputProjection, RmsNorm
 from penstock.kernels.operands import Array, AttentionSpec, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 
@@ -51,9 +51,9 @@ class SelfAttention:
     heads: int
     kv_heads: int
     spec: AttentionSpec
-    norm: Norm
-    qkv: Linear
-    out: Output
+    norm: NormLayer
+    qkv: LinearLayer
+    out: OutputProjection
     rope: Array | None  # None: queries and keys know no position
     head_norms: HeadNorms | None = None
     q_scale: Array | None = None  # by absolute position
@@ -80,7 +80,7 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedAttention:
+class GatedSelfAttention:
     """Attention whose output is multiplied, number by number, by a logistic function of what it reads."""
 
     attention: SelfAttention
@@ -102,15 +102,15 @@ class GatedAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeAttention:
+class EncoderAttention:
     """Attention block whose tokens read all of their text; every text of a batch is there as a whole."""
 
     heads: int
     kv_heads: int
     scale: float
-    norm: Norm
-    qkv: Linear
-    out: Output
+    norm: NormLayer
+    qkv: LinearLayer
+    out: OutputProjection
     rope: Array | None = None
     head_norms: HeadNorms | None = None
     window: int | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.layers.norm import Norm, Output, RmsNorm
+from penstock.engine.layers.norm import NormLayer, OutputProjection, RmsNorm
 from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
+class GatedDeltaNet:
     """Recurrent block ``layer`` of a model, counted among those.
 
     ``inward`` is one matrix: queries, keys, values, gates of the values, and of every head a gate of the change and one
@@ -20,13 +20,13 @@ class DeltaNet:
     layer: int
     heads: int
     channels: int  # queries, keys and values
-    norm: Norm
+    norm: NormLayer
     inward: PackedLinear
     taps: Array
     rates: Array
     shifts: Array
     value_norm: RmsNorm
-    out: Output
+    out: OutputProjection
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> tuple[Array, Array]:
         """The state takes these tokens in; what they read of it, hidden [T, H value_dim], and what gates that."""

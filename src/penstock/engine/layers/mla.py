@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.layers.norm import Linear, Norm, Output, RmsNorm
+from penstock.engine.layers.norm import LinearLayer, NormLayer, OutputProjection, RmsNorm
 from penstock.kernels.operands import Array, AttentionSpec, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 
@@ -17,7 +17,7 @@ from penstock.kernels.ops import Ops
 class QueryDown:
     """Queries come by way of a shorter, normed vector."""
 
-    linear: Linear
+    linear: LinearLayer
     norm: RmsNorm
 
 
@@ -28,14 +28,14 @@ class LatentAttention:
     layer: int
     heads: int
     spec: AttentionSpec
-    norm: Norm
+    norm: NormLayer
     query_down: QueryDown | None
-    query: Linear
-    latent: Linear
+    query: LinearLayer
+    latent: LinearLayer
     latent_norm: RmsNorm
     absorb: PackedLinear
     values: PackedLinear
-    out: Output
+    out: OutputProjection
     rope: Array
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Array:

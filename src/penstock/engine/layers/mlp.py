@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.engine.layers.norm import Linear, Norm, Output
+from penstock.engine.layers.norm import LinearLayer, NormLayer, OutputProjection
 from penstock.kernels.operands import Activation, Array, Gate, PackedExperts, PackedLinear, Routing
 from penstock.kernels.ops import Ops
 
 
-class Feed(Protocol):
+class FeedForward(Protocol):
     """A feed-forward block."""
 
     def add_to(self, ops: Ops, hidden_TD: Array) -> None:
@@ -23,9 +23,9 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)) of the normed hidden state (arXiv:2002.05202); ``gate_up`` is one matrix,
     gate's rows first."""
 
-    norm: Norm
-    gate_up: Linear
-    down: Output
+    norm: NormLayer
+    gate_up: LinearLayer
+    down: OutputProjection
     gate: Gate
 
     def add_to(self, ops: Ops, hidden_TD: Array) -> None:
@@ -38,9 +38,9 @@ class GatedMlp:
 class PlainMlp:
     """down(activation(up(x))) of the normed hidden state."""
 
-    norm: Norm
-    up: Linear
-    down: Output
+    norm: NormLayer
+    up: LinearLayer
+    down: OutputProjection
     activation: Activation
     alpha: float = 1.0  # of silu
 
@@ -71,8 +71,8 @@ class SharedExpert:
 class RoutedExperts:
     """The experts that a token's router chooses, each weighed, and the shared one."""
 
-    norm: Norm
-    router: Linear
+    norm: NormLayer
+    router: LinearLayer
     choice_bias: Array | None
     routing: Routing
     experts: PackedExperts

@@ -9,7 +9,7 @@ from penstock.kernels.operands import Activation, Array, PackedLinear
 from penstock.kernels.ops import Ops
 
 
-class Norm(Protocol):
+class NormLayer(Protocol):
     """A norm of the hidden state."""
 
     def __call__(self, ops: Ops, hidden_TD: Array) -> Array:
@@ -60,7 +60,7 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearLayer:
     """x W^T + bias."""
 
     weight: PackedLinear
@@ -75,10 +75,10 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputProjection:
     """A block's last product, which goes to the residual stream, normed on the way where the family wants it."""
 
-    linear: Linear
+    linear: LinearLayer
     norm: RmsNorm | None = None
 
     def add_to(self, ops: Ops, x_TK: Array, hidden_TD: Array) -> None:

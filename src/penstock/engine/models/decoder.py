@@ -12,11 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.layers import norm as norms
-from penstock.engine.layers.attention import AttentionBlock, GatedAttention, HeadNorms, SelfAttention, WholeAttention
-from penstock.engine.layers.gated_delta_net import DeltaNet
+from penstock.engine.layers.attention import (
+    AttentionBlock,
+    EncoderAttention,
+    GatedSelfAttention,
+    HeadNorms,
+    SelfAttention,
+)
+from penstock.engine.layers.gated_delta_net import GatedDeltaNet
 from penstock.engine.layers.mla import LatentAttention, QueryDown
-from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp, RoutedExperts, SharedExpert
-from penstock.engine.layers.norm import Linear, Output
+from penstock.engine.layers.mlp import FeedForward, GatedMlp, PlainMlp, RoutedExperts, SharedExpert
+from penstock.engine.layers.norm import LinearLayer, OutputProjection
 from penstock.engine.models.interface import Model
 from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ModelError
@@ -32,7 +38,7 @@ from penstock.weights.architecture.spec import ModelSpec, Pooler
 from penstock.weights.architecture.vision import SeeingDecoder
 
 
-class Parts:
+class LayerFactory:
     """Building blocks of one model out of its packed weights, by the names of ``weights.decoder.layout``."""
 
     def __init__(
@@ -54,7 +60,7 @@ class Parts:
         self._ops = ops
         self._max_positions = max_positions
         self._tables: dict[Rope, Array] = {}
-        self._numbers = numbers_of(decoder)
+        self._numbers = layer_numbers(decoder)
 
     def embed_scale(self) -> float:
         """Rounded to the compute type, as makers who scale embeddings do it."""
@@ -81,27 +87,27 @@ class Parts:
         """The norm with this weight."""
         return norms.RmsNorm(self.weights[name], self.decoder.norm.eps)
 
-    def norm(self, name: str) -> norms.Norm:
+    def norm(self, name: str) -> norms.NormLayer:
         """The norm with this weight, of the model's kind."""
         if self.decoder.norm.kind == "rms":
             return self.rms_norm(name)
         return norms.LayerNorm(self.weights[name], self.weights.get(f"{name}_bias"), self.decoder.norm.eps)
 
-    def norm_before(self, name: str) -> norms.Norm:
+    def norm_before(self, name: str) -> norms.NormLayer:
         """What a block reads the hidden state through."""
         return self.norm(name) if self.decoder.norm_before else norms.NoNorm()
 
-    def mlp_norm(self, index: int) -> norms.Norm:
+    def mlp_norm(self, index: int) -> norms.NormLayer:
         """What a layer's second block reads the hidden state through."""
         return self.norm_before(f"{index}.attention_norm" if self.decoder.parallel else f"{index}.mlp_norm")
 
-    def linear(self, name: str) -> Linear:
+    def linear(self, name: str) -> LinearLayer:
         """The product with this weight, and its bias if there is one."""
-        return Linear(self.weights[name], self.weights.get(f"{name}_bias"))
+        return LinearLayer(self.weights[name], self.weights.get(f"{name}_bias"))
 
-    def output(self, name: str, norm: str) -> Output:
+    def output(self, name: str, norm: str) -> OutputProjection:
         """The product that goes to the residual stream, by way of a norm if the model has those."""
-        return Output(self.linear(name), self.rms_norm(norm) if self.decoder.norm_after else None)
+        return OutputProjection(self.linear(name), self.rms_norm(norm) if self.decoder.norm_after else None)
 
     def latent(self, index: int, latent: Latent) -> LatentAttention:
         """The attention block of a layer that keeps latent vectors."""
@@ -124,11 +130,11 @@ class Parts:
             rope=self.rope(latent.rope),
         )
 
-    def delta(self, index: int, delta: Delta) -> DeltaNet:
+    def delta(self, index: int, delta: Delta) -> GatedDeltaNet:
         """The recurrent block of a layer."""
         ops, weights = self._ops, self.weights
         taps_CK = ops.to_numpy(weights[f"{index}.conv"])
-        return DeltaNet(
+        return GatedDeltaNet(
             layer=self._numbers[index],
             heads=delta.heads,
             channels=delta.channels,
@@ -157,7 +163,7 @@ class Parts:
             "head_norms": self.head_norms(index, attention),
         }
         if not self._causal:
-            return WholeAttention(**shared, scale=attention.scale, window=attention.window, softcap=attention.softcap)
+            return EncoderAttention(**shared, scale=attention.scale, window=attention.window, softcap=attention.softcap)
         spec = AttentionSpec(
             attention.scale,
             window=attention.window,
@@ -171,7 +177,7 @@ class Parts:
         )
         if not isinstance(attention, forms.GatedAttention):
             return causal
-        return GatedAttention(attention=causal, gate=self.weights[f"{index}.gate"])
+        return GatedSelfAttention(attention=causal, gate=self.weights[f"{index}.gate"])
 
     def q_scale(self, temperature: Temperature | None) -> Array | None:
         """What queries are multiplied by, for every position."""
@@ -224,7 +230,7 @@ class Parts:
             weights[f"{index}.shared_gate_up"], weights[f"{index}.shared_down"], weights.get(f"{index}.shared_gate")
         )
 
-    def mlp(self, index: int, mlp: Mlp | Moe) -> Feed:
+    def mlp(self, index: int, mlp: Mlp | Moe) -> FeedForward:
         """The feed-forward block of a layer."""
         if isinstance(mlp, Moe):
             return self.experts(index, mlp)
@@ -241,7 +247,7 @@ class DecoderLayer:
     ``parallel``: the MLP reads what the layer read, so it is added first.
     """
 
-    def __init__(self, attention: AttentionBlock, mlp: Feed, *, parallel: bool) -> None:
+    def __init__(self, attention: AttentionBlock, mlp: FeedForward, *, parallel: bool) -> None:
         self.attention = attention
         self.mlp = mlp
         self.parallel = parallel
@@ -274,7 +280,7 @@ class DecoderLayer:
 class DecoderModel:
     """See ``engine.models.port.Model``.  ``vision``: what encodes the images of its prompts."""
 
-    def __init__(self, parts: Parts, *, tied: bool, vision: ImageEncoder | None = None) -> None:
+    def __init__(self, parts: LayerFactory, *, tied: bool, vision: ImageEncoder | None = None) -> None:
         decoder, weights = parts.decoder, parts.weights
         self.encoder = vision
         self.embed = weights["embed"]
@@ -318,7 +324,7 @@ def _hand_out(ops: Ops, hidden_TD: Array, batch: StepBatch, depth: int) -> None:
         ops.tap(hidden_TD, batch, batch.tapped.index(depth))
 
 
-def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
+def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
     """The model over packed weights, for positions below ``max_positions``."""
     decoder = spec.own(Decoder)
     vision = None
@@ -327,11 +333,11 @@ def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: 
         vision = ImageEncoder(decoder.vision, weights, axes=axes)
     causal = spec.pooler is None or spec.pooler.causal
     headless = spec.pooler is not None  # nothing is written, so any table will do
-    parts = Parts(decoder, weights, ops, max_positions, causal=causal, sparse=spec.sparse)
+    parts = LayerFactory(decoder, weights, ops, max_positions, causal=causal, sparse=spec.sparse)
     return DecoderModel(parts, tied=spec.tied or headless, vision=vision)
 
 
-def numbers_of(decoder: Decoder) -> list[int]:
+def layer_numbers(decoder: Decoder) -> list[int]:
     """Of every layer its number in the KV memory: among those with keys and values, or among the recurrent ones."""
     counts, numbers = {True: 0, False: 0}, []
     for layer in decoder.layers:
@@ -346,7 +352,7 @@ def has_axes(attention: Attention) -> bool:
     return attention.rope is not None and attention.rope.axes is not None
 
 
-class ReadingDecoder:
+class PoolingDecoder:
     """See ``engine.models.port.Reader``."""
 
     def __init__(self, decoder: Model, pooler: Pooler, score: PackedLinear | None) -> None:

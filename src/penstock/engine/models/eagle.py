@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.layers.attention import SelfAttention
 from penstock.engine.layers.mlp import GatedMlp
-from penstock.engine.layers.norm import Linear, Output, RmsNorm
+from penstock.engine.layers.norm import LinearLayer, OutputProjection, RmsNorm
 from penstock.kernels.operands import Activation, Array, AttentionSpec, Gate, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.eagle import LoadedHead
@@ -48,7 +48,7 @@ class EagleHead:
     kv: KvShape
     ids_V: NDArray[np.int32] | None  # the model's token of each output; None: the same
     embed: PackedLinear
-    fuse: Linear
+    fuse: LinearLayer
     qkv: PairedProduct
     attention: SelfAttention
     mlp: GatedMlp
@@ -72,7 +72,7 @@ class HeadPass:
 
     head: EagleHead
     width: int
-    fuse: Linear | None
+    fuse: LinearLayer | None
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         head = self.head
@@ -122,8 +122,8 @@ def build_head(loaded: LoadedHead, model: LoadedModel, ops: Ops, positions: int)
         kv_heads=kv_heads,
         spec=AttentionSpec(attention.scale),
         norm=norm("norm_feature"),
-        qkv=Linear(weights["qkv_feature"]),
-        out=Output(Linear(weights["out"])),
+        qkv=LinearLayer(weights["qkv_feature"]),
+        out=OutputProjection(LinearLayer(weights["out"])),
         rope=table,
     )
     gate = Gate(activation=spec.mlp.activation)
@@ -133,10 +133,12 @@ def build_head(loaded: LoadedHead, model: LoadedModel, ops: Ops, positions: int)
         kv=KvShape.plain(layers=1, kv_heads=kv_heads, head_dim=attention.head_dim),
         ids_V=loaded.ids_V,
         embed=shared("embed", "embed"),
-        fuse=Linear(weights["fuse"]),
+        fuse=LinearLayer(weights["fuse"]),
         qkv=qkv,
         attention=block,
-        mlp=GatedMlp(norm("norm_mlp"), Linear(weights["gate_up"]), Output(Linear(weights["down"])), gate),
+        mlp=GatedMlp(
+            norm("norm_mlp"), LinearLayer(weights["gate_up"]), OutputProjection(LinearLayer(weights["down"])), gate
+        ),
         norm=norm("norm"),
         output=shared("head", "head"),
     )

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.layers.attention import WholeAttention
+from penstock.engine.layers.attention import EncoderAttention
 from penstock.engine.layers.mlp import PlainMlp
-from penstock.engine.layers.norm import LayerNorm, Linear, NoNorm, Output
+from penstock.engine.layers.norm import LayerNorm, LinearLayer, NoNorm, OutputProjection
 from penstock.kernels.operands import Activation, Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.encoder import Encoder
@@ -23,7 +23,7 @@ from penstock.weights.architecture.spec import ModelSpec, Pooler
 class EncoderLayer:
     """Attention, then MLP: each is added to the residual stream, which is normed after both."""
 
-    def __init__(self, attention: WholeAttention, mlp: PlainMlp, norms: tuple[LayerNorm, LayerNorm]) -> None:
+    def __init__(self, attention: EncoderAttention, mlp: PlainMlp, norms: tuple[LayerNorm, LayerNorm]) -> None:
         self.attention = attention
         self.mlp = mlp
         self.norms = norms
@@ -67,28 +67,30 @@ class EncoderModel:
         ops.softcap(dense_RD, 1.0)
         return self._linear("score")(ops, ops.activate(dense_RD, Activation.NONE))
 
-    def _linear(self, name: str) -> Linear:
-        return Linear(self._weights[name], self._weights[f"{name}_bias"])
+    def _linear(self, name: str) -> LinearLayer:
+        return LinearLayer(self._weights[name], self._weights[f"{name}_bias"])
 
     def _layer_norm(self, name: str) -> LayerNorm:
         return LayerNorm(self._weights[name], self._weights[f"{name}_bias"], self._encoder.eps)
 
     def _layer(self, index: int) -> EncoderLayer:
         encoder = self._encoder
-        attention = WholeAttention(
+        attention = EncoderAttention(
             heads=encoder.heads,
             kv_heads=encoder.heads,
             scale=encoder.head_dim**-0.5,
             norm=NoNorm(),
             qkv=self._linear(f"{index}.qkv"),
-            out=Output(self._linear(f"{index}.out")),
+            out=OutputProjection(self._linear(f"{index}.out")),
         )
-        mlp = PlainMlp(NoNorm(), self._linear(f"{index}.up"), Output(self._linear(f"{index}.down")), encoder.activation)
+        mlp = PlainMlp(
+            NoNorm(), self._linear(f"{index}.up"), OutputProjection(self._linear(f"{index}.down")), encoder.activation
+        )
         norms = self._layer_norm(f"{index}.attention_norm"), self._layer_norm(f"{index}.mlp_norm")
         return EncoderLayer(attention, mlp, norms)
 
 
-def build(spec: ModelSpec, weights: Mapping[str, Any]) -> EncoderModel:
+def build_encoder(spec: ModelSpec, weights: Mapping[str, Any]) -> EncoderModel:
     """The model over packed weights."""
     assert spec.pooler is not None, "an encoder only reads"
     return EncoderModel(spec.own(Encoder), spec.pooler, weights)

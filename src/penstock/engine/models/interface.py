@@ -30,7 +30,7 @@ class Model(Protocol):
         ...
 
 
-class Reader(Protocol):
+class PoolingModel(Protocol):
     """A model that only reads: what the pooling runner needs of one.  Stateless like ``Model``."""
 
     pooler: Pooler
@@ -48,7 +48,7 @@ class Reader(Protocol):
         ...
 
 
-class Encoding(Protocol):
+class MediaEncoding(Protocol):
     """One picture or sound on its way through its encoder."""
 
     def advance(self, ops: Ops) -> bool:
@@ -61,7 +61,7 @@ class Encoding(Protocol):
         ...
 
 
-class MediumEncoder(Protocol):
+class MediaEncoder(Protocol):
     """What makes rows of pictures or sounds, one by one, in blocks.  What one gives depends on nothing beside it."""
 
     axes: bool
@@ -79,20 +79,20 @@ class MediumEncoder(Protocol):
         """Raises ImageRefused for what it cannot read."""
         ...
 
-    def begin(self, ops: Ops, medium: Medium) -> Encoding:
+    def begin(self, ops: Ops, medium: Medium) -> MediaEncoding:
         """The encoding of this one, begun.  Raises ImageRefused."""
         ...
 
 
 @runtime_checkable
-class Perceiving(Protocol):
+class SupportsMedia(Protocol):
     """What a model has besides, if its prompts can hold images or sounds."""
 
-    encoder: MediumEncoder | None
+    encoder: MediaEncoder | None
 
 
 @runtime_checkable
-class CrossReading(Protocol):
+class SupportsCrossAttention(Protocol):
     """What a model has besides, if the first tokens of every sequence are an encoder's rows that all others read by
     keys and values of their own (cross-attention)."""
 
@@ -104,6 +104,6 @@ class CrossReading(Protocol):
         ...
 
 
-def encoder_of(model: Model | Reader) -> MediumEncoder | None:
+def encoder_of(model: Model | PoolingModel) -> MediaEncoder | None:
     """What encodes images or sounds for this model; None for one that reads text only."""
-    return model.encoder if isinstance(model, Perceiving) else None
+    return model.encoder if isinstance(model, SupportsMedia) else None

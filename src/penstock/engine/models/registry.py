@@ -11,18 +11,18 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.engine.models import decoder, encoder, whisper
-from penstock.engine.models.interface import Model, Reader
+from penstock.engine.models.interface import Model, PoolingModel
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.families.registry import DECODERS, ENCODERS, HEARERS, installed_plugin
 from penstock.weights.load import LoadedModel
 
-Build = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
+ModelBuilder = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
 """(specification, packed weights by name, backend, positions wanted) to a model."""
 
-BUILT_IN: Mapping[str, Build] = MappingProxyType(
-    {**dict.fromkeys(DECODERS, decoder.build), **dict.fromkeys(HEARERS, whisper.build)}
+BUILT_IN: Mapping[str, ModelBuilder] = MappingProxyType(
+    {**dict.fromkeys(DECODERS, decoder.build_decoder), **dict.fromkeys(HEARERS, whisper.build_whisper)}
 )
 
 
@@ -43,15 +43,15 @@ def build_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> Model:
     return build(spec, loaded.weights, ops, max_positions)
 
 
-def build_reader(loaded: LoadedModel, ops: Ops, max_positions: int) -> Reader:
+def build_pooling_model(loaded: LoadedModel, ops: Ops, max_positions: int) -> PoolingModel:
     """The same for a model that only reads: its specification has a pooler."""
     spec = loaded.spec
     if spec.pooler is None:
         raise ModelError(f"{spec.architecture}: writes text, and gives no vectors")
     if spec.architecture not in ENCODERS:
-        return decoder.ReadingDecoder(build_model(loaded, ops, max_positions), spec.pooler, loaded.weights.get("score"))
+        return decoder.PoolingDecoder(build_model(loaded, ops, max_positions), spec.pooler, loaded.weights.get("score"))
     _check_positions(spec, max_positions)
-    return encoder.build(spec, loaded.weights)
+    return encoder.build_encoder(spec, loaded.weights)
 
 
 def _check_positions(spec: ModelSpec, wanted: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.layers.mlp import Feed, GatedMlp, PlainMlp
-from penstock.engine.layers.norm import LayerNorm, Linear, Norm, Output, RmsNorm
+from penstock.engine.layers.mlp import FeedForward, GatedMlp, PlainMlp
+from penstock.engine.layers.norm import LayerNorm, LinearLayer, NormLayer, OutputProjection, RmsNorm
 from penstock.errors import ImageRefused
 from penstock.kernels.operands import Activation, Array, Gate
 from penstock.kernels.ops import Ops
@@ -31,7 +31,7 @@ class VisionLayer:
         self.windowed = vision.windowed(index)
         self._norm = _norm(vision, weights, f"{name}attention_norm")
         self._qkv = _linear(weights, f"{name}qkv")
-        self._out = Output(_linear(weights, f"{name}out"))
+        self._out = OutputProjection(_linear(weights, f"{name}out"))
         self._mlp = _mlp(vision, weights, name)
 
     def mix(self, ops: Ops, hidden_TD: Array, starts_S1: NDArray[np.int32], angles: Array) -> None:
@@ -63,7 +63,7 @@ class ImageEncoder:
         self.vision = vision
         self.axes = axes
         self.layers = [VisionLayer(vision, weights, index) for index in range(vision.layers)]
-        self._patches = Linear(weights["vision.patches"])
+        self._patches = LinearLayer(weights["vision.patches"])
         self._norm = _norm(vision, weights, "vision.norm")
         self._merge = _linear(weights, "vision.merge")
         self._merged = _linear(weights, "vision.merged")
@@ -80,12 +80,12 @@ class ImageEncoder:
         if len(medium.pixels) != 3 * medium.rows * medium.columns * self.vision.token_side**2:
             raise ImageRefused("a picture has another number of pixels than its size says")
 
-    def begin(self, ops: Ops, medium: Medium) -> Encoding:
+    def begin(self, ops: Ops, medium: Medium) -> ImageEncoding:
         """The encoding of this picture, with its patches embedded and no layer computed."""
         picture = cast(Picture, medium)
         grid = Grid(self.vision, picture.rows, picture.columns)
-        hidden_TD = self._patches(ops, ops.compute(patches_of(self.vision, picture)[grid.patches_T]))
-        return Encoding(self, grid, ops.angle_table(grid.angles()), hidden_TD)
+        hidden_TD = self._patches(ops, ops.compute(image_patches(self.vision, picture)[grid.patches_T]))
+        return ImageEncoding(self, grid, ops.angle_table(grid.angles()), hidden_TD)
 
     def finish(self, ops: Ops, hidden_TD: Array, grid: Grid) -> NDArray[np.float32]:
         """Neighbours made one row each; fp32 [tokens, width], row by row of the image."""
@@ -95,7 +95,7 @@ class ImageEncoder:
         return np.array(ops.to_numpy(rows_ND), np.float32)
 
 
-class Encoding:
+class ImageEncoding:
     """One picture on its way through the encoder."""
 
     def __init__(self, encoder: ImageEncoder, grid: Grid, angles: Array, hidden_TD: Array) -> None:
@@ -158,7 +158,7 @@ class Grid:
         return np.concatenate((np.outer(row_T, inv_freq), np.outer(column_T, inv_freq)), axis=1)
 
 
-def patches_of(vision: Vision, picture: Picture) -> NDArray[np.float32]:
+def image_patches(vision: Vision, picture: Picture) -> NDArray[np.float32]:
     """[patches, 3 frames patch patch]: those of one token together, tokens row by row."""
     merge, patch = vision.merge, vision.patch
     tones = np.frombuffer(picture.pixels, np.uint8)
@@ -178,19 +178,19 @@ def _numbers(picture: Picture) -> NDArray[np.float32]:
     return numbers_3V
 
 
-def _linear(weights: Mapping[str, Any], name: str) -> Linear:
-    return Linear(weights[name], weights[f"{name}_bias"])
+def _linear(weights: Mapping[str, Any], name: str) -> LinearLayer:
+    return LinearLayer(weights[name], weights[f"{name}_bias"])
 
 
-def _norm(vision: Vision, weights: Mapping[str, Any], name: str) -> Norm:
+def _norm(vision: Vision, weights: Mapping[str, Any], name: str) -> NormLayer:
     if vision.norm == "rms":
         return RmsNorm(weights[name], vision.eps)
     return LayerNorm(weights[name], weights[f"{name}_bias"], vision.eps)
 
 
-def _mlp(vision: Vision, weights: Mapping[str, Any], name: str) -> Feed:
+def _mlp(vision: Vision, weights: Mapping[str, Any], name: str) -> FeedForward:
     norm, inward = _norm(vision, weights, f"{name}mlp_norm"), _linear(weights, f"{name}inward")
-    down = Output(_linear(weights, f"{name}down"))
+    down = OutputProjection(_linear(weights, f"{name}down"))
     if vision.gated:
         return GatedMlp(norm, inward, down, Gate(activation=vision.activation, alpha=vision.alpha))
     return PlainMlp(norm, inward, down, vision.activation, vision.alpha)

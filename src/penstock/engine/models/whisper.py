@@ -19,9 +19,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.layers.attention import SelfAttention, WholeAttention
+from penstock.engine.layers.attention import EncoderAttention, SelfAttention
 from penstock.engine.layers.mlp import PlainMlp
-from penstock.engine.layers.norm import LayerNorm, Linear, Output
+from penstock.engine.layers.norm import LayerNorm, LinearLayer, OutputProjection
 from penstock.errors import ImageRefused
 from penstock.kernels.operands import Activation, Array, AttentionSpec, StepBatch
 from penstock.kernels.ops import Ops
@@ -30,7 +30,7 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.families.whisper import EPS, KERNEL, Stack, Whisper
 
 
-class Parts:
+class WhisperLayerFactory:
     """Building blocks out of packed weights, by the names of ``weights.whisper.layout``."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: Ops) -> None:
@@ -43,13 +43,13 @@ class Parts:
         """The norm with this weight."""
         return LayerNorm(self.weights[name], self.weights[f"{name}_bias"], EPS)
 
-    def linear(self, name: str, *biases: str) -> Linear:
+    def linear(self, name: str, *biases: str) -> LinearLayer:
         """The product with this weight; ``biases`` side by side, "" for numbers that have none."""
         if not biases:
-            return Linear(self.weights[name], self.weights[f"{name}_bias"])
+            return LinearLayer(self.weights[name], self.weights[f"{name}_bias"])
         none = np.zeros(self.width, np.float32)
         parts = [self._ops.to_numpy(self.weights[bias]) if bias else none for bias in biases]
-        return Linear(self.weights[name], self._ops.vector(np.concatenate(parts)))
+        return LinearLayer(self.weights[name], self._ops.vector(np.concatenate(parts)))
 
     def scale(self, stack: Stack) -> float:
         """What products of queries and keys are multiplied by."""
@@ -62,13 +62,13 @@ class Parts:
             "kv_heads": stack.heads,
             "norm": self.norm(f"{name}attention_norm"),
             "qkv": self.linear(f"{name}qkv", f"{name}q_bias", "", f"{name}v_bias"),
-            "out": Output(self.linear(f"{name}out")),
+            "out": OutputProjection(self.linear(f"{name}out")),
             "rope": None,
         }
 
     def mlp(self, name: str) -> PlainMlp:
         """The feed-forward block of a layer."""
-        up, down = self.linear(f"{name}up"), Output(self.linear(f"{name}down"))
+        up, down = self.linear(f"{name}up"), OutputProjection(self.linear(f"{name}down"))
         return PlainMlp(self.norm(f"{name}mlp_norm"), up, down, self.whisper.activation)
 
     def cross(self, index: int) -> CrossAttention:
@@ -81,7 +81,7 @@ class Parts:
             norm=self.norm(f"{name}norm"),
             query=self.linear(f"{name}q"),
             keys_values=self.linear(f"{name}kv", "", f"{name}v_bias"),
-            out=Output(self.linear(f"{name}out")),
+            out=OutputProjection(self.linear(f"{name}out")),
         )
 
 
@@ -93,13 +93,13 @@ class SoundEncoder:
 
     axes = False
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: WhisperLayerFactory) -> None:
         whisper, layers = parts.whisper, range(parts.whisper.encoder.layers)
         self.whisper = whisper
         self.width = parts.width
         self.leads = whisper.begin
         self.attention = [
-            WholeAttention(**parts.attention(f"encoder.{i}.", whisper.encoder), scale=parts.scale(whisper.encoder))
+            EncoderAttention(**parts.attention(f"encoder.{i}.", whisper.encoder), scale=parts.scale(whisper.encoder))
             for i in layers
         ]
         self.mlps = [parts.mlp(f"encoder.{i}.") for i in layers]
@@ -117,18 +117,18 @@ class SoundEncoder:
         if len(medium.features) != 4 * whisper.bands * whisper.frames:
             raise ImageRefused(f"a sound must have {whisper.frames} frames of features")
 
-    def begin(self, ops: Ops, medium: Medium) -> Hearing:
+    def begin(self, ops: Ops, medium: Medium) -> SoundEncoding:
         """The encoding of this sound: both convolutions are computed, and no layer."""
         sound = cast(Sound, medium)
         features_BF = np.frombuffer(sound.features, "<f4").reshape(self.whisper.bands, -1)
         inner_FD = self._convolved(ops, self._first, features_BF.T, step=1)
         hidden_TD = ops.hidden(ops.to_numpy(self._convolved(ops, self._second, ops.to_numpy(inner_FD), step=2)))
         ops.embed_add(self._positions, np.arange(self.whisper.source, dtype=np.int32), hidden_TD)
-        return Hearing(self, hidden_TD)
+        return SoundEncoding(self, hidden_TD)
 
-    def _convolved(self, ops: Ops, kernel: Linear, rows_FK: NDArray[np.float32], *, step: int) -> Array:
+    def _convolved(self, ops: Ops, kernel: LinearLayer, rows_FK: NDArray[np.float32], *, step: int) -> Array:
         """compute [F / step, D]: the activated product of the kernel with every ``step``-th row and its neighbours."""
-        return ops.activate(kernel(ops, ops.compute(unfolded(rows_FK, step))), Activation.GELU)
+        return ops.activate(kernel(ops, ops.compute(unfold(rows_FK, step))), Activation.GELU)
 
     def finish(self, ops: Ops, hidden_TD: Array) -> NDArray[np.float32]:
         """fp32 [tokens, D]; behind the sound's rows zeros, which nobody reads."""
@@ -137,7 +137,7 @@ class SoundEncoder:
         return rows_ND
 
 
-def unfolded(rows_FK: NDArray[np.float32], step: int) -> NDArray[np.float32]:
+def unfold(rows_FK: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     """[F / step, K 3]: every ``step``-th row between its neighbours, column by column; beyond both ends are zeros."""
     padded_FK = np.pad(rows_FK, ((1, 1), (0, 0)))
     count = len(rows_FK) // step
@@ -145,7 +145,7 @@ def unfolded(rows_FK: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     return near_FK3.reshape(count, -1)
 
 
-class Hearing:
+class SoundEncoding:
     """One sound on its way through the encoder: half a layer at a time."""
 
     def __init__(self, encoder: SoundEncoder, hidden_TD: Array) -> None:
@@ -192,9 +192,9 @@ class CrossAttention:
     heads: int
     spec: AttentionSpec
     norm: LayerNorm
-    query: Linear
-    keys_values: Linear
-    out: Output
+    query: LinearLayer
+    keys_values: LinearLayer
+    out: OutputProjection
 
     def write(self, ops: Ops, rows_TD: Array, batch: StepBatch, kv: Array) -> None:
         """Keys and values of these rows go to their pages."""
@@ -224,9 +224,9 @@ class WhisperLayer:
 
 
 class WhisperModel:
-    """See ``engine.models.port.Model`` and ``CrossReading``."""
+    """See ``engine.models.port.Model`` and ``SupportsCrossAttention``."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: WhisperLayerFactory) -> None:
         whisper, weights = parts.whisper, parts.weights
         self.encoder = SoundEncoder(parts)
         self.source = whisper.begin
@@ -235,7 +235,7 @@ class WhisperModel:
         self.layers = [self._layer(parts, index) for index in range(whisper.decoder.layers)]
         self.norm = parts.norm("norm")
 
-    def _layer(self, parts: Parts, index: int) -> WhisperLayer:
+    def _layer(self, parts: WhisperLayerFactory, index: int) -> WhisperLayer:
         name, whisper = f"{index}.", parts.whisper
         # Text lies within the second chunk of so many positions: it reads itself, and not the sound before it.
         spec = AttentionSpec(parts.scale(whisper.decoder), chunk=whisper.begin)
@@ -267,6 +267,6 @@ class WhisperModel:
         return ops.linear(self.norm(ops, hidden_RD), self.embed)
 
 
-def build(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> WhisperModel:
+def build_whisper(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> WhisperModel:
     """The model over packed weights; its tables have all positions anyway."""
-    return WhisperModel(Parts(spec, weights, ops))
+    return WhisperModel(WhisperLayerFactory(spec, weights, ops))

@@ -17,27 +17,27 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Drawn
+from penstock.engine.core.plan import SampledTokens
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.kernels.sampling import Picks, Sampled, SampleRow
 from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
 
 if TYPE_CHECKING:
-    from penstock.engine.core.plan import Row
-    from penstock.engine.core.request import Holding, Request
+    from penstock.engine.core.plan import ScheduledTokens
+    from penstock.engine.core.request import PageTable, Request
 
 from typing import TYPE_CHECKING
 
-from penstock.engine.core.plan import standing
-from penstock.engine.runner.sampling_state import Answer
+from penstock.engine.core.plan import accepted_count
+from penstock.engine.runner.sampling_state import SamplingState
 from penstock.types import TokenLogprob
 
 if TYPE_CHECKING:
-    from penstock.engine.core.plan import Row
+    from penstock.engine.core.plan import ScheduledTokens
 
 
-def turns(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.int32]:
+def rope_axes(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.int32]:
     """[stop - start, 3] of the tokens from ``start`` on of a text with these images, from left to right."""
     turns_T3 = np.repeat(np.arange(start, stop, dtype=np.int32)[:, None], 3, axis=1)
     saved = 0  # positions that the images so far have taken less than tokens
@@ -57,7 +57,7 @@ def turns(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.in
     return turns_T3
 
 
-class Span:
+class TokenSpan:
     """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far.
 
     ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
@@ -65,7 +65,7 @@ class Span:
 
     __slots__ = ("answer", "draft", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
 
-    def __init__(self, row: Row, answer: Answer) -> None:
+    def __init__(self, row: ScheduledTokens, answer: SamplingState) -> None:
         self.answer = answer
         self.samples = row.samples
         self.draft = row.draft
@@ -101,19 +101,19 @@ class Span:
         self.start = self.stop
         self.tokens = self.drawn[-1:]
 
-    def result(self) -> Drawn:
+    def result(self) -> SampledTokens:
         """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
         constraint = self.answer.constraint if self.samples else None
         if constraint is not None and constraint.late:
-            return Drawn(prompt_logprobs=tuple(self.prompt_logprobs), late=True)
-        count = standing(self.draft, self.drawn) if self.draft else len(self.drawn)
+            return SampledTokens(prompt_logprobs=tuple(self.prompt_logprobs), late=True)
+        count = accepted_count(self.draft, self.drawn) if self.draft else len(self.drawn)
         if constraint is not None and constraint.stands is not None:
             count = min(count, constraint.stands + 1)
         cut_at = None if constraint is None else constraint.cut_at
         cut = cut_at is not None and (not self.draft or cut_at < count)
         if cut_at is not None and self.draft:
             count = min(count, cut_at + 1)
-        return Drawn(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
+        return SampledTokens(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
 
 
 def token_logprob(one: Sampled) -> TokenLogprob:
@@ -126,7 +126,7 @@ SPARE_BLOCKS = 8
 """Columns of a group's page table beyond those that a step needs, for the steps after it."""
 
 
-class Images(Protocol):
+class MediaRows(Protocol):
     """Where the rows of images come from (``engine.images.stage.ImageStage``)."""
 
     @property
@@ -139,7 +139,7 @@ class Images(Protocol):
         ...
 
 
-class StepArrays:
+class InputBatch:
     """Owner of the arrays that ``batch`` and ``picks`` show, and of the spans that they stand for.
 
     Wanted rows: first the ``scored`` ones, then those of the spans ``listed``, which draw from logits, then those of
@@ -148,7 +148,7 @@ class StepArrays:
 
     def __init__(
         self,
-        images: Images | None = None,
+        images: MediaRows | None = None,
         hidden: Callable[[NDArray[np.float32]], Array] = np.array,
         *,
         slot_of: Callable[[str], int] | None = None,
@@ -167,20 +167,20 @@ class StepArrays:
         self._starts = np.empty(0, np.int32)
         self._table = np.empty(0, np.int32)
         self._requests: list[Request] = []
-        self._held: list[list[Holding]] = []
+        self._held: list[list[PageTable]] = []
         self._keyed = 1  # groups of layers whose tables are there
         self._cell: int | None = None  # tokens of a page of the others, which hold states
         self._at: list[int] = []  # position of each span's only token; empty when some span has more
-        self.spans: list[Span] = []
-        self.listed: list[Span] = []
-        self.picked: list[Span] = []
+        self.spans: list[TokenSpan] = []
+        self.listed: list[TokenSpan] = []
+        self.picked: list[TokenSpan] = []
         self.scored = 0
         self.batch = StepBatch(self._tokens, self._positions, self._starts, self._table.reshape(0, 0), self._tokens)
         self.picks = Picks.empty(0)
 
     # --- anew ---------------------------------------------------------------------------------------------------------
 
-    def fill(self, spans: list[Span]) -> None:
+    def fill(self, spans: list[TokenSpan]) -> None:
         """The arrays of these spans, one after another."""
         count = sum(len(span.tokens) for span in spans)
         blocks = max(blocks_of(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
@@ -228,13 +228,13 @@ class StepArrays:
         single = self.scored == 0 and count == len(spans) == len(wanted_R) and given is None
         self._at = [span.start for span in spans] if single else []
 
-    def _see(self, spans: list[Span]) -> tuple[NDArray[np.int32] | None, GivenRows | None]:
+    def _see(self, spans: list[TokenSpan]) -> tuple[NDArray[np.int32] | None, GivenRows | None]:
         """How far the axes of the tokens are turned, if images turn them apart; the rows of images among them."""
         if self._images is None or not any(span.answer.request.images for span in spans):
             return None, None
         turns_T3: NDArray[np.int32] | None = None
         if self._images.axes:
-            turns_T3 = np.concatenate([turns(span.answer.request.images, span.start, span.stop) for span in spans])
+            turns_T3 = np.concatenate([rope_axes(span.answer.request.images, span.start, span.stop) for span in spans])
         places: list[NDArray[np.int32]] = []
         values: list[NDArray[np.float32]] = []
         begin = 0
@@ -251,7 +251,7 @@ class StepArrays:
             return turns_T3, None
         return turns_T3, GivenRows(np.concatenate(places), self._hidden(np.concatenate(values)))
 
-    def _adapters(self, spans: list[Span]) -> NDArray[np.int32] | None:
+    def _adapters(self, spans: list[TokenSpan]) -> NDArray[np.int32] | None:
         """The slot of each span's adapter; None when nobody has one."""
         slot_of = self._slot_of
         if slot_of is None or not any(span.answer.request.adapter for span in spans):
@@ -313,7 +313,7 @@ class StepArrays:
         """Does every span bring one picked token and nothing else?"""
         return len(self.picked) == len(self._at) == len(self.spans)
 
-    def go_on(self, rows: Sequence[Row], *, spans: bool) -> bool:
+    def go_on(self, rows: Sequence[ScheduledTokens], *, spans: bool) -> bool:
         """Move on to these rows, if they are the last step's, each with the one token that was drawn since.
 
         False when they are others: then nothing was changed.  ``spans``: keep the spans up to date too.
@@ -422,17 +422,17 @@ class StepArrays:
             begin += len(draws)
         return found
 
-    def drawn(self) -> list[Drawn]:
+    def drawn(self) -> list[SampledTokens]:
         """What the spans have brought."""
         return [span.result() for span in self.spans]
 
 
-def keyed_groups(held: Sequence[Holding]) -> int:
+def keyed_groups(held: Sequence[PageTable]) -> int:
     """Groups of layers with keys and values; those behind them hold states."""
     return sum(own.page_tokens == PAGE_TOKENS for own in held)
 
 
-def state_pages(spans: Sequence[Span]) -> NDArray[np.int32] | None:
+def state_pages(spans: Sequence[TokenSpan]) -> NDArray[np.int32] | None:
     """See ``StepBatch.states_SW``."""
     held = [span.answer.request.held[keyed_groups(span.answer.request.held) :] for span in spans]
     if not held[0]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.types import RequestId
 
 
 class Runner(Protocol):
     """Computes plans.  It never changes a request: what it drew is taken up by the scheduler's ``commit``."""
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
-        """One ``Drawn`` a row, in the order of ``plan.rows``; ``Drawn.late`` where a row has to be computed again.
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
+        """One ``SampledTokens`` a row, in the order of ``plan.rows``; ``SampledTokens.late`` where a row has to be computed again.
 
         A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
         of the next.  A row with a draft (then ``steps`` is 1) draws one more after each draft token, and answers with

@@ -32,7 +32,7 @@ from penstock.weights.load import LoadedModel
 from penstock.weights.lora import Adapter, AdapterLimits, model_targets, read_adapter
 
 
-class AdaptedModel:
+class LoraModel:
     """See ``engine.models.port.Model``.  ``products``: those of the model that ``table`` was made for, in its order."""
 
     def __init__(self, model: Model, table: AdapterTable, products: Mapping[str, PackedLinear]) -> None:
@@ -88,7 +88,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRoom:
+class LoraLimits:
     """How many adapters may be in memory, how much of it they may take, and their largest rank."""
 
     slots: int
@@ -102,11 +102,11 @@ class _Resident:
     nbytes: int
 
 
-class Adapters:
+class LoraManager:
     """See above.  Made before the fork, with the adapters of the start; no thread is left then."""
 
     def __init__(
-        self, ops: Ops, products: Mapping[str, PackedLinear], room: AdapterRoom, read: Callable[[Path], Adapter]
+        self, ops: Ops, products: Mapping[str, PackedLinear], room: LoraLimits, read: Callable[[Path], Adapter]
     ) -> None:
         """``products`` by the names of the model's layout; ``read`` reads a folder and raises ModelError."""
         self._products = products
@@ -121,7 +121,7 @@ class Adapters:
         self.in_use: Callable[[], set[str]] = set  # by requests of this worker
 
     @classmethod
-    def of(cls, ops: Ops, loaded: LoadedModel, room: AdapterRoom) -> Adapters:
+    def of(cls, ops: Ops, loaded: LoadedModel, room: LoraLimits) -> LoraManager:
         """Of a model in memory.  Raises ModelError if its family is not known."""
         targets = model_targets(loaded.spec)
         limits = AdapterLimits(max_rank=room.max_rank, max_bytes=room.nbytes)
@@ -130,7 +130,7 @@ class Adapters:
         return cls(ops, products, room, lambda folder: read_adapter(folder, targets, limits))
 
     @classmethod
-    def none(cls, ops: Ops, room: AdapterRoom) -> Adapters:
+    def none(cls, ops: Ops, room: LoraLimits) -> LoraManager:
         """Of a model that cannot have any."""
 
         def refuse(folder: Path) -> Adapter:
@@ -138,9 +138,9 @@ class Adapters:
 
         return cls(ops, {}, room, refuse)
 
-    def adapted(self, model: Model) -> AdaptedModel:
+    def adapted(self, model: Model) -> LoraModel:
         """The model with these adapters."""
-        return AdaptedModel(model, self._table, self._products)
+        return LoraModel(model, self._table, self._products)
 
     def load(self, ref: AdapterRef) -> None:
         """Read it now, on this thread.  Raises AdapterRefused."""

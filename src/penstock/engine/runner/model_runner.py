@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Drawn, Plan, Row
-from penstock.engine.encoder_stage import ImageStage
-from penstock.engine.models.interface import CrossReading, Model
-from penstock.engine.runner.input_batch import Images, Span, StepArrays, token_logprob
-from penstock.engine.runner.lora import Adapters
-from penstock.engine.runner.sampling_state import Answers, MaskThreads, Patience, no_grammars
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
+from penstock.engine.encoder_stage import EncoderStage
+from penstock.engine.models.interface import Model, SupportsCrossAttention
+from penstock.engine.runner.input_batch import InputBatch, MediaRows, TokenSpan, token_logprob
+from penstock.engine.runner.lora import LoraManager
+from penstock.engine.runner.sampling_state import MaskThreads, MaskWait, SamplingStates, no_grammars
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, RunsAhead, StepProgram
@@ -25,21 +25,21 @@ from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, Grammar, RequestId
 
 
-class SourceWriter:
+class CrossKvWriter:
     """One for a worker."""
 
-    def __init__(self, model: CrossReading, images: Images, ops: Ops, kv: Array) -> None:
+    def __init__(self, model: SupportsCrossAttention, images: MediaRows, ops: Ops, kv: Array) -> None:
         self._model = model
         self._images = images
         self._ops = ops
         self._kv = kv
 
-    def wanted(self, rows: Sequence[Row]) -> bool:
+    def wanted(self, rows: Sequence[ScheduledTokens]) -> bool:
         """Does a row have tokens that stand for an encoder's rows?"""
         source = self._model.source
         return any(row.start < source for row in rows)
 
-    def write(self, rows: Sequence[Row]) -> list[Row | None]:
+    def write(self, rows: Sequence[ScheduledTokens]) -> list[ScheduledTokens | None]:
         """Have done with those tokens; what is left of each row, None where nothing is."""
         source = self._model.source
         begun = [row for row in rows if row.start < source]
@@ -53,15 +53,15 @@ class SourceWriter:
         return [_behind(row, source) for row in rows]
 
 
-def _behind(row: Row, source: int) -> Row | None:
+def _behind(row: ScheduledTokens, source: int) -> ScheduledTokens | None:
     """The part of a row from position ``source`` on."""
     if row.start >= source:
         return row
     count = row.start + row.count - source
-    return Row(row.request, source, count, row.samples, row.draft) if count > 0 else None
+    return ScheduledTokens(row.request, source, count, row.samples, row.draft) if count > 0 else None
 
 
-def _batch(rows: Sequence[Row], ends: Sequence[int]) -> StepBatch:
+def _batch(rows: Sequence[ScheduledTokens], ends: Sequence[int]) -> StepBatch:
     """Positions and pages of these rows' first tokens."""
     positions_T = np.concatenate(
         [np.arange(row.start, end, dtype=np.int32) for row, end in zip(rows, ends, strict=True)]
@@ -80,7 +80,7 @@ SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
 
 
-def look_ahead(spans: Sequence[Span], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
+def begin_masks(spans: Sequence[TokenSpan], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
     """Work out masks beside the step that they are for; what is returned waits for them, for so long as
     ``MaskThreads.patience`` says if rows may sit the step out."""
     work = [
@@ -89,14 +89,14 @@ def look_ahead(spans: Sequence[Span], masks: MaskThreads, *, may_sit_out: bool) 
     return masks.begin(work, may_sit_out=may_sit_out).finish if work else None
 
 
-def go_on(spans: Sequence[Span], masks: MaskThreads) -> None:
+def begin_next_masks(spans: Sequence[TokenSpan], masks: MaskThreads) -> None:
     """A step has drawn: where masks are slow, the next ones are worked out from now on."""
     for span in spans:
         if span.answer.constraint is not None and span.answer.constraint.slow:
             masks.go_on(span.answer.constraint, span.result().tokens)
 
 
-def score(model: Model, ops: Ops, spans: Sequence[Span], hidden_RD: Array) -> None:
+def score_prompt_tokens(model: Model, ops: Ops, spans: Sequence[TokenSpan], hidden_RD: Array) -> None:
     """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""
     begin = 0
     for span in spans:
@@ -112,7 +112,7 @@ def score(model: Model, ops: Ops, spans: Sequence[Span], hidden_RD: Array) -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aids:
+class RunnerServices:
     """What a runner needs beside model and memory, for requests that ask for it.
 
     ``matcher_of``: a grammar's matcher at the beginning of an answer, compiled before a request with that grammar is
@@ -121,9 +121,9 @@ class Aids:
     """
 
     matcher_of: Callable[[Grammar], Matcher] = no_grammars
-    images: ImageStage | None = None
-    adapters: Adapters | None = None
-    patience: Patience | None = None  # with masks of grammars
+    images: EncoderStage | None = None
+    adapters: LoraManager | None = None
+    patience: MaskWait | None = None  # with masks of grammars
 
 
 class ModelRunner:
@@ -135,49 +135,49 @@ class ModelRunner:
         ops: Ops,
         kv: Array,
         program: StepProgram | None = None,
-        aids: Aids | None = None,
+        aids: RunnerServices | None = None,
     ) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of.
 
         ``program``: the model's step over this memory; by default as the backend records it.
         """
-        aids = aids or Aids()
+        aids = aids or RunnerServices()
         images, adapters = aids.images, aids.adapters
         self._model = model
         self._ops = ops
         self.program = ops.record(model, kv) if program is None else program
-        self._answers = Answers(aids.matcher_of)
+        self._answers = SamplingStates(aids.matcher_of)
         self._images = images
         self._sources = None
-        if isinstance(model, CrossReading):
+        if isinstance(model, SupportsCrossAttention):
             if images is None:
                 raise ValueError("what an encoder makes is read, and there is no encoder")
-            self._sources = SourceWriter(model, images, ops, kv)
+            self._sources = CrossKvWriter(model, images, ops, kv)
         self._kv = kv
         self._tapped: tuple[int, ...] = ()
         self._adapters = adapters
         self.adapted: StepProgram | None = None  # with what adapters add; recorded when the first of them is used
-        self._arrays = StepArrays(images, ops.hidden, slot_of=None if adapters is None else adapters.slot)
+        self._arrays = InputBatch(images, ops.hidden, slot_of=None if adapters is None else adapters.slot)
         self._masks = MaskThreads(aids.patience)
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         if self._sources is None or not self._sources.wanted(plan.rows):
             return self._run(plan)
         left = self._sources.write(plan.rows)
         self._let_go(plan)
         drawn = iter(self._run(replace(plan, rows=tuple(row for row in left if row is not None))))
-        return [Drawn() if row is None else next(drawn) for row in left]
+        return [SampledTokens() if row is None else next(drawn) for row in left]
 
-    def _run(self, plan: Plan) -> Sequence[Drawn]:
+    def _run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         if not plan.rows:
             return ()
         arrays = self._arrays
         if not arrays.go_on(plan.rows, spans=plan.steps > 1):
-            arrays.fill([Span(row, self._answers.of(row.request)) for row in plan.rows])
+            arrays.fill([TokenSpan(row, self._answers.of(row.request)) for row in plan.rows])
             self._let_go(plan)
         if plan.steps == 1 and arrays.only_picks:
             self._program().run(arrays.batch, 0, [], arrays.picks)
-            return [Drawn((token,)) for token in arrays.picks.tokens_F.tolist()]
+            return [SampledTokens((token,)) for token in arrays.picks.tokens_F.tolist()]
         done = self._run_ahead(plan.steps) if plan.steps > 1 else 0
         if not done:
             self._step(may_sit_out=plan.steps == 1)
@@ -185,7 +185,7 @@ class ModelRunner:
         for _ in range(plan.steps - done):
             arrays.advance()
             self._step(may_sit_out=False)
-        go_on(arrays.listed, self._masks)
+        begin_next_masks(arrays.listed, self._masks)
         return arrays.drawn()
 
     def sitting_out(self) -> Set[RequestId]:
@@ -209,7 +209,7 @@ class ModelRunner:
         if self._images is not None:
             self._images.forget(request)
 
-    def _let_go(self, plan: Plan) -> None:
+    def _let_go(self, plan: StepPlan) -> None:
         """Requests whose images are in the arrays, or behind them, need them no longer."""
         if self._images is None:
             return
@@ -228,18 +228,18 @@ class ModelRunner:
         self._arrays.handing_out = wanted
 
     def taps(self) -> Mapping[RequestId, tuple[int, NDArray[np.float32]]]:
-        """See ``StepArrays.taps``."""
+        """See ``InputBatch.taps``."""
         return self._arrays.taps()
 
     def _step(self, *, may_sit_out: bool) -> None:
         """Compute every span; draw and score what was asked for.  ``may_sit_out``: rows whose masks are late may."""
         arrays = self._arrays
         may_sit_out = may_sit_out and not arrays.keeps_states
-        rows, ready = arrays.draws(), look_ahead(arrays.listed, self._masks, may_sit_out=may_sit_out)
+        rows, ready = arrays.draws(), begin_masks(arrays.listed, self._masks, may_sit_out=may_sit_out)
         program = self._program()
         arrays.take(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:
-            score(self._model, self._ops, arrays.spans, program.hidden())
+            score_prompt_tokens(self._model, self._ops, arrays.spans, program.hidden())
 
     def _program(self) -> StepProgram:
         """The model's step, or the one with adapters where a row has one: a row without has the same bits in both."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from math import log
 
-from penstock.engine.core.plan import Drawn, Plan, Row, standing
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan, accepted_count
 from penstock.engine.core.request import Request
 from penstock.types import RequestId, SamplingParams, TokenLogprob
 
@@ -35,25 +35,25 @@ class NullRunner:
     def __init__(self, *, vocab: int = 32_000) -> None:
         self.vocab = vocab
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         return [self._draw(row, plan.steps) for row in plan.rows]
 
     def forget(self, request: RequestId) -> None:
         pass
 
-    def _draw(self, row: Row, steps: int) -> Drawn:
+    def _draw(self, row: ScheduledTokens, steps: int) -> SampledTokens:
         request, end = row.request, row.start + row.count
         told = self._prompt_logprobs(request, row.start, end) if request.wants_prompt_logprobs else ()
         if not row.samples:
-            return Drawn((), (), told)
+            return SampledTokens((), (), told)
         sampling, drawn = request.sampling, len(request.output)
         count = len(row.draft) + steps
         tokens = tuple(null_token(sampling, end + step, vocab=self.vocab, drawn=drawn + step) for step in range(count))
         if row.draft:
-            tokens = tokens[: standing(row.draft, tokens)]
+            tokens = tokens[: accepted_count(row.draft, tokens)]
         if sampling.logprobs is None:
-            return Drawn(tokens, (), told)
-        return Drawn(tokens, tuple(self._logprob(token, sampling.logprobs) for token in tokens), told)
+            return SampledTokens(tokens, (), told)
+        return SampledTokens(tokens, tuple(self._logprob(token, sampling.logprobs) for token in tokens), told)
 
     def _prompt_logprobs(self, request: Request, start: int, end: int) -> tuple[TokenLogprob, ...]:
         """A computed position tells of the prompt token after it."""

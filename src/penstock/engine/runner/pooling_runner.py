@@ -1,6 +1,6 @@
 """Plans of texts that are only read -> vectors, or scores of labels.
 
-Knows the model only as ``Reader``, the backend only as ``Ops``.  A vector's bits depend on its own text: states are the
+Knows the model only as ``PoolingModel``, the backend only as ``Ops``.  A vector's bits depend on its own text: states are the
 model's (law 1), they are added up one after the other in float64, and a length is the root of an exact sum.
 """
 
@@ -12,47 +12,47 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import Drawn, Plan, Row
-from penstock.engine.models.interface import Reader
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
+from penstock.engine.models.interface import PoolingModel
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, PoolingParams, RequestId
 from penstock.weights.architecture.spec import Pooling, Scores
 
-READ = (0,)
+POOLED_TOKEN = (0,)
 """The token that says that a text has been read."""
 
-SHORTEST = 1e-12
+MIN_LENGTH = 1e-12
 """A vector is divided by its length, or by this if that is more."""
 
-Vector = NDArray[np.float64]
+PooledVector = NDArray[np.float64]
 
 
 class PoolingRunner:
     """See ``engine.runner.port.Runner``."""
 
-    def __init__(self, model: Reader, ops: Ops, kv: Array) -> None:
+    def __init__(self, model: PoolingModel, ops: Ops, kv: Array) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of."""
         self._model = model
         self._ops = ops
         self._kv = kv
-        self._sums: dict[RequestId, Vector] = {}  # of texts that are read in pieces
+        self._sums: dict[RequestId, PooledVector] = {}  # of texts that are read in pieces
 
-    def run(self, plan: Plan) -> Sequence[Drawn]:
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         if not plan.rows:
             return ()
         wanted = [self._wanted(row) for row in plan.rows]
         batch, second_T = _arrays(plan.rows, wanted)
         states_RD = self._model.states(self._ops, batch, second_T, self._kv)
         if states_RD is None:
-            return [Drawn() for _ in plan.rows]
+            return [SampledTokens() for _ in plan.rows]
         return self._scored(plan, states_RD) if self._model.pooler.labels else self._pooled(plan, wanted, states_RD)
 
     def forget(self, request: RequestId) -> None:
         self._sums.pop(request, None)
 
-    def _wanted(self, row: Row) -> range:
+    def _wanted(self, row: ScheduledTokens) -> range:
         """Which of the row's tokens count."""
         match self._model.pooler.pooling:
             case Pooling.CLS:
@@ -62,18 +62,20 @@ class PoolingRunner:
             case Pooling.MEAN:
                 return range(row.count)
 
-    def _scored(self, plan: Plan, states_RD: Array) -> list[Drawn]:
+    def _scored(self, plan: StepPlan, states_RD: Array) -> list[SampledTokens]:
         """A head reads one state of each text, which is wanted in the step that ends it."""
         scores_RL = iter(self._ops.to_numpy(self._model.scores(self._ops, states_RD)))
         how = self._model.pooler.scores
         return [
-            Drawn(READ, pooled=_packed(activated(next(scores_RL).tolist(), how))) if row.samples else Drawn()
+            SampledTokens(POOLED_TOKEN, pooled=_packed(activate_scores(next(scores_RL).tolist(), how)))
+            if row.samples
+            else SampledTokens()
             for row in plan.rows
         ]
 
-    def _pooled(self, plan: Plan, wanted: list[range], states_RD: Array) -> list[Drawn]:
+    def _pooled(self, plan: StepPlan, wanted: list[range], states_RD: Array) -> list[SampledTokens]:
         states = self._ops.to_numpy(states_RD).astype(np.float64)
-        drawn: list[Drawn] = []
+        drawn: list[SampledTokens] = []
         begin = 0
         for row, tokens in zip(plan.rows, wanted, strict=True):
             own = states[begin : begin + len(tokens)]
@@ -81,7 +83,7 @@ class PoolingRunner:
             drawn.append(self._added(row, own))
         return drawn
 
-    def _added(self, row: Row, states_RD: Vector) -> Drawn:
+    def _added(self, row: ScheduledTokens, states_RD: PooledVector) -> SampledTokens:
         """One row's states beside those of its text before; the vector when the text ends."""
         request = row.request
         if row.start == 0:
@@ -92,24 +94,26 @@ class PoolingRunner:
         if not row.samples:
             if total is not None:
                 self._sums[request.id] = total
-            return Drawn()
+            return SampledTokens()
         assert total is not None
         pooler = self._model.pooler
         if pooler.pooling is Pooling.MEAN:
             total = total / request.known
-        return Drawn(READ, pooled=_packed(embedding(total, request.pooling or PoolingParams(), pooler.normalised)))
+        return SampledTokens(
+            POOLED_TOKEN, pooled=_packed(final_embedding(total, request.pooling or PoolingParams(), pooler.normalised))
+        )
 
 
-def embedding(vector: Vector, wanted: PoolingParams, normalised: bool) -> Vector:
+def final_embedding(vector: PooledVector, wanted: PoolingParams, normalised: bool) -> PooledVector:
     """The vector as it is wanted: its first numbers, brought to length 1."""
     vector = vector[: wanted.dimensions]
     if not (normalised if wanted.normalised is None else wanted.normalised):
         return vector
     length = math.sqrt(math.fsum((vector * vector).tolist()))
-    return vector / max(length, SHORTEST)
+    return vector / max(length, MIN_LENGTH)
 
 
-def activated(scores: Sequence[float], how: Scores) -> Vector:
+def activate_scores(scores: Sequence[float], how: Scores) -> PooledVector:
     """What is told of a head's outputs."""
     if how is Scores.SIGMOID:
         return np.array([1 / (1 + math.exp(-x)) if x > -700 else 0.0 for x in scores])
@@ -119,11 +123,11 @@ def activated(scores: Sequence[float], how: Scores) -> Vector:
     return np.array(scores)
 
 
-def _packed(vector: Vector) -> bytes:
+def _packed(vector: PooledVector) -> bytes:
     return vector.astype("<f4").tobytes()
 
 
-def _arrays(rows: Sequence[Row], wanted: Sequence[range]) -> tuple[StepBatch, NDArray[np.int32]]:
+def _arrays(rows: Sequence[ScheduledTokens], wanted: Sequence[range]) -> tuple[StepBatch, NDArray[np.int32]]:
     """The step's tokens, text after text, and which of them belong to a second text."""
     tokens, positions, seconds, picked = list[int](), list[int](), list[int](), list[int]()
     starts = [0]

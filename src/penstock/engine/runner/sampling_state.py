@@ -12,7 +12,7 @@ while the step that it is for is computed::
                  | mask .....................................................|
 
 A request whose mask is late sits out steps until it is there, so that no other request waits for it for longer than
-``Patience.wait_s``.  Which step a token is sampled in changes nothing about the token.
+``MaskWait.wait_s``.  Which step a token is sampled in changes nothing about the token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SLOW_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class MaskWait:
     """How long a step waits for masks."""
 
     wait_s: float | None = None  # once the logits are there, for all its rows together; None: however long it takes
@@ -67,7 +67,9 @@ class MaskJob:
     Made, and looked at, by the thread that computes steps; ``run`` by whichever thread comes to it first.
     """
 
-    def __init__(self, constraint: Constraint, new: Sequence[int], count: int, draft: Sequence[int] = ()) -> None:
+    def __init__(
+        self, constraint: GrammarConstraint, new: Sequence[int], count: int, draft: Sequence[int] = ()
+    ) -> None:
         """``new``: tokens that the matcher does not know yet, the last of the ``count`` of the answer."""
         self.constraint = constraint
         self.count = count
@@ -91,7 +93,7 @@ class MaskJob:
             self.done.set()
 
 
-class Constraint:
+class GrammarConstraint:
     """One request's grammar, and how far its answer has come in it."""
 
     def __init__(self, request: Request, begin: Callable[[], Matcher]) -> None:
@@ -201,7 +203,7 @@ def _allows(mask: NDArray[np.uint32], token: int) -> bool:
     return bool(mask[token // 32] >> np.uint32(token % 32) & np.uint32(1))
 
 
-Work = tuple[Constraint, Sequence[int], Sequence[int]]
+MaskWork = tuple[GrammarConstraint, Sequence[int], Sequence[int]]
 """Whose masks to write, after which tokens and for which draft."""
 
 
@@ -211,13 +213,13 @@ class MaskThreads:
     The threads exist once a grammar was followed.
     """
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
+    def __init__(self, patience: MaskWait | None = None) -> None:
+        self.patience = patience or MaskWait()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-masks", initializer=_give_way)
         self._under_way: dict[RequestId, MaskJob] = {}  # of answers that sit out
 
-    def begin(self, work: Sequence[Work], *, may_sit_out: bool = True) -> Lookahead:
+    def begin(self, work: Sequence[MaskWork], *, may_sit_out: bool = True) -> StepMasks:
         """The masks of a step; ``may_sit_out``: so may its rows."""
         quick: deque[MaskJob] = deque()
         jobs: list[tuple[MaskJob, Sequence[int]]] = []
@@ -233,7 +235,7 @@ class MaskThreads:
                 quick.append(job)
         if quick:
             self._beside.submit(_drain, quick)
-        return Lookahead(self, jobs, quick, self.patience.wait_s if may_sit_out else None)
+        return StepMasks(self, jobs, quick, self.patience.wait_s if may_sit_out else None)
 
     def shown(self, job: MaskJob, draft: Sequence[int]) -> None:
         """The step goes on to draw.  Raises what went wrong with the job."""
@@ -247,7 +249,7 @@ class MaskThreads:
         else:
             self._under_way[constraint.request_id] = job
 
-    def go_on(self, constraint: Constraint, drawn: Sequence[int]) -> None:
+    def go_on(self, constraint: GrammarConstraint, drawn: Sequence[int]) -> None:
         """A step has drawn these tokens.  Where masks are slow the next one is worked out before the answer's next
         step."""
         if not constraint.slow or constraint.late or constraint.cut_at is not None or not drawn:
@@ -266,7 +268,7 @@ class MaskThreads:
         self._under_way.pop(request, None)
 
 
-class Lookahead:
+class StepMasks:
     """The masks of one step: begun on a thread beside the one that computes it, finished by whoever comes first.
 
     A machine whose cores are all busy may not let that thread run in time.
@@ -314,7 +316,7 @@ def _give_way() -> None:
 FIRST_CAPACITY = 64
 
 
-class Counts:
+class TokenCounts:
     """How often each id stands in an answer, as two arrays; constant time a token."""
 
     __slots__ = ("_counts", "_ids", "_place", "total")
@@ -351,12 +353,12 @@ class Counts:
         self._place[token] = place
 
 
-class Answer:
+class SamplingState:
     """One request's state."""
 
     __slots__ = ("_banned", "_counts", "_pages", "_pages_P", "_plain", "_row", "constraint", "request")
 
-    def __init__(self, request: Request, constraint: Constraint | None = None) -> None:
+    def __init__(self, request: Request, constraint: GrammarConstraint | None = None) -> None:
         sampling = request.sampling
         self.request = request
         self.constraint = constraint  # bans stop tokens itself, as far as they can be spared
@@ -378,7 +380,7 @@ class Answer:
         if sampling.repetition_penalty != 1.0:
             self._row.prompt_ids = np.unique(np.array(request.prompt, np.int32))
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-        self._counts = Counts() if penalised else None
+        self._counts = TokenCounts() if penalised else None
         self._banned = banned_ids(sampling, constrained=constraint is not None)
         cut = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self._plain = constraint is None and not (
@@ -445,20 +447,20 @@ class Answer:
             self._pages_P = [np.array(pages, np.int32) for pages in held]
         return self._pages_P
 
-    def _count(self, counts: Counts, drawn: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _count(self, counts: TokenCounts, drawn: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         output = self.request.output
         known = len(output) + len(drawn)
         if counts.total > known:
-            counts = self._counts = Counts()
+            counts = self._counts = TokenCounts()
         for index in range(counts.total, known):
             counts.add(output[index] if index < len(output) else drawn[index - len(output)])
         return counts.ids, counts.counts
 
 
-Ids = NDArray[np.int32]
+TokenIds = NDArray[np.int32]
 
 
-def banned_ids(sampling: SamplingParams, *, constrained: bool) -> tuple[Ids, Ids, Ids]:
+def banned_ids(sampling: SamplingParams, *, constrained: bool) -> tuple[TokenIds, TokenIds, TokenIds]:
     """What cannot be drawn: first, while the answer is too short to end, and later."""
     ends = sampling.stop_token_ids if sampling.min_tokens and not constrained else ()
     short = (*sampling.banned, *ends)
@@ -473,18 +475,18 @@ def no_grammars(grammar: Grammar) -> Matcher:
     raise GrammarRefused("this engine follows no grammar")
 
 
-class Answers:
+class SamplingStates:
     """All answers by request."""
 
     def __init__(self, matcher_of: Callable[[Grammar], Matcher] = no_grammars) -> None:
         """``matcher_of``: a grammar's matcher at the beginning of an answer, for requests that hold none themselves."""
-        self._by_id: dict[str, Answer] = {}
+        self._by_id: dict[str, SamplingState] = {}
         self._matcher_of = matcher_of
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def of(self, request: Request) -> Answer:
+    def of(self, request: Request) -> SamplingState:
         """The state of this very request object, made anew if it belonged to an earlier one of the same id."""
         answer = self._by_id.get(request.id)
         if answer is None or answer.request is not request:
@@ -492,8 +494,8 @@ class Answers:
             if grammar is not None:
                 in_use = request.grammar
                 begin = partial(self._matcher_of, grammar) if in_use is None else in_use.matcher
-                constraint = Constraint(request, begin)
-            answer = self._by_id[request.id] = Answer(request, constraint)
+                constraint = GrammarConstraint(request, begin)
+            answer = self._by_id[request.id] = SamplingState(request, constraint)
         return answer
 
     def forget(self, request: str) -> None:

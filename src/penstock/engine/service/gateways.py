@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Progress
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import NewTokens
 from penstock.types import Leg, RequestId, read_token_ids
 from penstock.wire.duties import StillWanted
 from penstock.wire.messages import Hello, PageSource, Returned, Submit, TokenItem
 from penstock.wire.phases import Phase
 
-WANTED_S = 5.0
+CONFIRM_INTERVAL_S = 5.0
 """A gateway is asked after so long, and again, whether it still wants what it asked for: a cancel can be lost."""
 
-SPEAKS_S = 1.5
+ALIVE_S = 1.5
 """A gateway that has said something within so long is there: it greets several times a second."""
 
 REMEMBERED_S = 300.0
@@ -29,13 +29,13 @@ REMEMBERED_S = 300.0
 
 
 @dataclass(slots=True)
-class Ask:
+class GatewayRequest:
     """One request as its gateway submitted it."""
 
     request: RequestId
     epoch: int
     leg: Leg
-    gateway: Gateway
+    gateway: ConnectedGateway
     pages_from: PageSource | None
     arrived: float  # monotonic seconds, here
     joins: bool = False  # leg=decode: it is being written where its pages are
@@ -58,13 +58,13 @@ class Ask:
         return phases
 
 
-def arrival_of(message: Submit, now: float, *, ahead: int) -> Arrive:
+def add_request_of(message: Submit, now: float, *, ahead: int) -> AddRequest:
     """What the scheduler hears of a Submit.  ``ahead``: room for what is written of a moving answer meanwhile.
 
     When it came is told by this host's clock and the request's age: gateways on hosts that run for longer or shorter
     stand in one line.
     """
-    return Arrive(
+    return AddRequest(
         id=message.request,
         epoch=message.epoch,
         leg=message.leg,
@@ -88,7 +88,7 @@ def arrival_of(message: Submit, now: float, *, ahead: int) -> Arrive:
 
 
 @dataclass(slots=True, eq=False)
-class Gateway:
+class ConnectedGateway:
     """One gateway.  ``peer`` changes when its connection is made anew, ``incarnation`` when its process is."""
 
     name: str
@@ -107,46 +107,46 @@ class Gateway:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeted:
+class HelloResult:
     """What a Hello brought to light."""
 
-    gateway: Gateway
-    orphans: list[Ask]  # of an earlier incarnation: nobody waits for them
-    cut_off: list[Ask]  # asked over an earlier connection: what was said over it last may have been lost
+    gateway: ConnectedGateway
+    orphans: list[GatewayRequest]  # of an earlier incarnation: nobody waits for them
+    cut_off: list[GatewayRequest]  # asked over an earlier connection: what was said over it last may have been lost
 
 
-class Asks:
+class GatewayRequests:
     """All requests of all gateways at this worker."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._asks: dict[RequestId, Ask] = {}
-        self._gateways: dict[str, Gateway] = {}
-        self._by_peer: dict[bytes, Gateway] = {}
+        self._asks: dict[RequestId, GatewayRequest] = {}
+        self._gateways: dict[str, ConnectedGateway] = {}
+        self._by_peer: dict[bytes, ConnectedGateway] = {}
 
     def hello(
         self, peer: bytes, message: Hello, now: float, connected: Callable[[bytes], bool] = lambda peer: False
-    ) -> Greeted:
+    ) -> HelloResult:
         """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here.
 
         Whoever says the same name over another connection takes its place when the earlier one is gone or has been
-        silent for ``SPEAKS_S``: nobody drives a gateway out that is there, whatever numbers he calls himself by.
+        silent for ``ALIVE_S``: nobody drives a gateway out that is there, whatever numbers he calls himself by.
         """
         known = self._gateways.get(message.gateway)
         other = known is not None and known.peer != peer and not known.away
-        if known is not None and other and now - known.heard < SPEAKS_S and connected(known.peer):
-            return Greeted(Gateway(message.gateway, message.incarnation, peer, now), [], [])
-        orphans: list[Ask] = []
-        cut_off: list[Ask] = []
+        if known is not None and other and now - known.heard < ALIVE_S and connected(known.peer):
+            return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
+        orphans: list[GatewayRequest] = []
+        cut_off: list[GatewayRequest] = []
         said = (message.incarnation, message.connection)
-        if known is not None and (known.incarnation, known.connection) > said and now - known.heard < SPEAKS_S:
+        if known is not None and (known.incarnation, known.connection) > said and now - known.heard < ALIVE_S:
             # What waited on a connection that is closed already must not be taken for the gateway's present one.
-            return Greeted(Gateway(message.gateway, message.incarnation, peer, now), [], [])
+            return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
         if known is None or known.incarnation != message.incarnation:
             if known is not None:
                 orphans = self._of(known)
                 self._by_peer.pop(known.peer, None)
-            known = self._gateways[message.gateway] = Gateway(message.gateway, message.incarnation, peer, now)
+            known = self._gateways[message.gateway] = ConnectedGateway(message.gateway, message.incarnation, peer, now)
         elif known.peer != peer:
             cut_off = self._of(known)
             self._by_peer.pop(known.peer, None)
@@ -159,7 +159,7 @@ class Asks:
         known.heard = now
         known.away = False
         known.greeted = True
-        return Greeted(known, orphans, cut_off)
+        return HelloResult(known, orphans, cut_off)
 
     def may_cancel(self, peer: bytes, request: RequestId) -> bool:
         """Has whoever speaks over this connection said Hello, and nobody else asked for this request?"""
@@ -170,7 +170,7 @@ class Asks:
         """Has whoever speaks over this connection said Hello?"""
         return peer in self._by_peer
 
-    def submit(self, peer: bytes, message: Submit, now: float) -> Ask | None:
+    def submit(self, peer: bytes, message: Submit, now: float) -> GatewayRequest | None:
         """Take a request on.  None when it is here in this epoch or a later one.  KeyError for a peer not known."""
         gateway = self._by_peer[peer]
         gateway.serial = max(gateway.serial, message.serial)
@@ -178,26 +178,28 @@ class Asks:
         if present is not None and present.epoch >= message.epoch:
             return None
         gateway.heard = now
-        ask = Ask(message.request, message.epoch, message.leg, gateway, message.pages_from, now, message.joins)
+        ask = GatewayRequest(
+            message.request, message.epoch, message.leg, gateway, message.pages_from, now, message.joins
+        )
         ask.wanted = now
         ask.phases = [] if message.traced else None
         self._asks[message.request] = ask
         return ask
 
-    def get(self, request: RequestId) -> Ask | None:
+    def get(self, request: RequestId) -> GatewayRequest | None:
         """The ask for this request, if it is still wanted."""
         return self._asks.get(request)
 
-    def drop(self, request: RequestId, epoch: int) -> Ask | None:
+    def drop(self, request: RequestId, epoch: int) -> GatewayRequest | None:
         """Nobody waits for this request any more, unless a later epoch of it is here."""
         ask = self._asks.get(request)
         if ask is None or ask.epoch > epoch:
             return None
         return self._asks.pop(request)
 
-    def silent(self, now: float) -> list[Ask]:
+    def silent(self, now: float) -> list[GatewayRequest]:
         """Requests of gateways that have said nothing for too long.  Those that stay away are forgotten in the end."""
-        orphans: list[Ask] = []
+        orphans: list[GatewayRequest] = []
         for gateway in list(self._gateways.values()):
             quiet = now - gateway.heard
             if quiet > self._silence_s and not gateway.away:
@@ -208,9 +210,9 @@ class Asks:
                 del self._gateways[gateway.name]
         return orphans
 
-    def replaced(self, incarnations: Mapping[str, int]) -> list[Ask]:
+    def replaced(self, incarnations: Mapping[str, int]) -> list[GatewayRequest]:
         """Requests of gateways whose processes are of these incarnations by now, and have not said a word yet."""
-        orphans: list[Ask] = []
+        orphans: list[GatewayRequest] = []
         for name, incarnation in incarnations.items():
             gateway = self._gateways.get(name)
             if gateway is not None and gateway.incarnation < incarnation and not gateway.away:
@@ -219,50 +221,50 @@ class Asks:
                 orphans += self._of(gateway)
         return orphans
 
-    def doubtful(self, now: float) -> list[tuple[Gateway, StillWanted]]:
+    def doubtful(self, now: float) -> list[tuple[ConnectedGateway, StillWanted]]:
         """What gateways are to be asked about what they asked for long ago."""
-        asked: dict[str, tuple[Gateway, list[tuple[RequestId, int]]]] = {}
+        asked: dict[str, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._asks.values():
-            if now - ask.wanted >= WANTED_S and not ask.gateway.away:
+            if now - ask.wanted >= CONFIRM_INTERVAL_S and not ask.gateway.away:
                 ask.wanted = now
                 asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
         return [(gateway, StillWanted(requests=tuple(requests))) for gateway, requests in asked.values()]
 
-    def gateways(self) -> list[Gateway]:
+    def gateways(self) -> list[ConnectedGateway]:
         """Those that are there now."""
         return [gateway for gateway in self._gateways.values() if not gateway.away]
 
-    def all(self) -> list[Ask]:
+    def all(self) -> list[GatewayRequest]:
         """Every request that somebody waits for."""
         return list(self._asks.values())
 
     def __len__(self) -> int:
         return len(self._asks)
 
-    def _of(self, gateway: Gateway) -> list[Ask]:
+    def _of(self, gateway: ConnectedGateway) -> list[GatewayRequest]:
         return [ask for ask in self._asks.values() if ask.gateway is gateway]
 
 
-LOGPROBS_AT_ONCE = 8192
+MAX_LOGPROBS_PER_MESSAGE = 8192
 """Log-probabilities of prompt tokens and their alternatives in one message: some 120 KiB, decoded within 4 ms."""
 
 
-class Batches:
+class TokenBatches:
     """The items of one step, by the gateway that waits for them."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, tuple[Gateway, list[TokenItem]]] = {}
+        self._batches: dict[int, tuple[ConnectedGateway, list[TokenItem]]] = {}
 
-    def add(self, gateway: Gateway, item: TokenItem) -> None:
+    def add(self, gateway: ConnectedGateway, item: TokenItem) -> None:
         """One more item for this gateway."""
         self._batches.setdefault(id(gateway), (gateway, []))[1].append(item)
 
-    def all(self) -> list[tuple[Gateway, tuple[TokenItem, ...]]]:
+    def all(self) -> list[tuple[ConnectedGateway, tuple[TokenItem, ...]]]:
         """Every gateway with its items, in order."""
         return [(gateway, tuple(items)) for gateway, items in self._batches.values()]
 
 
-def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
+def token_item(progress: NewTokens, ask: GatewayRequest, now: float) -> TokenItem:
     """What one request's progress is for its gateway.  A token that the prefill worker drew keeps its facts.
 
     Phases of a leg that is traced are told once.
@@ -289,11 +291,11 @@ def item_of(progress: Progress, ask: Ask, now: float) -> TokenItem:
     )
 
 
-def parts_of(item: TokenItem) -> Iterator[TokenItem]:
+def split_prompt_logprobs(item: TokenItem) -> Iterator[TokenItem]:
     """The item, with what comes before it of the prompt's log-probabilities where they are many.  The last has the
     tokens."""
     told = item.prompt_logprobs or ()
-    at_once = max(1, LOGPROBS_AT_ONCE // (1 + max((len(one.top) for one in told), default=0)))
+    at_once = max(1, MAX_LOGPROBS_PER_MESSAGE // (1 + max((len(one.top) for one in told), default=0)))
     start = 0
     while len(told) - start > at_once:
         yield TokenItem(

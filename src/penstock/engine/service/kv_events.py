@@ -32,25 +32,25 @@ import msgspec
 
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.prefix_cache import PrefixCache
-from penstock.engine.service.gateways import Gateway
+from penstock.engine.service.gateways import ConnectedGateway
 from penstock.types import BlockHash, WorkerId
 from penstock.wire.messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
 from penstock.wire.transport import Listener
 
-MOST_SUNK = 1 << 18
+MAX_DEMOTED = 1 << 18
 """Blocks that are known to be below; those that sank first are forgotten beyond that."""
 
 LOOKED_AT = 8
 """Blocks that are looked at again at a time."""
 
-Nearest = Callable[[Sequence[BlockHash]], Sequence[int]]
+NearestTier = Callable[[Sequence[BlockHash]], Sequence[int]]
 """The number of the nearest tier that has each block: 1, 2...; 0: none."""
 
 
-class Sunk:
+class DemotedBlocks:
     """Changes come out as (block, tier); 0: it is in none, and not in the cache."""
 
-    def __init__(self, nearest: Nearest) -> None:
+    def __init__(self, nearest: NearestTier) -> None:
         self._nearest = nearest
         self._tiers: dict[BlockHash, int] = {}  # looked at longest ago first
 
@@ -61,11 +61,11 @@ class Sunk:
     def left(self, blocks: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, int]]:
         """The cache has given these up.  The tiers are asked once for all of them."""
         # All that may have to go are found in one walk: the front of a dict from which much was taken is slow to find.
-        oldest = iter(list(islice(self._tiers, max(0, len(self._tiers) + len(blocks) - MOST_SUNK))))
+        oldest = iter(list(islice(self._tiers, max(0, len(self._tiers) + len(blocks) - MAX_DEMOTED))))
         for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
             if tier:
                 self._tiers[block] = tier
-                if len(self._tiers) > MOST_SUNK:
+                if len(self._tiers) > MAX_DEMOTED:
                     forgotten = next(oldest, None) or next(iter(self._tiers))
                     del self._tiers[forgotten]
                     yield forgotten, 0
@@ -89,7 +89,7 @@ class Sunk:
 _NOWHERE = -1
 
 
-class KvLog:
+class KvEventLog:
     """The log of one incarnation.  ``known`` lists all blocks that the cache has now; ``lower`` those that only one of
     the lower ``tiers`` has, with the number of the nearest: 1, 2, ..."""
 
@@ -181,12 +181,12 @@ COUNTERS_S = 10.0
 class _Snapshot:
     """All that is cached, on its way to those who asked for it."""
 
-    to: list[Gateway]
+    to: list[ConnectedGateway]
     parts: Iterator[KvEvents]
     behind: list[KvEvents] = field(default_factory=list[KvEvents])  # changes since it was begun
 
 
-class Bulletins:
+class KvEventPublisher:
     """Sends them.  ``prefix`` tells this object of its changes from now on; ``make`` makes a report of this moment."""
 
     def __init__(
@@ -197,10 +197,10 @@ class Bulletins:
         self._make = make
         self._name = (config.worker, config.incarnation)
         self._prefix = prefix
-        self._log = KvLog(*self._name, prefix.blocks)
-        self._sunk: Sunk | None = None
+        self._log = KvEventLog(*self._name, prefix.blocks)
+        self._sunk: DemotedBlocks | None = None
         self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
-        self._wanted: list[Gateway] = []  # who have asked for all that is cached
+        self._wanted: list[ConnectedGateway] = []  # who have asked for all that is cached
         self._snapshot: _Snapshot | None = None  # that is being told
         self._strangers: dict[bytes, None] = {}  # peers that only ask who listens here
         self._changed = True  # since the last report to all
@@ -208,10 +208,10 @@ class Bulletins:
         self._step_s = 0.0  # that it told
         prefix.on_change = self._log.note
 
-    def sinks(self, nearest: Nearest, tiers: int) -> None:
+    def sinks(self, nearest: NearestTier, tiers: int) -> None:
         """There are so many tiers below the cache.  To be called before anything is cached."""
-        self._sunk = Sunk(nearest)
-        self._log = KvLog(*self._name, self._prefix.blocks, self._sunk.all, tiers)
+        self._sunk = DemotedBlocks(nearest)
+        self._log = KvEventLog(*self._name, self._prefix.blocks, self._sunk.all, tiers)
         self._prefix.on_change = self._cache_changed
 
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
@@ -232,7 +232,7 @@ class Bulletins:
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def greeted(self, gateway: Gateway, hello: Hello) -> None:
+    def greeted(self, gateway: ConnectedGateway, hello: Hello) -> None:
         """A gateway may want to know all that is cached.  Who asks again while it is told need not hear it twice."""
         told = self._snapshot is not None and gateway in self._snapshot.to
         if hello.kv_snapshot and not told and gateway not in self._wanted:
@@ -254,7 +254,7 @@ class Bulletins:
 
     # --- when -------------------------------------------------------------------------------------------------------
 
-    def due_in(self, gateways: Sequence[Gateway], now: float, *, waiting: bool) -> float:
+    def due_in(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> float:
         """Seconds until a report is due; ``inf`` while nobody is owed one.  ``waiting``: requests wait here."""
         due = 0.0 if self._strangers or (self._wanted and not self._log) else inf
         if gateways and self._news:
@@ -263,7 +263,7 @@ class Bulletins:
         owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
         return max(0.0, min(due, min(owed, default=inf)))
 
-    def turn(self, gateways: Sequence[Gateway], now: float, *, waiting: bool) -> None:
+    def turn(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> None:
         """Called once a turn of the loop: sends what is due."""
         if self._strangers:
             strangers, self._strangers = self._strangers, {}
@@ -283,7 +283,7 @@ class Bulletins:
         """Have all gateways just been told of a step that takes at least so long?"""
         return self._step_s >= step_s and now - self._reported_at < self._config.report_min_s
 
-    def report(self, gateways: Sequence[Gateway], now: float) -> None:
+    def report(self, gateways: Sequence[ConnectedGateway], now: float) -> None:
         """To all, at once: how this worker is, and what has changed in its cache."""
         self._sink()
         report = self._make()
@@ -327,8 +327,8 @@ class Bulletins:
 
     def _send(
         self,
-        to: Sequence[Gateway],
-        gateways: Sequence[Gateway],
+        to: Sequence[ConnectedGateway],
+        gateways: Sequence[ConnectedGateway],
         report: Report,
         now: float,
         cached: tuple[KvEvents, ...] = (),

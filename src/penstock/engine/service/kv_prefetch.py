@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.clock import Clock
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.page_pool import Label
-from penstock.engine.core.prefetch import Import, Imports
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.page_pool import PageLabel
+from penstock.engine.core.prefetch import Prefetch, Prefetches
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.kv_events import Bulletins
-from penstock.engine.service.load_report import Reporter
-from penstock.engine.service.readiness import PagesHere, PageWait
+from penstock.engine.service.kv_events import KvEventPublisher
+from penstock.engine.service.load_report import LoadReporter
+from penstock.engine.service.readiness import NoPrefetch, PageWait
 from penstock.hashing import block_hash, image_marks
 from penstock.kv.store.eviction import Reuse
 from penstock.kv.store.store import PageStore
@@ -35,7 +35,7 @@ from penstock.kv.store.tier import FinalPage, PageKey
 from penstock.kv.store.tier_worker import Found, Load, Loaded, Ticket
 from penstock.types import BlockHash, Leg, PageId, RequestId
 
-LOOKED_UP = 256
+LOOKUP_PAGES = 256
 """Pages that are looked for at a time: behind one that nobody has, those of layers that read everything are useless."""
 
 
@@ -64,7 +64,7 @@ class _Waiting:
     answers: dict[int, int] = field(default_factory=dict[int, int])  # how many of those a remote tier has
     unanswered: int = 0
     behind: list[PageKey] = field(default_factory=list[PageKey])  # pages that another request fetches
-    brought: Import | None = None
+    brought: Prefetch | None = None
     places: Sequence[int] = ()  # the last block of each page that is brought
     tiers: Sequence[int] = ()  # from which each page is brought
     loads: list[Load] = field(default_factory=list[Load])  # of the first of these pages, which were asked for
@@ -80,7 +80,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class Counts:
+class PrefetchCounts:
     """Numbers only grow."""
 
     tokens: int = 0  # that were brought in time
@@ -89,17 +89,17 @@ class Counts:
     in_vain: int = 0  # waits that brought nothing
 
 
-class NoStore(PagesHere):
+class NoPrefetcher(NoPrefetch):
     """Without tiers."""
 
-    def tell(self, reporter: Reporter, domain: str, bulletins: Bulletins) -> None:
+    def tell(self, reporter: LoadReporter, domain: str, bulletins: KvEventPublisher) -> None:
         """There is nothing to tell."""
 
     def close(self) -> None:
         """There is nothing to write."""
 
 
-class StoredPages:
+class KvPrefetcher:
     """See ``held.PageReadiness``; besides, it hears of pages that become final here, and of those that are evicted."""
 
     def __init__(self, scheduler: Scheduler, store: PageStore, clock: Clock) -> None:
@@ -110,7 +110,7 @@ class StoredPages:
         self._store = store
         self._always = store.config.always
         self._clock = clock
-        self._imports = Imports(self._memory)
+        self._imports = Prefetches(self._memory)
         self._reuse = Reuse()
         self._waiting: dict[RequestId, _Waiting] = {}
         self._passed: list[_Waiting] = []
@@ -118,7 +118,7 @@ class StoredPages:
         self._loading: dict[PageKey, Ticket] = {}
         self._news_left = self._memory.guard.pages_per_turn  # of what tiers tell, in this turn
         self._loads_left = LOADS_PER_TURN
-        self.counts = Counts()
+        self.counts = PrefetchCounts()
         self._watcher: Callable[[RequestId, PageWait], None] = lambda request, wait: None
         self._memory.on_final = self._final
         self._memory.prefix.on_evict = self._evicted
@@ -129,7 +129,7 @@ class StoredPages:
         """``tell`` hears how long each request waited that passes."""
         self._watcher = tell
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         """Need nothing be waited for?"""
         self._take_news()
         waiting = self._waiting.get(event.id)
@@ -172,7 +172,7 @@ class StoredPages:
             self._release(waiting)
         self._passed.clear()
 
-    def tell(self, reporter: Reporter, domain: str, bulletins: Bulletins) -> None:
+    def tell(self, reporter: LoadReporter, domain: str, bulletins: KvEventPublisher) -> None:
         """Have figures in its reports from now on, in which domain pages can be taken, and what is in lower tiers."""
         reporter.store = self.counters
         tiers = self._store.lower
@@ -205,7 +205,7 @@ class StoredPages:
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, event: Arrive, now: float) -> _Waiting | None:
+    def _begin(self, event: AddRequest, now: float) -> _Waiting | None:
         """None: there is nothing to be gained."""
         alone = event.sampling.prompt_logprobs is not None and not event.emitted
         if event.leg is Leg.DECODE or event.pooling is not None or alone:
@@ -276,7 +276,7 @@ class StoredPages:
         waiting.pages.update({self._store.name(tier): count for tier, count in Counter(waiting.tiers).items()})
         self._ask_for_pages(waiting, brought)
 
-    def _ask_for_pages(self, waiting: _Waiting, brought: Import) -> None:
+    def _ask_for_pages(self, waiting: _Waiting, brought: Prefetch) -> None:
         """Of those that are to be brought: so many in a turn, all requests together."""
         begin = len(waiting.loads)
         stop = min(len(waiting.tiers), begin + self._loads_left)
@@ -296,8 +296,8 @@ class StoredPages:
                 where.setdefault(key, tier)
         whole = self._memory.prefix.whole_groups
         missing = self._imports.missing(waiting.hashes, waiting.limit)
-        for start in range(0, len(missing), LOOKED_UP):
-            keys = [PageKey(waiting.hashes[last], group) for last, group in missing[start : start + LOOKED_UP]]
+        for start in range(0, len(missing), LOOKUP_PAGES):
+            keys = [PageKey(waiting.hashes[last], group) for last, group in missing[start : start + LOOKUP_PAGES]]
             local = self._store.find(keys)
             where.update((key, tier) for key, tier in zip(keys, local, strict=True) if tier is not None)
             if any(key.group in whole and key not in where for key in keys):
@@ -356,7 +356,7 @@ class StoredPages:
         if waiting.unanswered == 0 and (waiting.brought is None or not waiting.brought.coming):
             self._open.pop(waiting.ticket, None)
 
-    def _withdraw(self, waiting: _Waiting, brought: Import) -> None:
+    def _withdraw(self, waiting: _Waiting, brought: Prefetch) -> None:
         """Loads that wait behind others at a tier, which may hang: their pages are free at once."""
         asked = len(waiting.loads)
         places = [place for place in brought.coming if place >= asked or waiting.loads[place].withdraw()]
@@ -388,7 +388,7 @@ class StoredPages:
             )
         )
 
-    def _evicted(self, label: Label) -> None:
+    def _evicted(self, label: PageLabel) -> None:
         self._store.evicted(PageKey(label.block, label.group))
 
     # --- arithmetic -------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class StoredPages:
         first, count = begin * self._size, (end - begin) * self._size
         return token * count + pair * count * (first + 0.5 * (count + 1))
 
-    def _hashes(self, event: Arrive, blocks: int) -> Sequence[BlockHash]:
+    def _hashes(self, event: AddRequest, blocks: int) -> Sequence[BlockHash]:
         """Of the first ``blocks`` blocks; ready-made ones are not computed again."""
         if len(event.hashes) >= blocks:
             return event.hashes

@@ -25,13 +25,13 @@ from typing import Protocol
 import msgspec
 
 from penstock.clock import Clock
-from penstock.engine.core.cost_model import Work
-from penstock.engine.core.page_pool import BlockPool
-from penstock.engine.core.plan import PageDone
+from penstock.engine.core.cost_model import StepWork
+from penstock.engine.core.page_pool import PagePool
+from penstock.engine.core.plan import CompletedPage
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.peer_links import Peers
-from penstock.engine.service.validation import unfit_first
+from penstock.engine.service.peer_links import PeerLinks
+from penstock.engine.service.validation import invalid_first_token
 from penstock.kernels.page_export import PageWriter, Writing
 from penstock.kv.transfer.events import (
     FirstToken,
@@ -61,7 +61,7 @@ from penstock.wire.messages import (
 from penstock.wire.page_doors import OfFetching
 from penstock.wire.transport import Link, Listener
 
-News = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released
+TransferNews = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released
 """What an end says that is not for another worker."""
 
 log = logging.getLogger("penstock.worker")
@@ -70,7 +70,7 @@ _TOLD = OfFetching | PageReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class TransferEnds:
     """Both ends of this worker's hand-overs, and whose pages pass through them."""
 
     identity: ModelIdentity
@@ -80,11 +80,16 @@ class HandOver:
     vocabulary: int | None = None  # of the model; None: tokens that others drew are not compared with it
 
 
-class HandOvers:
+class KvTransfer:
     """The ends, and a way to say what they want said.  ``tell`` hears their news, in order, and may call back."""
 
     def __init__(
-        self, ends: HandOver, peers: Peers, listener: Listener, clock: Clock, tell: Callable[[News], None]
+        self,
+        ends: TransferEnds,
+        peers: PeerLinks,
+        listener: Listener,
+        clock: Clock,
+        tell: Callable[[TransferNews], None],
     ) -> None:
         self._vocabulary = ends.vocabulary
         self._sender = ends.sender
@@ -121,7 +126,7 @@ class HandOvers:
 
     def _take(self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float) -> None:
         """Whatever another worker says: it must not end this one, with the requests of others."""
-        reason = unfit_first(message.first, self._vocabulary) if isinstance(message, PrefillDone) else None
+        reason = invalid_first_token(message.first, self._vocabulary) if isinstance(message, PrefillDone) else None
         if reason is None:
             try:
                 self._receiving(self._receiver.receive(source, message, payload, now))
@@ -230,11 +235,11 @@ class HandOvers:
             self._tell(news)
 
 
-LOOK_S = 0.001
+EXPORT_POLL_S = 0.001
 """Between two looks at what is under way, when there is nothing else to do."""
 
 
-class TellOffer(Protocol):
+class OfferPage(Protocol):
     """Whom a page is offered to: ``hand_overs.HandOvers.offer``."""
 
     def __call__(self, offer: Offer, now: float, *, more: bool = False) -> None:
@@ -251,13 +256,13 @@ class _Batch:
     ends: list[tuple[TokenItem, int]] = field(default_factory=list[tuple[TokenItem, int]])  # first token; of tokens
 
 
-class Departures:
+class PageExporter:
     """Of one worker.  ``offer`` and ``done`` are the hand-over's."""
 
     def __init__(
         self,
-        pool: BlockPool,
-        offer: TellOffer,
+        pool: PagePool,
+        offer: OfferPage,
         done: Callable[[TokenItem, int, float], None],
         writer: PageWriter | None = None,
     ) -> None:
@@ -273,11 +278,11 @@ class Departures:
         """Steps whose pages are under way."""
         return len(self._under_way)
 
-    def final(self, pages_done: Sequence[PageDone], now: float) -> None:
+    def final(self, pages_done: Sequence[CompletedPage], now: float) -> None:
         """A step was computed, and these pages are final."""
         if not pages_done:
             return
-        offers = [offer_of(done, self._pool) for done in pages_done]
+        offers = [page_offer(done, self._pool) for done in pages_done]
         if self._writer is None:
             self._leave(offers, now)
             return
@@ -306,7 +311,7 @@ class Departures:
             self._offer(offer, now, more=following is not None and following.request == offer.request)
 
 
-def offer_of(done: PageDone, pool: BlockPool) -> Offer:
+def page_offer(done: CompletedPage, pool: PagePool) -> Offer:
     """A page of a prompt that is read for another worker is final."""
     request, page = done.request, done.request.held[done.group].pages[done.block]
     return Offer(
@@ -319,7 +324,7 @@ def offer_of(done: PageDone, pool: BlockPool) -> Offer:
     )
 
 
-class OwnPace:
+class RecomputeEstimate:
     """Of one worker."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -337,8 +342,8 @@ class OwnPace:
         if request is None or request.images or request.apart:
             return None
         start = min(start, scheduler.memory.covered(request.hashes))
-        load, own = scheduler.load(), Work()
+        load, own = scheduler.load(), StepWork()
         own.add(start, stop - start, 1)
-        before = Work(tokens=load.prompt_tokens, pairs=load.prompt_pairs)
+        before = StepWork(tokens=load.prompt_tokens, pairs=load.prompt_pairs)
         seconds = scheduler.cost.predict(own)
         return seconds + scheduler.cost.predict(before) if before.tokens else seconds

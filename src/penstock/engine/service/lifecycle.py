@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.gateways import Ask, Asks
-from penstock.engine.service.load_report import Reporter
+from penstock.engine.service.gateways import GatewayRequest, GatewayRequests
+from penstock.engine.service.load_report import LoadReporter
 from penstock.telemetry.log import event
 from penstock.types import Duty, Leg, Role, WorkerState
 from penstock.wire.duties import DRAINING, ROLE_CHANGED, Assign
 
 log = logging.getLogger("penstock.worker")
 
-SENT_TO = {
+STAGES_OF_ROLE = {
     Role.PREFILL: frozenset({Leg.PREFILL}),
     Role.DECODE: frozenset({Leg.DECODE}),
     Role.BOTH: frozenset(Leg),
@@ -31,10 +31,12 @@ SENT_TO = {
 """The legs that a worker of a role is there for.  It may be given others, where that is quicker."""
 
 
-class Duties:
+class Lifecycle:
     """Of one worker."""
 
-    def __init__(self, config: WorkerConfig, reporter: Reporter, scheduler: Scheduler, asks: Asks) -> None:
+    def __init__(
+        self, config: WorkerConfig, reporter: LoadReporter, scheduler: Scheduler, asks: GatewayRequests
+    ) -> None:
         self._config = config
         self._reporter = reporter
         self._scheduler = scheduler
@@ -80,7 +82,7 @@ class Duties:
 
     def settle(self) -> None:
         """Called every now and then: is everything of an earlier role over?"""
-        legs = SENT_TO[self._reporter.role]
+        legs = STAGES_OF_ROLE[self._reporter.role]
         if self._settles and all(ask.leg in legs for ask in self._asks.all()):
             self._settles = False
             self.on_settled(self._reporter.role)
@@ -95,10 +97,10 @@ class Duties:
         since = self._leaving_since
         return since is not None and (not len(self._asks) or now - since >= self._config.drain_s)
 
-    def unfit(self) -> list[Ask]:
+    def unfit(self) -> list[GatewayRequest]:
         """Asks that have not begun and that this worker is not there for."""
         waiting = {request.id for request in self._scheduler.waiting()}
-        legs = frozenset[Leg]() if self.draining else SENT_TO[self._reporter.role]
+        legs = frozenset[Leg]() if self.draining else STAGES_OF_ROLE[self._reporter.role]
         return [
             ask
             for ask in self._asks.all()

@@ -6,19 +6,19 @@ import os
 from collections.abc import Callable
 
 from penstock.config.schema import WorkerConfig
-from penstock.engine.core.plan import Plan
+from penstock.engine.core.plan import StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.encoder_stage import Counters
+from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
 from penstock.wire.messages import Report, StepRates
 
-ANNOUNCED_S = 0.25
+LONG_STEP_S = 0.25
 """A step that is predicted to take so long is told of before it begins: nobody shall take it for silence."""
 
 
-class Reporter:
+class LoadReporter:
     """Counts, and makes ``Report`` messages."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Reporter:
         self._counts: dict[str, float] = dict.fromkeys((*WORKER_COUNTERS, *WORKER_MAXIMA), 0)
         self._leaked = 0
         self._step_s = 0.0
-        self.images = Counters()  # whoever encodes images puts its own here
+        self.images = EncoderCounters()  # whoever encodes images puts its own here
         self.store: Callable[[], dict[str, float]] = dict  # figures of the KV store's tiers
         self.borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed at cores of other workers
         self.turned_away: Callable[[], int] = lambda: 0  # connections for pages
@@ -50,7 +50,7 @@ class Reporter:
         """Add to a counter of ``telemetry.metrics.WORKER_COUNTERS``.  KeyError for any other name."""
         self._counts[name] += amount
 
-    def count_step(self, plan: Plan, seconds: float) -> None:
+    def count_step(self, plan: StepPlan, seconds: float) -> None:
         """A plan with rows was computed."""
         counts, rows = self._counts, plan.rows
         counts["steps"] += plan.steps
@@ -74,7 +74,7 @@ class Reporter:
 
     def begins(self, predicted_s: float) -> bool:
         """A step begins.  True when it will be so long that gateways should hear of it first."""
-        if predicted_s < ANNOUNCED_S:
+        if predicted_s < LONG_STEP_S:
             return False
         self._step_s = predicted_s
         return True
@@ -152,7 +152,7 @@ class Reporter:
         counts |= _figures_of(self.images)
 
 
-def _figures_of(images: Counters) -> dict[str, float]:
+def _figures_of(images: EncoderCounters) -> dict[str, float]:
     """As reports call them."""
     return {
         "images_encoded": images.images,

@@ -19,23 +19,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.engine.core.events import How, Moving
-from penstock.engine.core.plan import Outcome
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.events import Migrate, MigrationStep
+from penstock.engine.core.plan import StepOutcome
+from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.gateways import Ask, Asks, Gateway
-from penstock.engine.service.kv_transfer import HandOvers
+from penstock.engine.service.gateways import ConnectedGateway, GatewayRequest, GatewayRequests
+from penstock.engine.service.kv_transfer import KvTransfer
 from penstock.kv.transfer.events import TAKEN, Granted, Offer, Released
 from penstock.kv_spec import Pieces, blocks_of
 from penstock.types import Leg, RequestId, TokenLogprob
 from penstock.wire.duties import Relieve
 from penstock.wire.messages import TokenItem
 
-ASK_AGAIN_S = 0.5
+ASK_INTERVAL_S = 0.5
 """Between two words to a gateway about an answer that nobody has come for."""
 
 
-MOST_STOPPED_S = 1.0
+MAX_STOPPED_S = 1.0
 """An answer that stopped goes on here when its receiver has not taken it within so long: it has probably died."""
 
 
@@ -61,11 +61,17 @@ class _Move:
     stopping: float | None = None  # when it was stopped
 
 
-class Moves:
+class Migrations:
     """Of one worker.  Nothing moves until ``begin``."""
 
     def __init__(
-        self, scheduler: Scheduler, hand_overs: HandOvers, asks: Asks, budget_bytes: int, *, ahead_tokens: int
+        self,
+        scheduler: Scheduler,
+        hand_overs: KvTransfer,
+        asks: GatewayRequests,
+        budget_bytes: int,
+        *,
+        ahead_tokens: int,
     ) -> None:
         """``budget_bytes``: of pages offered between two steps; ``ahead_tokens``: written while an answer moves."""
         self._scheduler = scheduler
@@ -92,16 +98,16 @@ class Moves:
         for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
             self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
 
-    def ask(self, now: float) -> list[tuple[Gateway, Relieve]]:
+    def ask(self, now: float) -> list[tuple[ConnectedGateway, Relieve]]:
         """What gateways are to be asked now.  Called between two steps, when all tokens so far were told."""
         self.pressing = False
-        asked: dict[int, tuple[Gateway, list[tuple[RequestId, int]]]] = {}
+        asked: dict[int, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._asks.all():
             if not self._wanted and not self._outgrows(self._scheduler.find(ask.request)):
                 continue
             move = self._moves.get(ask.request) or self._new(ask, now)
             if move is not None and move.pieces is None and move.asked <= now:
-                move.asked = now + ASK_AGAIN_S
+                move.asked = now + ASK_INTERVAL_S
                 asked.setdefault(id(ask.gateway), (ask.gateway, []))[1].append((ask.request, ask.epoch))
         return [(gateway, Relieve(requests=tuple(requests))) for gateway, requests in asked.values()]
 
@@ -109,12 +115,12 @@ class Moves:
         """Is it time that somebody with more of a context goes on with it?"""
         return request is not None and request.outgrows and request.known + self._ahead >= request.last
 
-    def _new(self, ask: Ask, now: float) -> _Move | None:
+    def _new(self, ask: GatewayRequest, now: float) -> _Move | None:
         """This answer is to go; None: not now, or never."""
         request = self._scheduler.find(ask.request)
         if not self._movable:
             return None
-        if request is None or request.epoch != ask.epoch or request.status is not Status.RUNNING:
+        if request is None or request.epoch != ask.epoch or request.status is not RequestStatus.RUNNING:
             return None
         if request.leg is Leg.PREFILL or request.pooling is not None or not request.output or request.missing != 1:
             return None
@@ -141,33 +147,33 @@ class Moves:
         move.offered = pull.skip_blocks
         return True
 
-    def released(self, effect: Released) -> Moving | bool | None:
+    def released(self, effect: Released) -> Migrate | bool | None:
         """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
         move = self._moves.get(effect.request)
         if move is None or move.request.epoch != effect.epoch:
             return None
         del self._moves[effect.request]
         if effect.reason != TAKEN or not move.told:
-            return Moving(id=effect.request, epoch=effect.epoch, how=How.GO_ON)
+            return Migrate(id=effect.request, epoch=effect.epoch, how=MigrationStep.GO_ON)
         return True
 
     # --- between two steps --------------------------------------------------------------------------------------------
 
-    def ripe(self, now: float) -> list[Moving]:
+    def ripe(self, now: float) -> list[Migrate]:
         """Keep the pages of those that were asked for, and stop those whose receivers have all that is full."""
-        events: list[Moving] = []
+        events: list[Migrate] = []
         for move in self._moves.values():
             request = move.request
             if not request.kept:
-                events.append(Moving(id=request.id, epoch=request.epoch, how=How.KEEP))
+                events.append(Migrate(id=request.id, epoch=request.epoch, how=MigrationStep.KEEP))
             elif move.stopping is None and self._is_ripe(move):
                 move.stopping = now
-                events.append(Moving(id=request.id, epoch=request.epoch, how=How.STOP))
+                events.append(Migrate(id=request.id, epoch=request.epoch, how=MigrationStep.STOP))
         return events
 
     def _is_ripe(self, move: _Move) -> bool:
         request, pieces = move.request, move.pieces
-        if request.status is not Status.RUNNING:
+        if request.status is not RequestStatus.RUNNING:
             return False
         if self._is_at_end(request):
             return True  # it can wait a moment for a receiver, which saves that one to compute all of it
@@ -190,16 +196,16 @@ class Moves:
 
     def _most_stopped_s(self, move: _Move) -> float:
         if not self._is_at_end(move.request):
-            return MOST_STOPPED_S
+            return MAX_STOPPED_S
         return UNCLAIMED_S if move.pieces is None else OUTGROWN_S
 
     def finish(self, now: float) -> None:
         """A plan was made: hand over what is left of those that have stopped, and give up those that have no pages."""
         for move in list(self._moves.values()):
             request = move.request
-            if request.status not in (Status.RUNNING, Status.HANDOVER):
+            if request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
                 self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
-            elif request.status is Status.HANDOVER and not move.told and move.pieces is not None:
+            elif request.status is RequestStatus.HANDOVER and not move.told and move.pieces is not None:
                 if not request.in_flight and (not self._is_at_end(request) or self._has_what_is_full(move)):
                     # Else a step in flight still writes to the last page, or the receiver has come only now.
                     self._tell(move, move.pieces, now)
@@ -222,7 +228,7 @@ class Moves:
         )
         self._hand_overs.moved(last, blocks, now)
 
-    def written(self, outcome: Outcome, now: float) -> None:
+    def written(self, outcome: StepOutcome, now: float) -> None:
         """A step was computed: note what is to be told, offer what has become full, and let go what has ended."""
         for progress in outcome.progress:
             move = self._moves.get(progress.request.id)
@@ -236,7 +242,7 @@ class Moves:
         left = self._budget
         for move in list(self._moves.values()):
             pieces, request = move.pieces, move.request
-            if pieces is None or move.told or request.status not in (Status.RUNNING, Status.HANDOVER):
+            if pieces is None or move.told or request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
                 continue
             full = pieces.before(request.computed // self._scheduler.memory.page_tokens)
             while move.offered < full and left > 0:
@@ -259,7 +265,7 @@ class Moves:
         move.offered = piece + 1
 
 
-def joining(item: TokenItem, emitted: int) -> TokenItem:
+def migrated_item(item: TokenItem, emitted: int) -> TokenItem:
     """What the gateway that has ``emitted`` tokens is told of the tokens that came with a moved answer."""
     skip = emitted - item.index
     return TokenItem(

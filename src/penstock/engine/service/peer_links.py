@@ -21,7 +21,7 @@ MESSAGES_PER_LINK = 1024
 """Messages taken from one link in one turn."""
 
 
-class Peers:
+class PeerLinks:
     """Connections to page sources, by source.  A restarted source has another incarnation and another endpoint."""
 
     def __init__(self, transport: Transport, idle_s: float) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.events import Arrive, Cancelled, Event, GrammarInUse
+from penstock.engine.core.events import AddRequest, CancelRequest, CompiledGrammar, EngineEvent
 from penstock.engine.service.validation import UNFIT
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
 from penstock.types import AdapterRef, Grammar, Medium, RequestId
@@ -30,7 +30,7 @@ MAX_CHECKED_PER_TURN = 256
 log = logging.getLogger("penstock.worker")
 
 
-class GrammarOnItsWay(GrammarInUse, Protocol):
+class PendingGrammar(CompiledGrammar, Protocol):
     """A grammar that is being compiled, for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
 
     def ready(self) -> bool:
@@ -41,7 +41,7 @@ class GrammarOnItsWay(GrammarInUse, Protocol):
 class GrammarCompiler(Protocol):
     """What compiles grammars (``grammar.worker.Grammars``)."""
 
-    def request(self, grammar: Grammar) -> GrammarOnItsWay:
+    def request(self, grammar: Grammar) -> PendingGrammar:
         """Have it compiled.  Raises QueueFull where too many are."""
         ...
 
@@ -73,7 +73,7 @@ class PageReadiness(Protocol):
         """``tell`` hears how long each request waited that passes."""
         ...
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         """Need nothing be waited for?  If not, pages are on their way, or it is being asked who has them."""
         ...
 
@@ -90,13 +90,13 @@ class PageReadiness(Protocol):
         ...
 
 
-class PagesHere:
+class NoPrefetch:
     """For engines that have no other pages than their own."""
 
     def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
         """See ``PageReadiness``."""
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         """See ``PageReadiness``."""
         return True
 
@@ -124,7 +124,7 @@ class NoAdapters:
 class NoGrammars:
     """For engines that follow no grammar."""
 
-    def request(self, grammar: Grammar) -> GrammarOnItsWay:
+    def request(self, grammar: Grammar) -> PendingGrammar:
         """See ``GrammarCompiler``."""
         raise GrammarRefused("this engine follows no grammar")
 
@@ -132,7 +132,7 @@ class NoGrammars:
 class ImageReadiness(Protocol):
     """What encodes images (``engine.images.stage.ImageStage``)."""
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         """Can the request's images be read now?  If not, they are being encoded.  Raises ImageRefused when they never
         can."""
         ...
@@ -153,7 +153,7 @@ class ImageReadiness(Protocol):
 class NoImages:
     """For engines that read text only."""
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         """See ``ImageReadiness``."""
         if event.images:
             raise ImageRefused("this engine reads text only")
@@ -172,24 +172,24 @@ class NoImages:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadinessSources:
     """What makes requests ready."""
 
     grammars: GrammarCompiler = field(default_factory=NoGrammars)
     images: ImageReadiness = field(default_factory=NoImages)
     adapters: AdapterReadiness = field(default_factory=NoAdapters)
-    pages: PageReadiness = field(default_factory=PagesHere)
+    pages: PageReadiness = field(default_factory=NoPrefetch)
 
 
 def _no_end() -> float:
     return inf
 
 
-class Held:
+class ReadinessGate:
     """Events on their way to the scheduler."""
 
     def __init__(
-        self, ready: Ready, refuse: Callable[[Arrive, str], None], room: Callable[[], float] = _no_end
+        self, ready: ReadinessSources, refuse: Callable[[AddRequest, str], None], room: Callable[[], float] = _no_end
     ) -> None:
         """``refuse`` is told of a request whose grammar cannot be followed, whose images cannot be read or whose
         adapter cannot be had here, or that there is no room for, and why; it must not come back to this.  ``room``: how
@@ -201,8 +201,8 @@ class Held:
         self._pages = ready.pages
         self._refuse = refuse
         self._room = room
-        self._compiling: dict[RequestId, GrammarOnItsWay] = {}  # of those that wait
-        self._kept: dict[RequestId, deque[Event]] = {}  # looked at longest ago first; each begins with an arrival
+        self._compiling: dict[RequestId, PendingGrammar] = {}  # of those that wait
+        self._kept: dict[RequestId, deque[EngineEvent]] = {}  # looked at longest ago first; each begins with an arrival
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -215,20 +215,20 @@ class Held:
         """Does this request wait here?"""
         return request in self._kept
 
-    def sift(self, events: Iterable[Event]) -> list[Event]:
+    def sift(self, events: Iterable[EngineEvent]) -> list[EngineEvent]:
         """What may go on now, of what was kept and of ``events``, in order."""
         self._adapters.settled()  # what passed the last time has reached the scheduler
         self._pages.settled()
-        passed: list[Event] = []
+        passed: list[EngineEvent] = []
         for request in [request for request, _ in zip(self._kept, range(MAX_CHECKED_PER_TURN), strict=False)]:
             self._go_on(request, self._kept.pop(request), passed)
         for event in events:
             kept = self._kept.get(event.id)
-            if isinstance(event, Cancelled):
+            if isinstance(event, CancelRequest):
                 self._cancel(event, passed)
             elif kept is not None:
                 kept.append(event)
-            elif not isinstance(event, Arrive):
+            elif not isinstance(event, AddRequest):
                 passed.append(event)
             elif self._kept and len(self._kept) >= self._room():
                 self._refuse(event, "queue_full")
@@ -236,7 +236,7 @@ class Held:
                 self._go_on(event.id, deque([event]), passed)
         return passed
 
-    def _cancel(self, event: Cancelled, passed: list[Event]) -> None:
+    def _cancel(self, event: CancelRequest, passed: list[EngineEvent]) -> None:
         kept = self._kept.pop(event.id, None)
         self._forget(event.id)
         passed.append(event)
@@ -244,21 +244,23 @@ class Held:
         if left:
             self._go_on(event.id, left, passed)
 
-    def _go_on(self, request: RequestId, waiting: deque[Event], passed: list[Event]) -> None:
+    def _go_on(self, request: RequestId, waiting: deque[EngineEvent], passed: list[EngineEvent]) -> None:
         """Pass on what was said of this request, up to an arrival that has to wait (on)."""
         while waiting:
             event = waiting[0]
-            if isinstance(event, Arrive):
+            if isinstance(event, AddRequest):
                 try:
                     if not self._ready(event):
                         self._kept[request] = waiting
                         return
                 except Exception as error:
-                    if type(error) not in REFUSERS:  # it is this request's own affair all the same
+                    if type(error) not in REFUSAL_REASONS:  # it is this request's own affair all the same
                         log.exception("%s could not be made ready", request)
                     # What is said of it later concerns nobody: it never came.
                     self._forget(request)
-                    self._refuse(event, REFUSERS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error))
+                    self._refuse(
+                        event, REFUSAL_REASONS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error)
+                    )
                     waiting.popleft()
                     continue
                 self._pages.passed(request)
@@ -267,7 +269,7 @@ class Held:
             waiting.popleft()
             passed.append(event)
 
-    def _ready(self, event: Arrive) -> bool:
+    def _ready(self, event: AddRequest) -> bool:
         """Can the scheduler be told of this request?"""
         grammar, adapter = event.sampling.grammar, event.adapter
         ready = self._pages.ready(event)  # asked first: who has an image's pages need not encode it
@@ -287,7 +289,7 @@ class Held:
         self._pages.forget(request)
 
 
-REFUSERS: dict[type[Exception], str] = {
+REFUSAL_REASONS: dict[type[Exception], str] = {
     GrammarRefused: "grammar: {}",
     ImageRefused: "image: {}",
     AdapterRefused: "adapter: {}",

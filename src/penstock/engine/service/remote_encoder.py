@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.clock import Clock
-from penstock.engine.service.peer_links import Peers
+from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import ImageReadiness
 from penstock.errors import ImageRefused
 from penstock.kernels.host_ops import xxh3_128
@@ -27,7 +27,7 @@ from penstock.wire.transport import Link, Received
 SILENCE_S = 3.0
 """An encoder tells of every image that waits there several times in so long."""
 
-Answer = tuple[bytes, NDArray[np.float32] | None]
+EncodedRows = tuple[bytes, NDArray[np.float32] | None]
 """An image's content and its rows; None: they cannot be had."""
 
 
@@ -36,7 +36,7 @@ def rows_checksum(payload: memoryview | bytes) -> bytes:
     return xxh3_128(payload)
 
 
-Say = Callable[[bytes, ImageAlive | ImageEncoded, memoryview | None], bool]
+SendToPeer = Callable[[bytes, ImageAlive | ImageEncoded, memoryview | None], bool]
 """To a peer, with a payload."""
 
 
@@ -47,10 +47,10 @@ class _Asked:
     until: float
 
 
-class Encoders:
+class RemoteEncoders:
     """See above."""
 
-    def __init__(self, peers: Peers, identity: ModelIdentity, clock: Clock) -> None:
+    def __init__(self, peers: PeerLinks, identity: ModelIdentity, clock: Clock) -> None:
         self._peers = peers
         self._identity = identity
         self._clock = clock
@@ -69,7 +69,7 @@ class Encoders:
         self._asked[image.content] = _Asked(source, (image.end - image.at, width), now + SILENCE_S)
         return True
 
-    def answers(self) -> Iterator[Answer]:
+    def answers(self) -> Iterator[EncodedRows]:
         """What has come, and what is waited for no longer."""
         now = self._clock.now()
         for source, received in self._peers.received():
@@ -103,10 +103,10 @@ class Encoders:
         return np.frombuffer(payload, np.float32).reshape(asked.shape).copy()
 
 
-class ServedImages:
+class EncodeRequests:
     """What other workers want encoded here, and the words to them."""
 
-    def __init__(self, identity: ModelIdentity, say: Say) -> None:
+    def __init__(self, identity: ModelIdentity, say: SendToPeer) -> None:
         """``say`` sends to a peer."""
         self._identity = identity
         self._say = say

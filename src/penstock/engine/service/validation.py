@@ -16,7 +16,7 @@ UNFIT = "unfit"
 """How the reason begins for which a request is given back that no gateway should have sent."""
 
 
-def unfit(message: Submit, vocabulary: int | None, *, mixed: bool) -> str | None:
+def invalid_submit(message: Submit, vocabulary: int | None, *, mixed: bool) -> str | None:
     """Why this cannot be computed by a model of so many tokens (None: not known); None where it can.
 
     ``mixed``: this worker's fleet reads prompts and writes answers in two numerics classes.
@@ -50,7 +50,7 @@ def _unfit_sampling(sampling: SamplingParams, vocabulary: int | None) -> str | N
     return None
 
 
-def unfit_first(first: TokenItem, vocabulary: int | None) -> str | None:
+def invalid_first_token(first: TokenItem, vocabulary: int | None) -> str | None:
     """Why tokens that another worker has drawn are none of this model's."""
     return None if _known(first.tokens, vocabulary) else f"a token that is none of the model's {vocabulary}"
 

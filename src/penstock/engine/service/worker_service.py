@@ -20,24 +20,39 @@ from math import inf
 
 from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
-from penstock.engine.core.events import Arrive, Cancelled, ComputeHere, Event, Joined, Moving
-from penstock.engine.core.events import FirstToken as FirstTokenCame
-from penstock.engine.core.events import Granted as CreditCame
+from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent, Migrate, MigrationDone, RecomputeLocally
+from penstock.engine.core.events import CreditGranted as CreditCame
+from penstock.engine.core.events import FirstTokenArrived as FirstTokenCame
 from penstock.engine.core.events import PagesArrived as PagesCame
-from penstock.engine.core.events import Released as PagesReleased
-from penstock.engine.core.plan import Outcome, Plan
-from penstock.engine.core.request import Status
+from penstock.engine.core.events import PagesReleased as PagesReleased
+from penstock.engine.core.plan import StepOutcome, StepPlan
+from penstock.engine.core.request import RequestStatus
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.gateways import Ask, Asks, Batches, Gateway, arrival_of, item_of, parts_of
-from penstock.engine.service.kv_events import Bulletins
-from penstock.engine.service.kv_transfer import LOOK_S, Departures, HandOver, HandOvers, News, OwnPace
-from penstock.engine.service.lifecycle import Duties
-from penstock.engine.service.load_report import Reporter
-from penstock.engine.service.migration import Moves, joining
-from penstock.engine.service.peer_links import Peers
-from penstock.engine.service.readiness import Held, PageWait, Ready
-from penstock.engine.service.remote_encoder import ServedImages
-from penstock.engine.service.validation import UNFIT, unfit
+from penstock.engine.service.gateways import (
+    ConnectedGateway,
+    GatewayRequest,
+    GatewayRequests,
+    TokenBatches,
+    add_request_of,
+    split_prompt_logprobs,
+    token_item,
+)
+from penstock.engine.service.kv_events import KvEventPublisher
+from penstock.engine.service.kv_transfer import (
+    EXPORT_POLL_S,
+    KvTransfer,
+    PageExporter,
+    RecomputeEstimate,
+    TransferEnds,
+    TransferNews,
+)
+from penstock.engine.service.lifecycle import Lifecycle
+from penstock.engine.service.load_report import LoadReporter
+from penstock.engine.service.migration import Migrations, migrated_item
+from penstock.engine.service.peer_links import PeerLinks
+from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
+from penstock.engine.service.remote_encoder import EncodeRequests
+from penstock.engine.service.validation import UNFIT, invalid_submit
 from penstock.kv.transfer.events import FirstToken, Granted, Outrun, PagesAdvanced, PullFailed, Released
 from penstock.types import Duty, Leg, RequestId, WorkerState
 from penstock.wire.codec import fits
@@ -65,25 +80,27 @@ from penstock.wire.transport import Listener, Received, Source, Transport
 
 
 @dataclass(frozen=True, slots=True)
-class Outbox:
+class NewsOutputs:
     """Where words go."""
 
-    event: Callable[[Event], None]  # to the scheduler
+    event: Callable[[EngineEvent], None]  # to the scheduler
     give_back: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
-    tokens: Callable[[Gateway, tuple[TokenItem, ...]], object]
+    tokens: Callable[[ConnectedGateway, tuple[TokenItem, ...]], object]
 
 
-class Tidings:
+class TransferNewsHandler:
     """Of one worker."""
 
-    def __init__(self, scheduler: Scheduler, asks: Asks, moves: Moves, reporter: Reporter, out: Outbox) -> None:
+    def __init__(
+        self, scheduler: Scheduler, asks: GatewayRequests, moves: Migrations, reporter: LoadReporter, out: NewsOutputs
+    ) -> None:
         self._scheduler = scheduler
         self._asks = asks
         self._moves = moves
         self._reporter = reporter
         self._out = out
 
-    def on(self, news: News, now: float) -> None:
+    def on(self, news: TransferNews, now: float) -> None:
         """Take what an end says."""
         match news:
             case PagesAdvanced():
@@ -130,21 +147,21 @@ class Tidings:
             began, tokens = ask.pulled
             ask.ended("transfer", began, now, tokens=tokens)
             ask.first = effect.first
-        self._out.event(ComputeHere(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
+        self._out.event(RecomputeLocally(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
 
-    def _joined(self, effect: FirstToken, ask: Ask) -> None:
+    def _joined(self, effect: FirstToken, ask: GatewayRequest) -> None:
         """An answer that another worker wrote goes on here."""
         first, here = effect.first, self._scheduler.find(effect.request)
         self._reporter.count("answers_joined")
         if here is not None and 0 <= here.emitted - first.index <= len(first.tokens):
-            ask.first = joining(first, here.emitted)
-        self._out.event(Joined(id=effect.request, epoch=effect.epoch, index=first.index, tokens=first.tokens))
+            ask.first = migrated_item(first, here.emitted)
+        self._out.event(MigrationDone(id=effect.request, epoch=effect.epoch, index=first.index, tokens=first.tokens))
 
     def _released(self, effect: Released, now: float) -> None:
         if effect.reason == "lease ended":
             self._reporter.count("leases_expired")
         moved = self._moves.released(effect)
-        if isinstance(moved, Moving):
+        if isinstance(moved, Migrate):
             self._out.event(moved)
             return
         if moved:
@@ -152,7 +169,7 @@ class Tidings:
             self._out.give_back(effect.request, effect.epoch, HANDED_OVER)
             return
         request = self._scheduler.find(effect.request)
-        if request is not None and request.epoch == effect.epoch and request.status is not Status.HANDOVER:
+        if request is not None and request.epoch == effect.epoch and request.status is not RequestStatus.HANDOVER:
             # The receiver went away before the prompt was read: nobody will finish this answer.
             self._reporter.count("hand_overs_failed")
             self._out.give_back(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
@@ -164,70 +181,70 @@ log = logging.getLogger("penstock.worker")
 MESSAGES_PER_TURN = 512
 """Messages taken from the mailbox between two steps; the rest waits for the next turn."""
 
-GRAMMAR_LOOK_S = 0.001
+GRAMMAR_POLL_S = 0.001
 """Between two looks whether a grammar is compiled."""
 
-REPORT_LOOK_S = 0.005
+MIN_REPORT_WAIT_S = 0.005
 """The shortest sleep while a report is due."""
 
 TICK_S = 0.1
 """Between two looks at leases and silent gateways."""
 
 
-class WorkerMailbox:
+class WorkerService:
     """See ``engine.loop.Mailbox``; besides, the loop calls ``planned`` with each plan before it runs."""
 
     def __init__(
         self,
         config: WorkerConfig,
         scheduler: Scheduler,
-        hand_over: HandOver,
+        hand_over: TransferEnds,
         transport: Transport,
         clock: Clock,
         *,
-        ready: Ready | None = None,
+        ready: ReadinessSources | None = None,
     ) -> None:
         self._config = config
         self._self = Recipient(worker=config.worker, incarnation=config.incarnation, identity=hand_over.identity)
         self._scheduler = scheduler
         self._clock = clock
         self._listener: Listener = transport.listen(config.endpoint)
-        self._hand_overs = HandOvers(
-            hand_over, Peers(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
+        self._hand_overs = KvTransfer(
+            hand_over, PeerLinks(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
         )
         ends = self._hand_overs
-        self._departures = Departures(scheduler.memory.pool, ends.offer, ends.done, hand_over.writer)
-        self._asks = Asks(config.gateway_silence_s)
-        self._events: list[Event] = []
-        ready = ready or Ready()
+        self._departures = PageExporter(scheduler.memory.pool, ends.offer, ends.done, hand_over.writer)
+        self._asks = GatewayRequests(config.gateway_silence_s)
+        self._events: list[EngineEvent] = []
+        ready = ready or ReadinessSources()
         self._images = ready.images
-        self._held = Held(ready, self._refuse, lambda: config.scheduler.max_queued - scheduler.queued)
+        self._held = ReadinessGate(ready, self._refuse, lambda: config.scheduler.max_queued - scheduler.queued)
         ready.pages.watch(self._waited)
         self._mixed = hand_over.identity.mixed
-        self._served = ServedImages(hand_over.identity, self._listener.send)
-        self._awaited: list[tuple[Gateway, Awaited]] = []  # what gateways asked about in this turn
-        self.bulletins = Bulletins(config, scheduler.memory.prefix, self._listener, self._report_now)
+        self._served = EncodeRequests(hand_over.identity, self._listener.send)
+        self._awaited: list[tuple[ConnectedGateway, Awaited]] = []  # what gateways asked about in this turn
+        self.bulletins = KvEventPublisher(config, scheduler.memory.prefix, self._listener, self._report_now)
         self._next_tick = 0.0
         self._step_began = 0.0
         self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
-        self.reporter = Reporter(config, hand_over.identity, scheduler, hand_over.receiver)
+        self.reporter = LoadReporter(config, hand_over.identity, scheduler, hand_over.receiver)
         self.reporter.turned_away = lambda: hand_over.sender.turned_away
-        hand_over.receiver.haste.predict = OwnPace(scheduler).predict
-        self._moves = Moves(
+        hand_over.receiver.haste.predict = RecomputeEstimate(scheduler).predict
+        self._moves = Migrations(
             scheduler,
             self._hand_overs,
             self._asks,
             config.hand_over.copy_budget_bytes,
             ahead_tokens=config.hand_over.ahead_tokens,
         )
-        self.duties = Duties(config, self.reporter, scheduler, self._asks)
-        self._tidings = Tidings(
-            scheduler, self._asks, self._moves, self.reporter, Outbox(self._tell, self._return, self._send_tokens)
+        self.duties = Lifecycle(config, self.reporter, scheduler, self._asks)
+        self._tidings = TransferNewsHandler(
+            scheduler, self._asks, self._moves, self.reporter, NewsOutputs(self._tell, self._return, self._send_tokens)
         )
 
     # --- for the loop ------------------------------------------------------------------------------------------------
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         """Take what came, copy what can be copied within the budget, and say what the scheduler must know."""
         now = self._clock.now()
         for _ in range(MESSAGES_PER_TURN):
@@ -247,7 +264,7 @@ class WorkerMailbox:
             self.bulletins.changed()
         return self._held.sift(events)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: StepPlan) -> None:
         """A plan was made: credits and returns go out before the step is computed."""
         now = self._clock.now()
         for returned in plan.returned:
@@ -270,7 +287,7 @@ class WorkerMailbox:
             if ask is not None and self._scheduler.find(request_id) is None:
                 self._asks.drop(request_id, ask.epoch)
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
         now = self._clock.now()
         if plan.rows:
@@ -281,16 +298,16 @@ class WorkerMailbox:
         self._departures.final(outcome.pages_done, now)
         self.reporter.count("pages_sent", len(outcome.pages_done))
         self._moves.written(outcome, now)
-        batches = Batches()
+        batches = TokenBatches()
         for progress in outcome.progress:
             ask = self._asks.get(progress.request.id)
             if ask is None or ask.epoch != progress.request.epoch:
                 continue
-            item = item_of(progress, ask, now)
+            item = token_item(progress, ask, now)
             if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first:
                 self.reporter.count_progress(len(progress.tokens))
             if item.prompt_logprobs is not None:
-                *before, item = parts_of(item)
+                *before, item = split_prompt_logprobs(item)
                 if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
                     continue
             batches.add(ask.gateway, item)
@@ -329,8 +346,8 @@ class WorkerMailbox:
         """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment, and
         a report may be due."""
         due_s = self.bulletins.due_in(self._asks.gateways(), self._clock.now(), waiting=len(self._asks) > 0)
-        due_s = max(due_s, REPORT_LOOK_S)
-        return min(due_s, GRAMMAR_LOOK_S if self._held else LOOK_S if self._departures else inf)
+        due_s = max(due_s, MIN_REPORT_WAIT_S)
+        return min(due_s, GRAMMAR_POLL_S if self._held else EXPORT_POLL_S if self._departures else inf)
 
     @property
     def busy(self) -> bool:
@@ -444,7 +461,7 @@ class WorkerMailbox:
         if self.duties.draining:
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
             return
-        reason = unfit(message, self._config.vocabulary, mixed=self._mixed)
+        reason = invalid_submit(message, self._config.vocabulary, mixed=self._mixed)
         if reason is not None:
             self._listener.send(peer, _given_back(message.request, message.epoch, f"{UNFIT}: {reason}"))
             return
@@ -460,7 +477,7 @@ class WorkerMailbox:
         if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
-        self._events.append(arrival_of(message, now, ahead=self._config.hand_over.ahead_tokens))
+        self._events.append(add_request_of(message, now, ahead=self._config.hand_over.ahead_tokens))
         if message.leg is Leg.PREFILL:
             self._hand_overs.open(message.request, message.epoch, now)
 
@@ -487,7 +504,7 @@ class WorkerMailbox:
         if self._asks.drop(request, epoch) is not None:
             self.reporter.count("requests_cancelled")
         self._hand_overs.cancel(request, epoch, now)
-        self._events.append(Cancelled(id=request, epoch=epoch))
+        self._events.append(CancelRequest(id=request, epoch=epoch))
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
@@ -504,17 +521,17 @@ class WorkerMailbox:
         if closed:
             self.reporter.count("peer_links_closed", closed)
 
-    def _on_news(self, news: News) -> None:
+    def _on_news(self, news: TransferNews) -> None:
         """An end of a hand-over has something to say."""
         self._tidings.on(news, self._clock.now())
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: EngineEvent) -> None:
         """To the scheduler, with the next turn."""
         self._events.append(event)
 
-    def _send_tokens(self, gateway: Gateway, items: tuple[TokenItem, ...]) -> bool:
+    def _send_tokens(self, gateway: ConnectedGateway, items: tuple[TokenItem, ...]) -> bool:
         """False: some of them were not sent, and their requests have gone back."""
         message = Tokens(worker=self._self.worker, incarnation=self._self.incarnation, items=items)
         if self._listener.send(gateway.peer, message):
@@ -537,7 +554,7 @@ class WorkerMailbox:
         """
         ask = self._asks.drop(request, epoch)
         self._hand_overs.fail(request, epoch, reason, self._clock.now())
-        self._events.append(Cancelled(id=request, epoch=epoch))
+        self._events.append(CancelRequest(id=request, epoch=epoch))
         if ask is None:
             return
         if reason != HANDED_OVER:
@@ -550,11 +567,11 @@ class WorkerMailbox:
         if ask is not None:
             ask.ended("tiers", wait.began, wait.ended, **wait.facts)
 
-    def _refuse(self, event: Arrive, reason: str) -> None:
+    def _refuse(self, event: AddRequest, reason: str) -> None:
         """It cannot be served here.  Another worker may be of another mind."""
         self._return(event.id, event.epoch, reason)
 
-    def _give_back(self, gateway: Gateway, message: Returned) -> None:
+    def _give_back(self, gateway: ConnectedGateway, message: Returned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):
             gateway.unsent.append(message)
 

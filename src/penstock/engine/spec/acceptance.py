@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
-MEMORY = 0.97
+DECAY = 0.97
 """Share of what was measured that is still believed one measurement of the same kind later."""
 
-MEMORY_BESIDE = 0.998
+DECAY_OTHER_KIND = 0.998
 """The same, one measurement of the other kind later."""
 
 FIRST_SLOPE = 0.01
@@ -23,13 +23,13 @@ FIRST_SLOPE = 0.01
 FIRST_SLOPE_WEIGHT = 2.0
 """How many measurements, a row apart, that thought is worth."""
 
-LONGEST_BELIEVED = 1.5
+MAX_BELIEVED_RATIO = 1.5
 """A step that took more times what was expected was held up by something else: so many times are believed."""
 
-KNOWN_WELL = 4.0
+TRUSTED_WEIGHT = 4.0
 """Measurements of a kind after which one more is doubted."""
 
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 """Guessing must promise so many times the tokens a second; below, measuring errors decide."""
 
 PRIOR_TRIES = 2.0
@@ -59,7 +59,7 @@ class _Sums:
         self.product += rows * seconds
 
 
-class StepTimes:
+class StepTimeModel:
     """Seconds of steps that only write answers, by their number of rows.
 
     Steps with guesses and steps without are remembered apart: an hour of the one says nothing new about the other.
@@ -72,8 +72,8 @@ class StepTimes:
         """A step of so many rows took so long."""
         seconds = self.believed(rows, seconds, guessed=guessed)
         own, other = (self._guessed, self._plain) if guessed else (self._plain, self._guessed)
-        own.fade(MEMORY)
-        other.fade(MEMORY_BESIDE)
+        own.fade(DECAY)
+        other.fade(DECAY_OTHER_KIND)
         own.add(rows, seconds)
 
     def believed(self, rows: int, seconds: float, *, guessed: bool = False) -> float:
@@ -85,8 +85,8 @@ class StepTimes:
         if line is None:
             return seconds
         base, slope = line
-        expected = base + slope * rows if own.weight >= KNOWN_WELL else (base + slope) * rows
-        return min(seconds, LONGEST_BELIEVED * expected)
+        expected = base + slope * rows if own.weight >= TRUSTED_WEIGHT else (base + slope) * rows
+        return min(seconds, MAX_BELIEVED_RATIO * expected)
 
     @property
     def guessed(self) -> int:
@@ -117,7 +117,7 @@ class StepTimes:
         return max(seconds - slope * rows, 0.0), slope
 
 
-class Acceptance:
+class AcceptanceByKind:
     """How often a guessed token stood, by its kind: what was known of it before, and how many guesses stood before it
     in the same step."""
 
@@ -142,8 +142,8 @@ class Acceptance:
         last = len(self._tries) - 1
         for index in range(min(stood + 1, guessed)):
             own = min(kind + index, last)
-            self._tries[own] = MEMORY * self._tries[own] + 1
-            self._stood[own] = MEMORY * self._stood[own] + (index < stood)
+            self._tries[own] = DECAY * self._tries[own] + 1
+            self._stood[own] = DECAY * self._stood[own] + (index < stood)
 
     def chain(self, kind: int, most: int) -> Iterator[float]:
         """For each of ``most`` guessed tokens: how likely it and all before it stand."""
@@ -153,7 +153,7 @@ class Acceptance:
             yield likely
 
 
-class Depths:
+class AcceptanceByDepth:
     """How often guesses of one step stand, one behind the other.  What little is known of one is thought to be as of
     the one before it."""
 
@@ -165,8 +165,8 @@ class Depths:
     def learn(self, guessed: int, stood: int) -> None:
         """Of ``guessed`` tokens the first ``stood`` were right, and the next one, if any, was wrong."""
         for index in range(min(stood + 1, guessed, len(self._tries))):
-            self._tries[index] = MEMORY * self._tries[index] + 1
-            self._stood[index] = MEMORY * self._stood[index] + (index < stood)
+            self._tries[index] = DECAY * self._tries[index] + 1
+            self._stood[index] = DECAY * self._stood[index] + (index < stood)
 
     def chain(self, most: int) -> list[float]:
         """For each of ``most`` guessed tokens: how likely it and all before it stand."""
@@ -178,13 +178,15 @@ class Depths:
         return chain
 
 
-def hopeless(rows: int, best: float, line: tuple[float, float]) -> bool:
+def cannot_pay(rows: int, best: float, line: tuple[float, float]) -> bool:
     """Would a guess that stands with the share ``best`` lower the tokens a second of a step of so many rows?"""
     base, slope = line
     return best * (base + slope * rows) <= slope * rows
 
 
-def worthwhile(rows: int, chains: Sequence[Sequence[float]], line: tuple[float, float], most: int) -> list[int]:
+def choose_draft_lengths(
+    rows: int, chains: Sequence[Sequence[float]], line: tuple[float, float], most: int
+) -> list[int]:
     """How many tokens of each guess to compute beside ``rows`` that are computed anyway; ``most`` in all.
 
     ``chains``: of each guess, how likely its first token stands, its first two, and so on (never growing).  Tokens a
@@ -208,7 +210,7 @@ def worthwhile(rows: int, chains: Sequence[Sequence[float]], line: tuple[float, 
             heapreplace(heap, (-chain[taken[index]], index))
         else:
             heappop(heap)
-    if seconds > 0 and tokens / seconds < LEAST_GAIN * plain:
+    if seconds > 0 and tokens / seconds < MIN_GAIN * plain:
         return [0] * len(chains)
     return taken
 
@@ -235,33 +237,33 @@ def best_depth(
     return depth, best
 
 
-FIRST = 3.0
+INITIAL_BUDGET = 3.0
 """Plain steps' time that may be lost before guessing is switched off for the first time."""
 
-MOST = 15.0
+MAX_BUDGET = 15.0
 """The same after a success, however long."""
 
-ENOUGH = 2.0
+REOPEN_BUDGET = 2.0
 """What is left of it when guessing is tried again."""
 
-EXPLORED = 0.004
+BUDGET_PER_STEP = 0.004
 """Part of a plain step's time that each step adds: what may be lost by trying again, in the long run."""
 
-LARGEST_LOSS = 4.0
+MAX_LOSS = 4.0
 """One step counts as a loss of so many plain steps at most: what is beyond was no fault of the guess."""
 
 
-class Account:
+class SpeculationBudget:
     """Open while there is something to lose.  Closed, it opens again when enough of it has been saved."""
 
     def __init__(self) -> None:
-        self._left = FIRST
+        self._left = INITIAL_BUDGET
         self.is_open = True
 
     def step(self) -> bool:
         """A step was computed, with guesses or without.  True if the account has just been opened again."""
-        self._left = min(max(FIRST, self._left), self._left + EXPLORED)
-        if self.is_open or self._left < ENOUGH:
+        self._left = min(max(INITIAL_BUDGET, self._left), self._left + BUDGET_PER_STEP)
+        if self.is_open or self._left < REOPEN_BUDGET:
             return False
         self.is_open = True
         return True
@@ -269,6 +271,6 @@ class Account:
     def settle(self, gained: float) -> None:
         """A step brought so many plain steps' worth of tokens more than the plain steps' worth of time that it took,
         guessing included; negative: less."""
-        self._left = min(MOST, self._left + max(gained, -LARGEST_LOSS))
+        self._left = min(MAX_BUDGET, self._left + max(gained, -MAX_LOSS))
         if self._left <= 0.0:
             self.is_open = False

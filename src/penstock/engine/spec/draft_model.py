@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.clock import Clock
-from penstock.engine.core.plan import Row
+from penstock.engine.core.plan import ScheduledTokens
 from penstock.engine.core.request import Request
 from penstock.engine.models.eagle import EagleHead
 from penstock.engine.models.interface import Model
@@ -36,14 +36,14 @@ from penstock.kernels.ops import Ops, Steps
 from penstock.kernels.sampling import Picks
 from penstock.types import PAGE_TOKENS, RequestId
 
-CONTEXT_TOKENS = 1024
+SLOT_TOKENS = 1024
 """Tokens that a place holds."""
 
-CONTEXT_PAGES = CONTEXT_TOKENS // PAGE_TOKENS
+SLOT_PAGES = SLOT_TOKENS // PAGE_TOKENS
 
 
 @dataclass(slots=True)
-class Context:
+class DraftSlot:
     """One request's place.  ``end`` positions are read for good; what else that means is the guide's."""
 
     request: Request
@@ -53,14 +53,14 @@ class Context:
     ahead: list[int] = field(default_factory=list[int])  # draft models: guesses that were read behind ``end``
 
 
-class Contexts:
+class DraftSlots:
     """A fixed number of places."""
 
     def __init__(self, places: int) -> None:
-        self._contexts: dict[RequestId, Context] = {}
+        self._contexts: dict[RequestId, DraftSlot] = {}
         self._free = list(range(places - 1, -1, -1))
 
-    def of(self, request: Request) -> Context | None:
+    def of(self, request: Request) -> DraftSlot | None:
         """The request's own, made anew for another object of the same id; None when all places are taken."""
         context = self._contexts.get(request.id)
         if context is not None and context.request is request:
@@ -68,7 +68,7 @@ class Contexts:
         self.forget(request.id)
         if not self._free:
             return None
-        context = self._contexts[request.id] = Context(request, self._free.pop())
+        context = self._contexts[request.id] = DraftSlot(request, self._free.pop())
         return context
 
     def forget(self, request: RequestId) -> None:
@@ -78,25 +78,25 @@ class Contexts:
             self._free.append(context.place)
 
 
-def table_of(contexts: list[Context]) -> NDArray[np.int32]:
+def slot_tables(contexts: list[DraftSlot]) -> NDArray[np.int32]:
     """Pages of these places [S, 64]."""
     places = np.array([context.place for context in contexts], np.int32)
-    return (places[:, None] * CONTEXT_PAGES + np.arange(CONTEXT_PAGES, dtype=np.int32)).astype(np.int32)
+    return (places[:, None] * SLOT_PAGES + np.arange(SLOT_PAGES, dtype=np.int32)).astype(np.int32)
 
 
-Taps = Mapping[RequestId, tuple[int, NDArray[np.float32]]]
+HiddenStates = Mapping[RequestId, tuple[int, NDArray[np.float32]]]
 """Of each row of the last step that drew: position of the first token drawn after, hidden states of it and of the
 draft tokens behind it."""
 
 
-class TapSource(Protocol):
+class HiddenStateSource(Protocol):
     """Where hidden states come from: the runner."""
 
     def hand_out(self, wanted: bool) -> None:
         """Whether they are wanted from the next step on."""
         ...
 
-    def taps(self) -> Taps:
+    def taps(self) -> HiddenStates:
         """Those of the last step, if they were wanted."""
         ...
 
@@ -104,12 +104,12 @@ class TapSource(Protocol):
 BEGINNING_TOKENS = 256
 """A draft model begins with so many last tokens of a request."""
 
-READ_AT_ONCE = 64
+MAX_READ_TOKENS = 64
 """Tokens of one request that a draft model reads in one step, until it has caught up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class DraftInput:
     """Tokens to be read from a context's end on, and what comes with them."""
 
     tokens: Sequence[int]
@@ -117,7 +117,7 @@ class Feed:
     is_last: bool = True  # nothing else is missing: what is said then is a guess
 
 
-class Guide(Protocol):
+class DraftSource(Protocol):
     """A head or a draft model, as it is used by one worker."""
 
     kv: KvShape
@@ -134,32 +134,32 @@ class Guide(Protocol):
         """Guesses for a step begin."""
         ...
 
-    def feed(self, row: Row, context: Context, depth: int) -> Feed | None:
+    def feed(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """What must be read for this row, so that ``depth`` tokens can be guessed; None if that cannot be."""
         ...
 
 
-class HeadGuide:
+class EagleSource:
     """A head; it reads hidden states of the step before, whoever planned that."""
 
-    def __init__(self, head: EagleHead, vocab: int, source: TapSource) -> None:
+    def __init__(self, head: EagleHead, vocab: int, source: HiddenStateSource) -> None:
         self.kv = head.kv
         self.vocab = vocab
         self.ids_V = head.ids_V
         self.first: Steps = head.first
         self.further: Steps | None = head.further
         self._source = source
-        self._taps: Taps = {}
+        self._taps: HiddenStates = {}
 
     def follow(self, wanted: bool) -> None:
-        """See ``Guide.follow``."""
+        """See ``DraftSource.follow``."""
         self._source.hand_out(wanted)
 
     def begin(self) -> None:
-        """See ``Guide.begin``."""
+        """See ``DraftSource.begin``."""
         self._taps = self._source.taps()
 
-    def feed(self, row: Row, context: Context, depth: int) -> Feed | None:
+    def feed(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """Hidden states of the tokens that stood, each with the token behind it.
 
         What was computed while nothing was guessed is missing in the context, which does little harm.
@@ -168,12 +168,12 @@ class HeadGuide:
         count = row.start - start
         if taps_RW is None or not 1 <= count <= len(taps_RW):
             return None
-        if context.end + count + depth > CONTEXT_TOKENS:
+        if context.end + count + depth > SLOT_TOKENS:
             context.end = 0
-        return Feed(row.request.tokens(start + 1, row.start + 1), taps_RW[:count])
+        return DraftInput(row.request.tokens(start + 1, row.start + 1), taps_RW[:count])
 
 
-class ModelGuide:
+class DraftModelSource:
     """A small model with the same tokens."""
 
     def __init__(self, model: Model, kv: KvShape, vocab: int) -> None:
@@ -184,15 +184,15 @@ class ModelGuide:
         self.further: Steps | None = None
 
     def follow(self, wanted: bool) -> None:
-        """See ``Guide.follow``."""
+        """See ``DraftSource.follow``."""
 
     def begin(self) -> None:
-        """See ``Guide.begin``."""
+        """See ``DraftSource.begin``."""
 
-    def feed(self, row: Row, context: Context, depth: int) -> Feed | None:
+    def feed(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """The tokens that it has not read, a piece at a time; what it guessed right it has read already."""
         request, known = row.request, row.start + 1
-        if context.base < 0 or known < context.base + context.end or known - context.base + depth > CONTEXT_TOKENS:
+        if context.base < 0 or known < context.base + context.end or known - context.base + depth > SLOT_TOKENS:
             context.base, context.end = max(0, known - BEGINNING_TOKENS), 0
             context.ahead.clear()
         unread = request.tokens(context.base + context.end, known)
@@ -201,8 +201,8 @@ class ModelGuide:
             stood += 1
         context.ahead.clear()
         context.end += stood
-        tokens = unread[stood : stood + READ_AT_ONCE]
-        return Feed(tokens, is_last=stood + len(tokens) == len(unread)) if tokens else None
+        tokens = unread[stood : stood + MAX_READ_TOKENS]
+        return DraftInput(tokens, is_last=stood + len(tokens) == len(unread)) if tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,29 +210,29 @@ class _Fed:
     """A row that is guessed for; ``index`` among the step's rows."""
 
     index: int
-    row: Row
-    context: Context
-    feed: Feed
+    row: ScheduledTokens
+    context: DraftSlot
+    feed: DraftInput
 
 
 class Drafter:
     """A guide's programs over KV memory of its own, and the places in that."""
 
-    def __init__(self, guide: Guide, ops: Ops, *, vocab: int, places: int, clock: Clock) -> None:
+    def __init__(self, guide: DraftSource, ops: Ops, *, vocab: int, places: int, clock: Clock) -> None:
         """``vocab``: of the model that is guessed for.  ``places``: requests that are guessed for at once."""
         self._guide = guide
         self._ops = ops
         self._vocab = vocab
         self._clock = clock
         self.places = places
-        self._contexts = Contexts(places)
-        kv = ops.new_kv(guide.kv, pages=places * CONTEXT_PAGES)
+        self._contexts = DraftSlots(places)
+        kv = ops.new_kv(guide.kv, pages=places * SLOT_PAGES)
         self._first = ops.record(guide.first, kv)
         self._further = self._first if guide.further is None else ops.record(guide.further, kv)
         self._steps: dict[int, tuple[StepBatch, Picks]] = {}  # of further guesses, by the number of requests
         self.seconds = (0.0, 0.0)  # of the last call: the first guess, and all further ones
 
-    def guess(self, rows: Sequence[Row], depth: int) -> list[tuple[int, ...]]:
+    def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
         """Up to ``depth`` (at least 1) tokens to follow each row's; none at all where nobody can be guessed for."""
         begin = self._clock.now()
         fed = self._fed(rows, depth)
@@ -252,14 +252,14 @@ class Drafter:
         return guesses
 
     def follow(self, wanted: bool) -> None:
-        """See ``Guide.follow``."""
+        """See ``DraftSource.follow``."""
         self._guide.follow(wanted)
 
     def forget(self, request: RequestId) -> None:
         """The request has left."""
         self._contexts.forget(request)
 
-    def _fed(self, rows: Sequence[Row], depth: int) -> list[_Fed]:
+    def _fed(self, rows: Sequence[ScheduledTokens], depth: int) -> list[_Fed]:
         guide, found = self._guide, []
         guide.begin()
         for index, row in enumerate(rows):
@@ -280,7 +280,7 @@ class Drafter:
             np.array([token for one in fed for token in one.feed.tokens], np.int32),
             np.concatenate(positions, dtype=np.int32),
             starts,
-            table_of([one.context for one in fed]),
+            slot_tables([one.context for one in fed]),
             starts[1:] - 1,
             features_TW=features[0] if len(features) == 1 else np.concatenate(features) if features else None,
         )
@@ -345,7 +345,7 @@ class Drafter:
                     np.zeros(count, np.int32),
                     np.zeros(count, np.int32),
                     np.arange(count + 1, dtype=np.int32),
-                    np.zeros((count, CONTEXT_PAGES), np.int32),
+                    np.zeros((count, SLOT_PAGES), np.int32),
                     np.arange(count, dtype=np.int32),
                     features_TW=None if width is None else np.zeros((count, width), np.float32),
                 ),
@@ -353,7 +353,7 @@ class Drafter:
             )
         batch, picks = known
         batch.positions_T[:] = [one.context.end for one in last]
-        batch.table_SP[:] = table_of([one.context for one in last])
+        batch.table_SP[:] = slot_tables([one.context for one in last])
         picks.seeds_F[:], picks.choices_F[:], picks.temperatures_F[:] = (
             fresh.seeds_F,
             fresh.choices_F,

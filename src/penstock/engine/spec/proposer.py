@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.clock import Clock, MonotonicClock
-from penstock.engine.core.plan import Drawn, Row
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens
 from penstock.engine.core.request import Request
 from penstock.engine.spec.acceptance import (
-    LEAST_GAIN,
-    Acceptance,
-    Account,
-    Depths,
-    StepTimes,
+    MIN_GAIN,
+    AcceptanceByDepth,
+    AcceptanceByKind,
+    SpeculationBudget,
+    StepTimeModel,
     best_depth,
-    hopeless,
-    worthwhile,
+    cannot_pay,
+    choose_draft_lengths,
 )
 from penstock.engine.spec.draft_model import Drafter
 from penstock.types import RequestId
@@ -38,14 +38,14 @@ SEARCHED_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class NgramDraft:
     """What may come next, and how many tokens before it stood in the same order earlier."""
 
     match: int
     tokens: tuple[int, ...]
 
 
-class Lookup:
+class NgramIndex:
     """The tokens of one request: prompt, then answer.
 
     ``_last``: where the latest place of each two tokens ends.  ``_before``: of the place that ends here, where the one
@@ -79,7 +79,7 @@ class Lookup:
             own.append(token)
         self.seen += len(tokens)
 
-    def guess(self, most: int) -> Guess | None:
+    def guess(self, most: int) -> NgramDraft | None:
         """Up to ``most`` tokens; None when the last two tokens never stood together before.
 
         The longest match counts, among equals the latest.  What runs beyond the end of the text goes round: a text
@@ -101,7 +101,7 @@ class Lookup:
         period = len(text) - at
         while len(follows) < most:
             follows.append(follows[len(follows) - period])
-        return Guess(best, tuple(follows))
+        return NgramDraft(best, tuple(follows))
 
     def _match(self, end: int) -> int:
         """How many tokens up to ``end`` are the last ones of the text; two at least."""
@@ -115,27 +115,27 @@ class Lookup:
 PLAIN_EVERY = 40
 """Of so many steps with drafts one goes without, to be compared with."""
 
-PAUSE = 400
-"""Steps after which drafts that promised nothing are tried again, ``TRIES`` times."""
+RETRY_AFTER_STEPS = 400
+"""Steps after which drafts that promised nothing are tried again, ``RETRIES`` times."""
 
-TRIES = 16
+RETRIES = 16
 
-REST = 32
+REST_STEPS = 32
 """Steps for which it is believed that drafts promise nothing."""
 
-LOOKED_AT = 8
+MEASURED_EVERY = 8
 """Of so many steps without drafts one is looked at closely."""
 
-FIRST_SHARE = 0.7
+FIRST_ACCEPTANCE = 0.7
 """How often a head's or a draft model's guess is thought to stand before it was tried."""
 
 
-class Worth:
+class SpeculationLedger:
     """What steps cost, and whether guessing has paid: the same for every way to guess."""
 
     def __init__(self) -> None:
-        self.times = StepTimes()
-        self.account = Account()
+        self.times = StepTimeModel()
+        self.account = SpeculationBudget()
         self._plain_steps = 0  # since the last one with drafts
         self._unsettled_s = 0.0  # of guessing that brought nothing
 
@@ -144,7 +144,7 @@ class Worth:
         this is done in every step, also where nobody guesses."""
         self._unsettled_s += guessing_s
         self._plain_steps += 1
-        if self._plain_steps % LOOKED_AT == 1:
+        if self._plain_steps % MEASURED_EVERY == 1:
             self.times.learn(rows, seconds)
             if self._unsettled_s:
                 base, slope = self.times.line() or (0.0, 0.0)
@@ -153,7 +153,9 @@ class Worth:
         if self.account.step():
             self.times.doubt()
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float, guessing_s: float) -> None:
+    def learn(
+        self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float, guessing_s: float
+    ) -> None:
         """A step of such rows took so long, and guessing for it so long beside."""
         count, drafted = len(rows), sum(len(row.draft) for row in rows)
         if not drafted:
@@ -170,7 +172,7 @@ class Worth:
         self.account.step()
 
 
-class LookupSpeculator:
+class NgramProposer:
     """Guesses by looking answers up in their own requests; learns what that is worth here and now."""
 
     def __init__(self, *, most_each: int, most: int, clock: Clock | None = None) -> None:
@@ -178,14 +180,14 @@ class LookupSpeculator:
         self._most_each = most_each
         self._most = most
         self._clock = clock or MonotonicClock()
-        self._worth = Worth()
-        self._acceptance = Acceptance([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
-        self._lookups: dict[RequestId, tuple[Request, Lookup]] = {}
+        self._worth = SpeculationLedger()
+        self._acceptance = AcceptanceByKind([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
+        self._lookups: dict[RequestId, tuple[Request, NgramIndex]] = {}
         self._matches: dict[RequestId, int] = {}  # of the guesses in flight
         self._guessing_s = 0.0
 
-    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
-        """See ``Speculator.propose``."""
+    def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
+        """See ``DraftProposer.propose``."""
         self._matches.clear()
         self._guessing_s = 0.0
         if not self._worth.account.is_open:
@@ -193,14 +195,14 @@ class LookupSpeculator:
         line = self._worth.times.line()
         if line is None or not rows:
             return []
-        if hopeless(len(rows), self._acceptance.best, line):
+        if cannot_pay(len(rows), self._acceptance.best, line):
             return []
         begin = self._clock.now()
         guesses = [self._guess(row.request) for row in rows]
         drafts = []
         if any(guesses):
             chains = [tuple(self._acceptance.chain(g.match, len(g.tokens))) if g else () for g in guesses]
-            counts = worthwhile(len(rows), chains, line, self._most)
+            counts = choose_draft_lengths(len(rows), chains, line, self._most)
             for row, guess, count in zip(rows, guesses, counts, strict=True):
                 drafts.append(guess.tokens[:count] if guess else ())
                 if guess and count:
@@ -208,8 +210,8 @@ class LookupSpeculator:
         self._guessing_s = self._clock.now() - begin
         return drafts
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
-        """See ``Speculator.learn``."""
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+        """See ``DraftProposer.learn``."""
         if self._matches:
             for row, new in zip(rows, drawn, strict=True):
                 match = self._matches.get(row.request.id)
@@ -220,20 +222,20 @@ class LookupSpeculator:
             self._worth.learn_plain(len(rows), seconds, self._guessing_s)
 
     def forget(self, request: RequestId) -> None:
-        """See ``Speculator.forget``."""
+        """See ``DraftProposer.forget``."""
         self._lookups.pop(request, None)
         self._matches.pop(request, None)
 
-    def _guess(self, request: Request) -> Guess | None:
+    def _guess(self, request: Request) -> NgramDraft | None:
         """Never so far that the answer would have ended: the token after the last draft token is drawn too."""
         most = min(self._most_each, request.last - request.known - 1, 1 + self._worth.times.guessed)
         return self._lookup(request).guess(most) if most > 0 else None
 
-    def _lookup(self, request: Request) -> Lookup:
+    def _lookup(self, request: Request) -> NgramIndex:
         """The request's tokens, brought up to date; made anew for another object of the same id."""
         known = self._lookups.get(request.id)
         if known is None or known[0] is not request:
-            lookup = Lookup(request.tokens(0, request.known))
+            lookup = NgramIndex(request.tokens(0, request.known))
             self._lookups[request.id] = (request, lookup)
             return lookup
         lookup = known[1]
@@ -242,7 +244,7 @@ class LookupSpeculator:
         return lookup
 
 
-class DraftSpeculator:
+class DraftModelProposer:
     """Asks a head or a draft model; learns what its guesses are worth, and how many of them."""
 
     def __init__(self, drafter: Drafter, *, most_each: int, most: int) -> None:
@@ -250,23 +252,23 @@ class DraftSpeculator:
         self._drafter = drafter
         self._most_each = most_each
         self._most = most
-        self._worth = Worth()
-        self._acceptance = Depths(FIRST_SHARE, most_each)
-        self._first, self._further = StepTimes(), StepTimes()  # of guessing
+        self._worth = SpeculationLedger()
+        self._acceptance = AcceptanceByDepth(FIRST_ACCEPTANCE, most_each)
+        self._first, self._further = StepTimeModel(), StepTimeModel()  # of guessing
         self._guessing_s = 0.0
         self._since_plain = self._idle = self._rest = 0
-        self._tries = TRIES
+        self._tries = RETRIES
         self._follows = False
 
-    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
-        """See ``Speculator.propose``."""
+    def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
+        """See ``DraftProposer.propose``."""
         self._guessing_s = 0.0
         wanted = self._worth.account.is_open and self._rest <= 1
         if wanted != self._follows:
             self._follows = wanted
             self._drafter.follow(wanted)
         if not self._worth.account.is_open:
-            self._tries = TRIES  # for when it is
+            self._tries = RETRIES  # for when it is
         depth = self._depth(len(rows)) if self._worth.account.is_open else 0
         if depth == 0:
             return []
@@ -282,8 +284,8 @@ class DraftSpeculator:
             self._guessing_s = first + further
         return drafts
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
-        """See ``Speculator.learn``."""
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+        """See ``DraftProposer.learn``."""
         if self._guessing_s == 0.0:
             self._worth.learn_plain(len(rows), seconds, 0.0)
             return
@@ -293,7 +295,7 @@ class DraftSpeculator:
         self._worth.learn(rows, drawn, seconds, self._guessing_s)
 
     def forget(self, request: RequestId) -> None:
-        """See ``Speculator.forget``."""
+        """See ``DraftProposer.forget``."""
         self._drafter.forget(request)
 
     def _depth(self, rows: int) -> int:
@@ -312,7 +314,7 @@ class DraftSpeculator:
             return 0
         passes = (_at(self._first, rows), _at(self._further, rows))
         depth, gain = best_depth(rows, self._acceptance.chain(most), line, passes)
-        if gain < LEAST_GAIN and not self._tried_again():
+        if gain < MIN_GAIN and not self._tried_again():
             return 0
         self._since_plain += 1
         return depth
@@ -322,13 +324,13 @@ class DraftSpeculator:
         if self._tries > 0:
             self._tries -= 1
             return True
-        self._rest = REST
-        self._idle += REST
-        if self._idle >= PAUSE:
-            self._idle, self._tries = 0, TRIES
+        self._rest = REST_STEPS
+        self._idle += REST_STEPS
+        if self._idle >= RETRY_AFTER_STEPS:
+            self._idle, self._tries = 0, RETRIES
         return False
 
 
-def _at(times: StepTimes, rows: int) -> float:
+def _at(times: StepTimeModel, rows: int) -> float:
     line = times.line()
     return 0.0 if line is None else line[0] + line[1] * rows

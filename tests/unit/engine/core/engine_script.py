@@ -15,7 +15,7 @@ from engine_world import World
 from glass_model import ROOT, answer, prompt_of
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive
+from penstock.engine.core.events import AddRequest
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 TOO_SMALL_FOR_TWO = {"pages": 7, "max_model_len": 20}
@@ -41,7 +41,7 @@ def shown_outcome(world: World) -> str:
     return ", ".join(parts)
 
 
-def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> Arrive:
+def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> AddRequest:
     prompt = prompt_of(int(options.get("family", "0")), int(options["prompt"]))
     stop = options.get("stop")
     sampling = SamplingParams(
@@ -49,7 +49,7 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> Arri
         max_tokens=int(options.get("max", "4")),
         prompt_logprobs=0 if "plogs" in options else None,
     )
-    event = Arrive(
+    event = AddRequest(
         id=RequestId(name),
         epoch=int(options.get("epoch", "0")),
         leg=Leg(leg),
@@ -77,11 +77,11 @@ def claim_of(options: dict[str, str]) -> Claim:
     )
 
 
-def want(world: World, event: Arrive) -> list[int]:
+def want(world: World, event: AddRequest) -> list[int]:
     return answer(event.prompt, event.sampling, world.config.max_model_len).tokens
 
 
-def retold(world: World, event: Arrive, **changes: Any) -> Arrive:
+def retold(world: World, event: AddRequest, **changes: Any) -> AddRequest:
     if "stop_token_ids" in changes:
         return replace(event, sampling=msgspec.structs.replace(event.sampling, **changes))
     return replace(event, **changes)

@@ -10,9 +10,17 @@ from itertools import accumulate
 from glass_model import Answer, GlassRunner, answer, context_of, extend
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive, Cancelled, ComputeHere, FirstToken, Granted, PagesArrived, Released
-from penstock.engine.core.plan import Outcome, Plan, Speculator
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.events import (
+    AddRequest,
+    CancelRequest,
+    CreditGranted,
+    FirstTokenArrived,
+    PagesArrived,
+    PagesReleased,
+    RecomputeLocally,
+)
+from penstock.engine.core.plan import DraftProposer, StepOutcome, StepPlan
+from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.scheduler import Scheduler
 from penstock.kv_spec import most_blocks
 from penstock.types import FinishReason, Leg, RequestId
@@ -24,7 +32,7 @@ MOST_GUESSES = 5
 class Client:
     """What one caller knows and has received."""
 
-    event: Arrive
+    event: AddRequest
     want: Answer
     tokens: list[int] = field(default_factory=list[int])
     finish: FinishReason | None = None
@@ -46,7 +54,7 @@ class World:
         max_steps: int = 1,
         seconds: float | None = None,
         clock_s: float = 0.0,
-        speculator: Speculator | None = None,
+        speculator: DraftProposer | None = None,
         micro_batches: int = 1,
     ) -> None:
         self.config = config
@@ -58,15 +66,15 @@ class World:
         self.now = 0.0
         self.rested = False  # a step waited for another's prompt
         self.clients: dict[str, Client] = {}
-        self.plan = Plan()
-        self.outcome = Outcome()
+        self.plan = StepPlan()
+        self.outcome = StepOutcome()
         self.resubmitted = 0
         self.taken_over = 0
         self.several = False  # a plan granted several steps at once
 
     # --- what may happen ----------------------------------------------------------------------------------------------
 
-    def arrive(self, event: Arrive) -> None:
+    def arrive(self, event: AddRequest) -> None:
         want = answer(event.prompt, event.sampling, self.config.max_model_len)
         present = self.clients.get(event.id)
         self.scheduler.apply(event, self.now)
@@ -84,7 +92,7 @@ class World:
     def grant(self, name: str) -> None:
         client = self.clients[name]
         client.granted = True
-        self.scheduler.apply(Granted(id=client.event.id, epoch=client.event.epoch), 0.0)
+        self.scheduler.apply(CreditGranted(id=client.event.id, epoch=client.event.epoch), 0.0)
 
     def pages_arrive(self, name: str, upto: int) -> None:
         """The other worker's pages are copied into ours, then counted."""
@@ -114,7 +122,7 @@ class World:
         client.gone = finish is not None
         event = client.event
         self.scheduler.apply(
-            FirstToken(id=event.id, epoch=event.epoch, token=client.want.tokens[index], finish=finish), 0.0
+            FirstTokenArrived(id=event.id, epoch=event.epoch, token=client.want.tokens[index], finish=finish), 0.0
         )
 
     def compute_here(self, name: str) -> None:
@@ -126,29 +134,29 @@ class World:
             return
         client.prefilled = True
         event = client.event
-        self.scheduler.apply(ComputeHere(id=event.id, epoch=event.epoch, token=client.want.tokens[index]), 0.0)
+        self.scheduler.apply(RecomputeLocally(id=event.id, epoch=event.epoch, token=client.want.tokens[index]), 0.0)
         request = self.find(name)
         assert request is not None
-        assert request.status is Status.WAITING
+        assert request.status is RequestStatus.WAITING
         self.taken_over += 1
 
     def release(self, name: str) -> None:
         client, request = self.clients[name], self.find(name)
-        if request is not None and request.status is Status.HANDOVER:
+        if request is not None and request.status is RequestStatus.HANDOVER:
             tokens = (*client.event.prompt, *client.event.emitted)
             self.runner.read(request, tokens, len(tokens))
             self.runner.check_states(request, context_of(tokens), len(tokens))
         client.gone = True
-        self.scheduler.apply(Released(id=client.event.id, epoch=client.event.epoch), 0.0)
+        self.scheduler.apply(PagesReleased(id=client.event.id, epoch=client.event.epoch), 0.0)
 
     def cancel(self, name: str) -> None:
         client = self.clients[name]
         client.gone = True
-        self.scheduler.apply(Cancelled(id=client.event.id, epoch=client.event.epoch), 0.0)
+        self.scheduler.apply(CancelRequest(id=client.event.id, epoch=client.event.epoch), 0.0)
         assert self.find(name) is None
 
-    def step(self, *, cancel_in_flight: str | None = None) -> Plan:
-        waiting = {r for r in self.requests() if r.status is Status.WAITING}
+    def step(self, *, cancel_in_flight: str | None = None) -> StepPlan:
+        waiting = {r for r in self.requests() if r.status is RequestStatus.WAITING}
         self.plan = plan = self.scheduler.plan(self.now, self.max_steps)
         self.now += self.seconds or self.clock_s
         self.several = self.several or plan.steps > 1
@@ -177,7 +185,7 @@ class World:
         assert load.pages_used + load.pages_free <= self.config.pages
         for request in self.requests():
             assert 0 <= request.computed <= request.known
-            assert bool(request.held) == (request.status not in (Status.UNGRANTED, Status.WAITING))
+            assert bool(request.held) == (request.status not in (RequestStatus.UNGRANTED, RequestStatus.WAITING))
             if request.held:
                 size, reaches = self.config.page_tokens, self.config.reaches
                 rooms = [len(own.pages) * reach.tokens(size) for own, reach in zip(request.held, reaches, strict=True)]
@@ -189,17 +197,17 @@ class World:
         """What no later position reads was given back, with the last full page at the latest."""
         config, size = self.config, self.config.page_tokens
         ahead = max(min(config.max_chunk_tokens, config.max_step_tokens), self.max_steps, MOST_GUESSES + 1)
-        after = request.known if request.status is Status.RESERVED else request.computed
+        after = request.known if request.status is RequestStatus.RESERVED else request.computed
         for own, reach in zip(request.held, config.reaches, strict=True):
             assert own.begin * reach.tokens(size) <= reach.first(after)
             held = len(own.pages) - own.begin
             assert held <= most_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
 
-    def _check_plan(self, plan: Plan, waiting: set[Request]) -> None:
+    def _check_plan(self, plan: StepPlan, waiting: set[Request]) -> None:
         assert sum(row.count + len(row.draft) for row in plan.rows) <= self.config.max_step_tokens
         assert all(row.count <= self.config.max_chunk_tokens for row in plan.rows)
         assert len({row.request.id for row in plan.rows}) == len(plan.rows)
-        left = [r for r in waiting if r.status is Status.WAITING]
+        left = [r for r in waiting if r.status is RequestStatus.WAITING]
         admitted = [r for r in waiting if r.held]
         for request in admitted:
             assert all(request.order < other.order for other in left if other.line == request.line), (
@@ -211,7 +219,7 @@ class World:
                 client.gone = True
                 client.returned = returned.reason in ("preempted", "yielded")
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: StepOutcome) -> None:
         for item in outcome.progress:
             client = self.clients[item.request.id]
             assert not client.gone
@@ -286,13 +294,13 @@ class World:
             moved = True
         for request in self.requests():
             match request.status:
-                case Status.UNGRANTED:
+                case RequestStatus.UNGRANTED:
                     self.grant(request.id)
-                case Status.RESERVED:
+                case RequestStatus.RESERVED:
                     self.pages_arrive(request.id, request.known)
                     if not request.first_token:
                         self.first_token(request.id)
-                case Status.HANDOVER:
+                case RequestStatus.HANDOVER:
                     self.check_handed_over(request.id)
                     self.release(request.id)
                 case _:

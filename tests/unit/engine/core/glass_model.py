@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import accumulate
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Drawn, Plan, Row, standing
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan, accepted_count
 from penstock.engine.core.request import Request
 from penstock.types import BlockHash, FinishReason, RequestId, SamplingParams, TokenLogprob
 
@@ -71,13 +71,13 @@ class GlassRunner:
         self.reaches = config.reaches
         self.kv: list[list[tuple[int, int] | None]] = [[None] * self.size for _ in range(config.pages)]
 
-    def run(self, plan: Plan) -> list[Drawn]:
+    def run(self, plan: StepPlan) -> list[SampledTokens]:
         return [self.row(row, plan.steps) for row in plan.rows]
 
     def forget(self, request: RequestId) -> None:
         pass
 
-    def row(self, row: Row, steps: int) -> Drawn:
+    def row(self, row: ScheduledTokens, steps: int) -> SampledTokens:
         request = row.request
         assert row.start == request.computed
         assert row.count >= 1
@@ -90,7 +90,7 @@ class GlassRunner:
             self.write(request, tokens, position)
         self.read(request, tokens, row.start)
         if not row.samples:
-            return Drawn((), (), told)
+            return SampledTokens((), (), told)
         if row.draft:
             assert steps == 1
             return self.drafted(row, tokens)
@@ -101,9 +101,9 @@ class GlassRunner:
             self.read(request, tokens, len(tokens) - 1)
             drawn.append(draw(context_of(tokens), request.sampling, len(request.output) + step))
             tokens.append(drawn[-1])
-        return Drawn(tuple(drawn), tuple(TokenLogprob(t, -1.0) for t in drawn), told)
+        return SampledTokens(tuple(drawn), tuple(TokenLogprob(t, -1.0) for t in drawn), told)
 
-    def drafted(self, row: Row, tokens: list[int]) -> Drawn:
+    def drafted(self, row: ScheduledTokens, tokens: list[int]) -> SampledTokens:
         """Compute the guesses as if they were true, draw after each, and keep what stands."""
         request, drawn = row.request, list[int]()
         assert request.known + len(row.draft) < request.last, "guessed beyond the end"
@@ -113,8 +113,8 @@ class GlassRunner:
             if guess is not None:
                 tokens.append(guess)
                 self.write(request, tokens, len(tokens) - 1)
-        stands = tuple(drawn[: standing(row.draft, drawn)])
-        return Drawn(stands, tuple(TokenLogprob(t, -1.0) for t in stands))
+        stands = tuple(drawn[: accepted_count(row.draft, drawn)])
+        return SampledTokens(stands, tuple(TokenLogprob(t, -1.0) for t in stands))
 
     def write(self, request: Request, tokens: Sequence[int], position: int) -> None:
         if position:

@@ -15,8 +15,8 @@ from engine_world import World
 from glass_model import GlassRunner, context_of, extend
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.plan import Drawn, Outcome, Plan, Row
-from penstock.engine.core.request import Holding, Request, Status
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepOutcome, StepPlan
+from penstock.engine.core.request import PageTable, Request, RequestStatus
 
 
 class MicroBatchWorld(World):
@@ -28,12 +28,12 @@ class MicroBatchWorld(World):
         super().__init__(config, max_steps=max_steps, clock_s=clock_s, micro_batches=micro_batches)
         self.micro_batches = micro_batches
         self.random = Random(seed)
-        self.under_way: dict[int, tuple[Plan, Plan, Sequence[Drawn] | None, float]] = {}
+        self.under_way: dict[int, tuple[StepPlan, StepPlan, Sequence[SampledTokens] | None, float]] = {}
         self.side_by_side = 0  # ends of one while another was in flight
         self.given_up = 0  # pages held only because they are still written to
         self.pressed = 0  # times that a request of one waited to give way to another
 
-    def step(self, *, cancel_in_flight: str | None = None) -> Plan:
+    def step(self, *, cancel_in_flight: str | None = None) -> StepPlan:
         begun = [self.begin(number) for number in self.to_plan()]
         self.now += self.clock_s
         if cancel_in_flight is not None:
@@ -42,11 +42,11 @@ class MicroBatchWorld(World):
         ended = [number for number in self.under_way if self.random.random() < 0.6] or list(self.under_way)[:1]
         self.random.shuffle(ended)
         rows = tuple(row for plan in begun for row in plan.rows)
-        self.outcome = Outcome()
+        self.outcome = StepOutcome()
         for number in ended:
             self.side_by_side += len(self.under_way) > 1
             rows += self.end(number)
-        self.plan = Plan(
+        self.plan = StepPlan(
             rows=rows,
             reserved=tuple(request for plan in begun for request in plan.reserved),
             returned=tuple(one for plan in begun for one in plan.returned),
@@ -59,10 +59,10 @@ class MicroBatchWorld(World):
         self.pressed += any(own.excluded(number) for number in range(self.micro_batches))
         return [number for number in own.free if not self.under_way or self.random.random() < 0.7]
 
-    def begin(self, number: int) -> Plan:
-        waiting = {r for r in self.requests() if r.status is Status.WAITING}
+    def begin(self, number: int) -> StepPlan:
+        waiting = {r for r in self.requests() if r.status is RequestStatus.WAITING}
         excluded = {
-            (r, r.preempted) for r in self.scheduler.micro_batches.excluded(number) if r.status is Status.RUNNING
+            (r, r.preempted) for r in self.scheduler.micro_batches.excluded(number) if r.status is RequestStatus.RUNNING
         }
         plan = self.scheduler.plan(self.now, self.max_steps, number)
         self.several = self.several or plan.steps > 1
@@ -72,7 +72,7 @@ class MicroBatchWorld(World):
             row.request for own in self.under_way.values() for row in own[0].rows
         }
         if plan.rows:
-            frozen = Plan(rows=tuple(map(frozen_row, plan.rows)), steps=plan.steps)
+            frozen = StepPlan(rows=tuple(map(frozen_row, plan.rows)), steps=plan.steps)
             early = self.runner.run(frozen) if self.random.random() < 0.5 else None
             self.under_way[number] = (plan, frozen, early, self.now)
         else:
@@ -80,7 +80,7 @@ class MicroBatchWorld(World):
         self.check()
         return plan
 
-    def end(self, number: int) -> tuple[Row, ...]:
+    def end(self, number: int) -> tuple[ScheduledTokens, ...]:
         plan, frozen, drawn, begun = self.under_way.pop(number)
         if drawn is None:
             drawn = self.runner.run(frozen)
@@ -91,7 +91,7 @@ class MicroBatchWorld(World):
         self.check()
         return plan.rows
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: StepOutcome) -> None:
         self._deliver(outcome)
         self.outcome.progress += outcome.progress
 
@@ -103,21 +103,21 @@ class MicroBatchWorld(World):
         assert not any(own() for own in self.scheduler.memory.owners)
 
 
-def frozen_row(row: Row) -> Row:
+def frozen_row(row: ScheduledTokens) -> ScheduledTokens:
     """What a device is told: the pages of now."""
     request = copy(row.request)
     request.held = [frozen_holding(own) for own in request.held]
     request.output = list(request.output)
-    return Row(request, row.start, row.count, row.samples, row.draft)
+    return ScheduledTokens(request, row.start, row.count, row.samples, row.draft)
 
 
-def frozen_holding(own: Holding) -> Holding:
-    same = Holding(page_tokens=own.page_tokens)
+def frozen_holding(own: PageTable) -> PageTable:
+    same = PageTable(page_tokens=own.page_tokens)
     same.begin, same.pages = own.begin, list(own.pages)
     return same
 
 
-def check_undisturbed(runner: GlassRunner, row: Row) -> None:
+def check_undisturbed(runner: GlassRunner, row: ScheduledTokens) -> None:
     """What the row has written stands there still."""
     request: Request = row.request
     end = row.start + row.count

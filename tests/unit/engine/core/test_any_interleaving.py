@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Row
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens
+from penstock.engine.core.request import Request, RequestStatus
 from penstock.hashing import block_hashes
 from penstock.kv_spec import EVERYTHING, Reach, most_pages
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
@@ -32,11 +32,11 @@ MOVES = (
     + ("pages", "first", "here", "grant", "release", "cancel", "in_flight", "resubmit", "stale")
 )
 OF = {
-    "pages": Status.RESERVED,
-    "first": Status.RESERVED,
-    "here": Status.RESERVED,
-    "grant": Status.UNGRANTED,
-    "release": Status.HANDOVER,
+    "pages": RequestStatus.RESERVED,
+    "first": RequestStatus.RESERVED,
+    "here": RequestStatus.RESERVED,
+    "grant": RequestStatus.UNGRANTED,
+    "release": RequestStatus.HANDOVER,
 }
 """In which state a request must be for these."""
 
@@ -88,7 +88,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     )
 
 
-def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> Arrive:
+def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> AddRequest:
     """A request made of two numbers."""
     prompt = prompt_of(a % 2, 1 + a % 13)
     sampling = SamplingParams(
@@ -99,7 +99,7 @@ def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> Arrive:
         prompt_logprobs=(None, None, None, 0)[b % 4],
     )
     whole = answer(prompt, sampling, MAX_LEN).tokens
-    return Arrive(
+    return AddRequest(
         id=RequestId(name),
         epoch=epoch,
         leg=LEGS[b % 6],
@@ -113,7 +113,7 @@ def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> Arrive:
     )
 
 
-def pick(world: World, number: int, *statuses: Status) -> str | None:
+def pick(world: World, number: int, *statuses: RequestStatus) -> str | None:
     """One of the requests in these states, or in any."""
     names = [r.id for r in world.requests() if not statuses or r.status in statuses]
     return names[number % len(names)] if names else None
@@ -167,7 +167,7 @@ class Guesser:
         self.stood = self.fell = 0
         self.asked: set[RequestId] = set()
 
-    def propose(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
         self.asked |= {row.request.id for row in rows}
         return [self.guess(row.request) for row in rows] if self.random.random() < 0.8 else []
 
@@ -177,7 +177,7 @@ class Guesser:
         wrong = self.random.randrange(8)
         return tuple(token if index != wrong else token + 1 for index, token in enumerate(right[: max(most, 0)]))
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         for row, new in zip(rows, drawn, strict=True):
             self.stood += len(new.tokens) - 1
             self.fell += len(row.draft) - (len(new.tokens) - 1)

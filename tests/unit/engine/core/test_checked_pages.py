@@ -4,8 +4,8 @@ long prompt's, and nothing is used that was not looked at."""
 from __future__ import annotations
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.hashing import block_hashes
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
@@ -43,15 +43,15 @@ class Engine:
         sampling = SamplingParams(seed=1, max_tokens=most)
         hashes = tuple(block_hashes(ROOT, prompt))
         self.scheduler.apply(
-            Arrive(id=RequestId(name), epoch=1, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=ROOT,
+            AddRequest(id=RequestId(name), epoch=1, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=ROOT,
                    hashes=hashes),
             0.0,
         )  # fmt: skip
 
-    def step(self) -> tuple[Plan, list[str]]:
+    def step(self) -> tuple[StepPlan, list[str]]:
         self.seals.looked_at.clear()
         plan = self.scheduler.plan(0.0)
-        drawn = [Drawn((7,) if row.samples else ()) for row in plan.rows]
+        drawn = [SampledTokens((7,) if row.samples else ()) for row in plan.rows]
         self.scheduler.commit(plan, drawn, 0.0)
         return plan, [f"{row.request.id} {row.start}" for row in plan.rows]
 

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn
-from penstock.engine.core.request import Request, Status
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens
+from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.waiting_queue import REMEMBERED_LINES, FairClock, WaitingQueue
+from penstock.engine.core.waiting_queue import MAX_FAIRNESS_KEYS, FairClock, WaitingQueue
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 
-def of(name: str, claim: Claim, *, prompt: int = 8, answer: int = 2, at: float = 0.0) -> Arrive:
+def of(name: str, claim: Claim, *, prompt: int = 8, answer: int = 2, at: float = 0.0) -> AddRequest:
     """Prompts of their own, so that no cache saves anything."""
     random = Random(name)
-    return Arrive(
+    return AddRequest(
         id=RequestId(name),
         epoch=0,
         leg=Leg.WHOLE,
@@ -48,7 +48,7 @@ class Machine:
 
     def step(self) -> int:
         plan = self.scheduler.plan(self.now)
-        drawn = [Drawn((7,)) if row.samples else Drawn() for row in plan.rows]
+        drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
         for row in plan.rows:
             if row.start < len(row.request.prompt):
                 self.prompt_tokens[row.request.claim.tenant] += row.count
@@ -192,7 +192,7 @@ arrivals = st.lists(
 )
 
 
-def play(events: list[tuple[int, Arrive]], **config: float) -> Machine:
+def play(events: list[tuple[int, AddRequest]], **config: float) -> Machine:
     """Each arrives before the step of its number; to the end.  Fails when a step computes nothing though some wait."""
     machine = Machine(**config)
     left = sorted(events, key=lambda item: item[0])
@@ -270,7 +270,7 @@ def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Claim]], seed:
             queue.push(request)
         elif move == "take" and (head := queue.head()) is not None:
             assert head is min(model, key=queue.turn)
-            queue.take(head, Status.RUNNING)
+            queue.take(head, RequestStatus.RUNNING)
             clock.admitted(head.line, 8, head.claim.weight)
             model.remove(head)
         elif move == "leave" and model:
@@ -292,15 +292,15 @@ def test_who_is_not_the_first_of_its_line_cannot_be_taken() -> None:
     queue.push(first)
     queue.push(second)
     with pytest.raises(ValueError, match="not the first"):
-        queue.take(second, Status.RUNNING)
+        queue.take(second, RequestStatus.RUNNING)
 
 
 def test_tenants_that_have_gone_are_forgotten() -> None:
     clock = FairClock(output_weight=2.0, memory_s=10.0)
-    for number in range(3 * REMEMBERED_LINES):
+    for number in range(3 * MAX_FAIRNESS_KEYS):
         line = (0, f"t{number}")
         clock.arrived(line, float(number))
         clock.queued(line)
         clock.admitted(line, 1, 1.0)
-    assert len(vars(clock)["_times"]) <= REMEMBERED_LINES + 1
-    assert len(vars(clock)["_seen"]) <= REMEMBERED_LINES + 1
+    assert len(vars(clock)["_times"]) <= MAX_FAIRNESS_KEYS + 1
+    assert len(vars(clock)["_seen"]) <= MAX_FAIRNESS_KEYS + 1

@@ -10,23 +10,23 @@ import pytest
 
 from penstock.config.limits import LONG_PROMPT
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, Work
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.pacing import MOST_TIMES, Beside, Bounds, piece_s
-from penstock.engine.core.plan import Drawn
+from penstock.engine.core.cost_model import StepCostModel, StepWork
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.pacing import MAX_STRETCH, LongPromptLimits, StepSoFar, long_prompt_share_s
+from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Claim, Leg, RequestId, SamplingParams, ServiceClass
 
 STEP_S, TOKEN_S, TARGET_S = 0.012, 5e-5, 0.1
-BOUNDS = Bounds(TARGET_S, math.inf)
+BOUNDS = LongPromptLimits(TARGET_S, math.inf)
 ANYBODY = Claim()
 
 
-def asked(name: str, prompt: int, answer: int, claim: Claim = ANYBODY) -> Arrive:
+def asked(name: str, prompt: int, answer: int, claim: Claim = ANYBODY) -> AddRequest:
     """A prompt that shares nothing."""
     random = Random(name)
-    return Arrive(
+    return AddRequest(
         id=RequestId(name),
         epoch=0,
         leg=Leg.WHOLE,
@@ -42,9 +42,9 @@ class Clocked:
     """A scheduler that knows its machine, and when each token came."""
 
     def __init__(self, long_prompt_ms: float = TARGET_S * 1e3) -> None:
-        cost = StepCost()
+        cost = StepCostModel()
         for number in range(600):
-            work = Work()
+            work = StepWork()
             for _ in range(number % 16):
                 work.add(100, 1, 1)
             work.add(number * 7919 % 20_000, 1 + number * 37 % 900, 1)
@@ -60,7 +60,7 @@ class Clocked:
     def step(self) -> None:
         plan = self.scheduler.plan(self.now)
         self.now += STEP_S + TOKEN_S * sum(row.count for row in plan.rows)
-        drawn = [Drawn((7,)) if row.samples else Drawn() for row in plan.rows]
+        drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
         for progress in self.scheduler.commit(plan, drawn, self.now).progress:
             self.tokens.setdefault(progress.request.id, []).append(self.now)
 
@@ -87,7 +87,7 @@ def test_answers_hardly_notice_a_very_long_prompt() -> None:
     took = clocked.until("long") - begun
     beside = gaps(clocked.tokens["a0"], begun)
     assert np.quantile(beside, 0.99) <= 1.2 * np.quantile(before, 0.99)
-    assert took <= 1.1 * MOST_TIMES * 20_000 * TOKEN_S
+    assert took <= 1.1 * MAX_STRETCH * 20_000 * TOKEN_S
 
 
 def test_who_comes_after_it_is_not_kept() -> None:
@@ -123,44 +123,44 @@ def of(claim: Claim = ANYBODY) -> Request:
 
 
 def test_how_long_a_piece_may_be() -> None:
-    beside = Beside(answers=32, answers_s=0.012, now=5.0)
-    assert piece_s(of(), LONG_PROMPT * TARGET_S, beside, BOUNDS) == math.inf  # not that long
+    beside = StepSoFar(answers=32, answers_s=0.012, now=5.0)
+    assert long_prompt_share_s(of(), LONG_PROMPT * TARGET_S, beside, BOUNDS) == math.inf  # not that long
     batch = of(Claim(service=ServiceClass.BATCH))
-    assert piece_s(batch, 100 * TARGET_S, beside, BOUNDS) == math.inf  # fills what is left
-    assert piece_s(of(), 100 * TARGET_S, Beside(0, 0.0, 5.0), BOUNDS) == math.inf  # nobody notices
-    assert piece_s(of(), 100 * TARGET_S, beside, BOUNDS) == pytest.approx(0.012 / (MOST_TIMES - 1))
-    twice = piece_s(of(), math.cbrt(2) * LONG_PROMPT * TARGET_S, beside, BOUNDS)
+    assert long_prompt_share_s(batch, 100 * TARGET_S, beside, BOUNDS) == math.inf  # fills what is left
+    assert long_prompt_share_s(of(), 100 * TARGET_S, StepSoFar(0, 0.0, 5.0), BOUNDS) == math.inf  # nobody notices
+    assert long_prompt_share_s(of(), 100 * TARGET_S, beside, BOUNDS) == pytest.approx(0.012 / (MAX_STRETCH - 1))
+    twice = long_prompt_share_s(of(), math.cbrt(2) * LONG_PROMPT * TARGET_S, beside, BOUNDS)
     assert twice == pytest.approx(0.012)  # half of the step
-    alone = piece_s(of(), 100 * TARGET_S, Beside(1, 0.012, 5.0), BOUNDS)
+    alone = long_prompt_share_s(of(), 100 * TARGET_S, StepSoFar(1, 0.012, 5.0), BOUNDS)
     assert alone == pytest.approx(0.012)  # as much for it as for the one answer
 
 
 def test_one_that_falls_behind_may_have_more_and_in_the_end_everything() -> None:
     request = of()
-    first = piece_s(request, 1.0, Beside(32, 0.012, 0.0), BOUNDS)
-    late = piece_s(request, 0.9, Beside(32, 0.012, 5.0), BOUNDS)
+    first = long_prompt_share_s(request, 1.0, StepSoFar(32, 0.012, 0.0), BOUNDS)
+    late = long_prompt_share_s(request, 0.9, StepSoFar(32, 0.012, 5.0), BOUNDS)
     assert late > first
-    assert piece_s(request, 0.8, Beside(32, 0.012, 9.5), BOUNDS) == math.inf
+    assert long_prompt_share_s(request, 0.8, StepSoFar(32, 0.012, 9.5), BOUNDS) == math.inf
 
 
 def test_nobody_is_read_so_gently_that_it_is_too_late() -> None:
-    beside, bounds = Beside(32, 0.012, 0.0), Bounds(TARGET_S, 60.0)
+    beside, bounds = StepSoFar(32, 0.012, 0.0), LongPromptLimits(TARGET_S, 60.0)
     late = of()
-    piece_s(late, 15.0, beside, bounds)
+    long_prompt_share_s(late, 15.0, beside, bounds)
     assert late.read_by == 60.0  # not 8 * 15
-    assert piece_s(of(), 61.0, beside, bounds) == math.inf
+    assert long_prompt_share_s(of(), 61.0, beside, bounds) == math.inf
     pressed = of(Claim(max_wait_s=20.0))
-    piece_s(pressed, 5.0, beside, bounds)
+    long_prompt_share_s(pressed, 5.0, beside, bounds)
     assert pressed.read_by == 10.0
-    assert piece_s(of(Claim(max_wait_s=8.0)), 5.0, beside, bounds) == math.inf
+    assert long_prompt_share_s(of(Claim(max_wait_s=8.0)), 5.0, beside, bounds) == math.inf
 
 
 def test_who_has_begun_its_answer_is_read_again_at_full_speed() -> None:
     request = of()
-    beside = Beside(32, 0.012, 0.0)
-    assert piece_s(request, 5.0, beside, BOUNDS) < math.inf
+    beside = StepSoFar(32, 0.012, 0.0)
+    assert long_prompt_share_s(request, 5.0, beside, BOUNDS) < math.inf
     request.append(7)
-    assert piece_s(request, 5.0, beside, BOUNDS) == math.inf
+    assert long_prompt_share_s(request, 5.0, beside, BOUNDS) == math.inf
 
 
 def test_a_deadline_is_met_amid_answers() -> None:

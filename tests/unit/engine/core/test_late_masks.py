@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Grammar, GrammarKind, Leg, RequestId, SamplingParams
 
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="a*")
 
 
-def arrive(name: str, prompt: int, grammar: Grammar | None = None) -> Arrive:
-    return Arrive(
+def arrive(name: str, prompt: int, grammar: Grammar | None = None) -> AddRequest:
+    return AddRequest(
         id=RequestId(name),
         epoch=1,
         leg=Leg.WHOLE,
@@ -23,7 +23,7 @@ def arrive(name: str, prompt: int, grammar: Grammar | None = None) -> Arrive:
     )
 
 
-def shown(plan: Plan) -> list[tuple[str, int, int]]:
+def shown(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(str(row.request.id), row.start, row.count) for row in plan.rows]
 
 
@@ -35,8 +35,8 @@ def test_a_late_row_is_computed_again_when_its_mask_is_there_and_not_before() ->
     scheduler.apply(arrive("b", 3), 0.0)
 
     def step(*late_rows: str) -> tuple[list[tuple[str, int, int]], list[str], int]:
-        def drawn(row: Row) -> Drawn:
-            return Drawn(late=True) if row.request.id in late_rows else Drawn((7,))
+        def drawn(row: ScheduledTokens) -> SampledTokens:
+            return SampledTokens(late=True) if row.request.id in late_rows else SampledTokens((7,))
 
         plan = scheduler.plan(0.0, max_steps=4)
         assert plan.steps == 1 or not any(row.request.id == "a" for row in plan.rows)

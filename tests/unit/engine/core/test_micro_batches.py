@@ -16,8 +16,8 @@ from micro_batch_world import MicroBatchWorld
 from test_any_interleaving import MOVES, Move, apply, configs, moves
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive, Cancelled
-from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.core.events import AddRequest, CancelRequest
+from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
 
@@ -64,8 +64,8 @@ def test_micro_batches_come_in_each_others_way() -> None:
     assert given_up > 0
 
 
-def request(name: str, tokens: int, *, answer: int = 8, rank: int = 0, family: int = 0) -> Arrive:
-    return Arrive(
+def request(name: str, tokens: int, *, answer: int = 8, rank: int = 0, family: int = 0) -> AddRequest:
+    return AddRequest(
         id=RequestId(name),
         epoch=0,
         leg=Leg.WHOLE,
@@ -82,20 +82,20 @@ def scheduler(pages: int = 16, **changed: int) -> Scheduler:
     return Scheduler(SchedulerConfig(pages=pages, **{**fields, **changed}), micro_batches=2)
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: StepPlan) -> list[str]:
     return [row.request.id for row in plan.rows]
 
 
-def drawn(plan: Plan) -> list[Drawn]:
-    return [Drawn((7,) * plan.steps) if row.samples else Drawn() for row in plan.rows]
+def drawn(plan: StepPlan) -> list[SampledTokens]:
+    return [SampledTokens((7,) * plan.steps) if row.samples else SampledTokens() for row in plan.rows]
 
 
-def arrive(own: Scheduler, *events: Arrive) -> None:
+def arrive(own: Scheduler, *events: AddRequest) -> None:
     for one in events:
         own.apply(one, 0.0)
 
 
-def run(own: Scheduler, micro_batches: Iterable[int]) -> list[Plan]:
+def run(own: Scheduler, micro_batches: Iterable[int]) -> list[StepPlan]:
     """Plan these one after the other, each committed at once."""
     plans = []
     for number in micro_batches:
@@ -135,7 +135,7 @@ def test_pages_of_a_request_that_leaves_are_free_when_its_step_is_committed() ->
     own = scheduler(pages=8)
     arrive(own, request("a", 30, answer=2))
     chunk = own.plan(0.0, 1, 0)
-    own.apply(Cancelled(id=RequestId("a"), epoch=0), 0.0)
+    own.apply(CancelRequest(id=RequestId("a"), epoch=0), 0.0)
     arrive(own, request("b", 3))
     assert own.memory.pool.available == 0
     assert own.memory.importing
@@ -193,7 +193,7 @@ def test_a_preemption_target_is_computed_no_further() -> None:
     assert {request.id for request in own.micro_batches.excluded(1)} == {"new"}
     own.commit(chunk, drawn(chunk), 0.0)
     assert "new" not in names(*run(own, [1]))
-    own.apply(Cancelled(id=RequestId("new"), epoch=0), 0.0)
+    own.apply(CancelRequest(id=RequestId("new"), epoch=0), 0.0)
     own.commit(step, drawn(step), 0.0)
     assert not own.micro_batches.excluded(1)
     assert own.check().total == 0

@@ -6,10 +6,10 @@ import pytest
 from glass_model import prompt_of
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.cost_model import StepCost, Work
-from penstock.engine.core.events import Arrive, Cancelled, FirstToken, PagesArrived
-from penstock.engine.core.pacing import LEAST_REST_S, Pace
-from penstock.engine.core.plan import Drawn, Plan
+from penstock.engine.core.cost_model import StepCostModel, StepWork
+from penstock.engine.core.events import AddRequest, CancelRequest, FirstTokenArrived, PagesArrived
+from penstock.engine.core.pacing import MIN_REST_S, EvenPacing
+from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams
 
@@ -17,16 +17,16 @@ STEP_S, ROW_S = 0.030, 0.005
 BUDGET_S = 0.1
 
 
-def rows(count: int) -> Work:
-    work = Work()
+def rows(count: int) -> StepWork:
+    work = StepWork()
     for _ in range(count):
         work.add(100, 1, 1)
     return work
 
 
-def learned(step_s: float, row_s: float) -> StepCost:
+def learned(step_s: float, row_s: float) -> StepCostModel:
     """Has seen steps of so long, and so much longer with each row."""
-    cost = StepCost()
+    cost = StepCostModel()
     for step in range(200):
         count = 1 + step % 8
         cost.learn(rows(count), step_s + row_s * count)
@@ -34,7 +34,7 @@ def learned(step_s: float, row_s: float) -> StepCost:
 
 
 @pytest.fixture(scope="module")
-def cost() -> StepCost:
+def cost() -> StepCostModel:
     return learned(STEP_S, ROW_S)
 
 
@@ -49,8 +49,10 @@ def cost() -> StepCost:
         (12, 12, 0.010),  # up to the budget
     ],
 )
-def test_a_rest_is_what_company_would_have_cost(cost: StepCost, running: int, awaiting: int, expected_s: float) -> None:
-    pace = Pace(cost, BUDGET_S)
+def test_a_rest_is_what_company_would_have_cost(
+    cost: StepCostModel, running: int, awaiting: int, expected_s: float
+) -> None:
+    pace = EvenPacing(cost, BUDGET_S)
     seconds = STEP_S + ROW_S * running
     pace.took(rows(running), awaiting, seconds, 5.0)
     assert (pace.until - 5.0 if pace.until else 0.0) == pytest.approx(expected_s, abs=0.006)
@@ -58,14 +60,14 @@ def test_a_rest_is_what_company_would_have_cost(cost: StepCost, running: int, aw
 
 
 def test_a_small_model_never_rests() -> None:
-    pace = Pace(learned(0.0004, 0.00005), BUDGET_S)
+    pace = EvenPacing(learned(0.0004, 0.00005), BUDGET_S)
     pace.took(rows(1), 7, 0.00045, 5.0)
     assert pace.until == 0.0
-    assert LEAST_REST_S > 2 * 0.00045
+    assert MIN_REST_S > 2 * 0.00045
 
 
-def test_a_step_that_somebody_has_held_up_is_not_held_up_once_more(cost: StepCost) -> None:
-    pace = Pace(cost, BUDGET_S)
+def test_a_step_that_somebody_has_held_up_is_not_held_up_once_more(cost: StepCostModel) -> None:
+    pace = EvenPacing(cost, BUDGET_S)
     pace.took(rows(1), 7, 0.069, 5.0)  # twice what was foreseen
     assert pace.until == 0.0
 
@@ -79,7 +81,7 @@ class Decoding:
 
     def arrive(self, name: str, leg: Leg = Leg.DECODE) -> None:
         self.scheduler.apply(
-            Arrive(
+            AddRequest(
                 id=RequestId(name),
                 epoch=0,
                 leg=leg,
@@ -93,11 +95,11 @@ class Decoding:
 
     def handed_over(self, name: str) -> None:
         self.scheduler.apply(PagesArrived(id=RequestId(name), epoch=0, computed=6), self.now)
-        self.scheduler.apply(FirstToken(id=RequestId(name), epoch=0, token=1), self.now)
+        self.scheduler.apply(FirstTokenArrived(id=RequestId(name), epoch=0, token=1), self.now)
 
-    def step(self, seconds: float = 0.03) -> Plan:
+    def step(self, seconds: float = 0.03) -> StepPlan:
         plan = self.scheduler.plan(self.now)
-        drawn = [Drawn((1,)) if row.samples else Drawn() for row in plan.rows]
+        drawn = [SampledTokens((1,)) if row.samples else SampledTokens() for row in plan.rows]
         self.now += seconds if plan.rows else 0.0
         self.scheduler.commit(plan, drawn, self.now, seconds if plan.rows else None)
         return plan
@@ -114,7 +116,7 @@ class Decoding:
             pass
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: StepPlan) -> list[str]:
     return [row.request.id for row in plan.rows]
 
 
@@ -149,7 +151,7 @@ def test_a_prompt_of_this_workers_own_ends_the_rest() -> None:
 def test_when_nobody_waits_any_more_the_next_step_has_no_rest_behind_it() -> None:
     world = Decoding(even_pace=True)
     world.one_of_two()
-    world.scheduler.apply(Cancelled(id=RequestId("b"), epoch=0), world.now)
+    world.scheduler.apply(CancelRequest(id=RequestId("b"), epoch=0), world.now)
     assert names(world.step()) == []
     world.now = world.scheduler.resting_until or 0.0
     assert [names(world.step()) for _ in range(3)] == [["a"]] * 3

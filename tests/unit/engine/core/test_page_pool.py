@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.page_pool import BlockPool, Leaks, Lease, Shortfall
+from penstock.engine.core.page_pool import LeakCheck, PageLease, PagePool, PageShortfall
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.kv_spec import EVERYTHING, Pieces, Reach
 from penstock.types import BlockHash, PageId
@@ -18,14 +18,14 @@ def name(number: int) -> BlockHash:
     return BlockHash(bytes([number]) * 32)
 
 
-def leased(pool: BlockPool, count: int) -> list[PageId]:
+def leased(pool: PagePool, count: int) -> list[PageId]:
     lease = pool.reserve(count)
-    assert isinstance(lease, Lease)
+    assert isinstance(lease, PageLease)
     return lease.take()
 
 
 def test_a_lease_gives_back_unless_taken() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     with pytest.raises(KeyError), leased_scope(pool, 3):
         raise KeyError
     assert pool.free == 4
@@ -37,22 +37,22 @@ def test_a_lease_gives_back_unless_taken() -> None:
     assert pool.free == 4
 
 
-def leased_scope(pool: BlockPool, count: int) -> Lease:
+def leased_scope(pool: PagePool, count: int) -> PageLease:
     lease = pool.reserve(count)
-    assert isinstance(lease, Lease)
+    assert isinstance(lease, PageLease)
     return lease
 
 
 def test_a_shortfall_tells_how_much_and_takes_nothing() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     leased(pool, 1)
-    assert pool.reserve(5) == Shortfall(2)
-    assert pool.reserve(3, spare=1) == Shortfall(1)
+    assert pool.reserve(5) == PageShortfall(2)
+    assert pool.reserve(3, spare=1) == PageShortfall(1)
     assert pool.available == 3
 
 
 def test_each_time_a_page_is_given_out_is_a_generation() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     for times in range(1, 4):
         (page,) = leased(pool, 1)
         assert pool.generation(page) == times
@@ -60,7 +60,7 @@ def test_each_time_a_page_is_given_out_is_a_generation() -> None:
 
 
 def test_the_leaf_of_the_oldest_chain_is_evicted_first() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     cache = PrefixCache(pool)
     for chain in (0, 2):
         pages = leased(pool, 2)
@@ -77,19 +77,19 @@ def test_the_leaf_of_the_oldest_chain_is_evicted_first() -> None:
 
 
 def test_what_is_held_is_not_evicted() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     cache = PrefixCache(pool)
     (page,) = leased(pool, 1)
     cache.insert(name(0), page)
     pool.release([page])
     with cache.match([name(0)], limit=1).lease:
-        assert pool.reserve(2) == Shortfall(1)
+        assert pool.reserve(2) == PageShortfall(1)
     leased(pool, 2)
     assert len(cache) == 0
 
 
 def test_a_second_page_of_one_content_stays_private() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     cache = PrefixCache(pool)
     first, second = leased(pool, 2)
     assert cache.insert(name(0), first)
@@ -100,7 +100,7 @@ def test_a_second_page_of_one_content_stays_private() -> None:
 
 def test_a_damaged_page_leaves_the_cache_once() -> None:
     """Its block may be known by another page when the pool gives out the damaged one again."""
-    pool = BlockPool(2)
+    pool = PagePool(2)
     cache = PrefixCache(pool)
     gone: list[BlockHash] = []
     cache.on_evict = lambda label: gone.append(label.block)
@@ -117,7 +117,7 @@ def test_a_damaged_page_leaves_the_cache_once() -> None:
 
 
 def test_a_match_ends_at_the_first_gap_and_at_the_limit() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     cache = PrefixCache(pool)
     pages = leased(pool, 4)
     for number in (0, 1, 3):
@@ -129,21 +129,21 @@ def test_a_match_ends_at_the_first_gap_and_at_the_limit() -> None:
 
 
 def test_the_check_sees_what_is_wrong() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     one, two = leased(pool, 2)
-    assert pool.check([[one], [two]]) == Leaks()
-    assert pool.check([[one]]) == Leaks(leaked=1)
-    assert pool.check([[one, two], [two]]) == Leaks(double=1)
+    assert pool.check([[one], [two]]) == LeakCheck()
+    assert pool.check([[one]]) == LeakCheck(leaked=1)
+    assert pool.check([[one, two], [two]]) == LeakCheck(double=1)
     pool.release([two])
-    assert pool.check([[one, two]]) == Leaks(double=1)
+    assert pool.check([[one, two]]) == LeakCheck(double=1)
     pool._free.remove(two)
-    assert pool.check([[one]]) == Leaks(lost=1)
+    assert pool.check([[one]]) == LeakCheck(lost=1)
     assert pool.check([[one]]).total == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "name", "drop"]), st.integers(0, 99)), max_size=200))
 def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
-    pool = BlockPool(6)
+    pool = PagePool(6)
     cache = PrefixCache(pool)
     owners: list[list[PageId]] = []
     given_out: Counter[PageId] = Counter()
@@ -151,7 +151,7 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
         match kind:
             case "take":
                 taken = pool.reserve(number % 5)
-                if isinstance(taken, Lease):
+                if isinstance(taken, PageLease):
                     owners.append(taken.take())
                     given_out.update(owners[-1])
             case "share":
@@ -163,7 +163,7 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
             case "drop" if owners:
                 pool.release(owners.pop(number % len(owners)))
         assert pool.free + pool.cached + pool.leased == 6
-        assert pool.check(owners) == Leaks()
+        assert pool.check(owners) == LeakCheck()
         assert len({page for pages in owners for page in pages}) == pool.leased
     assert all(pool.generation(PageId(page)) == given_out[PageId(page)] for page in range(6))
 
@@ -171,9 +171,9 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
 WINDOWED = (EVERYTHING, Reach(window=6))
 
 
-def two_groups(blocks: int, pages: int = 20) -> tuple[BlockPool, PrefixCache, list[list[PageId]]]:
+def two_groups(blocks: int, pages: int = 20) -> tuple[PagePool, PrefixCache, list[list[PageId]]]:
     """A chain of known blocks of 4 tokens, in a group that reads everything and one with a window of 6."""
-    pool = BlockPool(pages)
+    pool = PagePool(pages)
     cache = PrefixCache(pool, WINDOWED, page_tokens=4)
     held = [leased(pool, blocks) for _ in WINDOWED]
     for group, own in enumerate(held):
@@ -235,7 +235,7 @@ def test_a_prefix_with_states_ends_where_a_state_is(
     blocks: int, lost: tuple[int, ...], position: int, known: int, cell: int | None
 ) -> None:
     """Blocks of 4 tokens, states every 8: ``cell`` is whose page is needed."""
-    cache = PrefixCache(BlockPool(20), STATEFUL, page_tokens=4)
+    cache = PrefixCache(PagePool(20), STATEFUL, page_tokens=4)
     keys, states = leased(cache._pool, 7), leased(cache._pool, 3)
     for block, page in enumerate(keys):
         assert cache.insert(name(block), page)
@@ -266,7 +266,7 @@ def test_sharing_what_moves_promises_a_page() -> None:
     with cache.match([name(block) for block in range(4)], limit=4).lease as shared:
         assert len(shared) == 4 + 2
         assert pool.available == 2, "the window's two pages count twice"
-        assert pool.reserve(3) == Shortfall(1)
+        assert pool.reserve(3) == PageShortfall(1)
         pool.release(held[1][2:])
         assert pool.available == 4
         leased(pool, 2)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.kv_cache_manager import PageMemory
-from penstock.engine.core.page_pool import Lease
-from penstock.engine.core.prefetch import Imports
+from penstock.engine.core.kv_cache_manager import KvCacheManager
+from penstock.engine.core.page_pool import PageLease
+from penstock.engine.core.prefetch import Prefetches
 from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import BlockHash
 
@@ -23,16 +23,16 @@ GROUPS = {
 }
 
 
-def memory_of(kind: str, pages: int = 400) -> PageMemory:
-    return PageMemory(pages=pages, page_tokens=4, reaches=GROUPS[kind])
+def memory_of(kind: str, pages: int = 400) -> KvCacheManager:
+    return KvCacheManager(pages=pages, page_tokens=4, reaches=GROUPS[kind])
 
 
-def put(memory: PageMemory, blocks: int) -> None:
+def put(memory: KvCacheManager, blocks: int) -> None:
     """All pages of so many blocks are in the prefix cache."""
     for group in range(memory.groups):
         for last in memory.prefix.ends(group, blocks, 0):
             lease = memory.pool.reserve(1)
-            assert isinstance(lease, Lease)
+            assert isinstance(lease, PageLease)
             with lease:
                 memory.prefix.insert(CHAIN[last], lease.pages[0], group)
 
@@ -53,7 +53,7 @@ def test_what_comes_is_found_and_what_does_not_is_free(
     memory, elsewhere = memory_of(kind), memory_of(kind)
     put(memory, here)
     put(elsewhere, there)
-    imports = Imports(memory)
+    imports = Prefetches(memory)
     had = memory.prefix.longest(CHAIN, limit)
 
     def is_there(block: BlockHash, group: int) -> bool:
@@ -85,7 +85,7 @@ def test_what_comes_is_found_and_what_does_not_is_free(
 
 def test_others_keep_some_room() -> None:
     memory = memory_of("plain", pages=16)
-    imports = Imports(memory)
+    imports = Prefetches(memory)
     wanted = [(block, 0) for block in CHAIN]
     assert imports.begin(CHAIN, BLOCKS, wanted) is None
     assert imports.begin(CHAIN, BLOCKS, wanted[:15]) is None
@@ -95,7 +95,7 @@ def test_others_keep_some_room() -> None:
 
 def test_a_page_that_was_computed_meanwhile_is_free_again() -> None:
     memory = memory_of("plain")
-    imports = Imports(memory)
+    imports = Prefetches(memory)
     brought = imports.begin(CHAIN, BLOCKS, [(CHAIN[0], 0), (CHAIN[1], 0)])
     assert brought is not None
     put(memory, 1)

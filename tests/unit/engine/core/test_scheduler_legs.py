@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_script import TOO_SMALL_FOR_TWO, check, shown_outcome, shown_plan
 
-from penstock.engine.core.events import Cancelled
+from penstock.engine.core.events import CancelRequest
 from penstock.types import RequestId
 
 
@@ -52,9 +52,9 @@ def test_a_prefill_leg_waits_for_credit_announces_and_holds_until_released() -> 
 def test_a_cancel_of_a_later_epoch_ends_the_leg_of_the_earlier_one() -> None:
     """The submission of that epoch and its cancel may have been lost or passed each other."""
     world = check("prefill a prompt=8 epoch=1\n grant a\n step -> a 0+8*", to_the_end=False)
-    world.scheduler.apply(Cancelled(id=RequestId("a"), epoch=0), 0.0)
+    world.scheduler.apply(CancelRequest(id=RequestId("a"), epoch=0), 0.0)
     assert world.find("a") is not None
-    world.scheduler.apply(Cancelled(id=RequestId("a"), epoch=2), 0.0)
+    world.scheduler.apply(CancelRequest(id=RequestId("a"), epoch=2), 0.0)
     assert world.find("a") is None
     assert world.scheduler.memory.pool.leased == 0
 

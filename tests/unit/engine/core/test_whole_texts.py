@@ -8,8 +8,8 @@ import pytest
 from glass_model import ROOT, prompt_of
 
 from penstock.config.schema import PoolingConfig, SchedulerConfig
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Outcome, Plan
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import FinishReason, Leg, PoolingParams, RequestId, SamplingParams
 
@@ -25,7 +25,7 @@ def scheduler(pooling: PoolingConfig | None, **changes: Any) -> Scheduler:
 
 def arrive(engine: Scheduler, name: str, tokens: int, *, family: int = 0, pooled: bool = True) -> None:
     engine.apply(
-        Arrive(
+        AddRequest(
             id=RequestId(name),
             epoch=0,
             leg=Leg.WHOLE,
@@ -39,9 +39,9 @@ def arrive(engine: Scheduler, name: str, tokens: int, *, family: int = 0, pooled
     )
 
 
-def step(engine: Scheduler) -> tuple[Plan, Outcome, list[str]]:
+def step(engine: Scheduler) -> tuple[StepPlan, StepOutcome, list[str]]:
     plan = engine.plan(0.0)
-    drawn = [Drawn((0,), pooled=b"v") if row.samples else Drawn() for row in plan.rows]
+    drawn = [SampledTokens((0,), pooled=b"v") if row.samples else SampledTokens() for row in plan.rows]
     outcome = engine.commit(plan, drawn, 0.0, 0.001 if plan.rows else None)
     return plan, outcome, [f"{row.request.id} {row.start}+{row.count}" for row in plan.rows]
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Row
-from penstock.engine.core.request import Holding, Request
-from penstock.engine.runner.input_batch import Span, StepArrays
-from penstock.engine.runner.sampling_state import Answer
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import ScheduledTokens
+from penstock.engine.core.request import PageTable, Request
+from penstock.engine.runner.input_batch import InputBatch, TokenSpan
+from penstock.engine.runner.sampling_state import SamplingState
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 
 SAMPLING = SamplingParams(seed=0, max_tokens=100)
@@ -19,7 +19,7 @@ SAMPLING = SamplingParams(seed=0, max_tokens=100)
 def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPLING, emitted: int = 0) -> Request:
     """Token at position p is 1000 + p; page of block b is ``first_page`` + b."""
     tokens = [1000 + position for position in range(known)]
-    arrive = Arrive(
+    arrive = AddRequest(
         id=RequestId("r"),
         epoch=0,
         leg=Leg.WHOLE,
@@ -36,11 +36,11 @@ def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPL
 
 def give(request: Request, pages: list[int]) -> None:
     """Of two groups of layers; the second has other pages."""
-    request.adopt([Holding(0, [PageId(page + other) for page in pages]) for other in (0, 7000)])
+    request.adopt([PageTable(0, [PageId(page + other) for page in pages]) for other in (0, 7000)])
 
 
-def span_of(request: Request, start: int, count: int, samples: bool = True) -> Span:
-    return Span(Row(request, start, count, samples), Answer(request))
+def span_of(request: Request, start: int, count: int, samples: bool = True) -> TokenSpan:
+    return TokenSpan(ScheduledTokens(request, start, count, samples), SamplingState(request))
 
 
 steps = st.lists(
@@ -52,7 +52,7 @@ steps = st.lists(
 
 @given(steps)
 def test_every_token_has_its_position_and_its_pages(steps: list[list[tuple[int, int, int]]]) -> None:
-    arrays = StepArrays()
+    arrays = InputBatch()
     for step in steps:
         spans = [
             span_of(request_of(start + count, index * 1000, emitted=min(emitted, start + count - 1)), start, count)
@@ -77,7 +77,7 @@ def test_every_token_has_its_position_and_its_pages(steps: list[list[tuple[int, 
 
 
 def test_arrays_are_reused() -> None:
-    arrays = StepArrays()
+    arrays = InputBatch()
     request = request_of(100)
     arrays.fill([span_of(request, 0, 100)])
     first = arrays.batch
@@ -99,7 +99,7 @@ def test_wanted_rows_stand_in_order() -> None:
         span_of(request_of(20, sampling=asked), 17, 3),
         span_of(request_of(7, sampling=cut), 5, 2),
     ]
-    arrays = StepArrays()
+    arrays = InputBatch()
     arrays.fill(spans)
     assert (arrays.scored, arrays.listed, arrays.picked) == (2, [spans[3]], [spans[0], spans[2]])
     assert arrays.batch.sample_rows_R.tolist() == [5, 6, 9, 0, 7]
@@ -114,7 +114,7 @@ def test_wanted_rows_stand_in_order() -> None:
 )
 def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tuple[str, int]]) -> None:
     """Whatever happens between two steps, the arrays are those of spans made afresh."""
-    arrays, serial = StepArrays(), 1000
+    arrays, serial = InputBatch(), 1000
     cut = SamplingParams(seed=3, max_tokens=100, top_k=2)
     requests = [request_of(known, 100 * i, SAMPLING if plain else cut) for i, (known, plain) in enumerate(begun)]
     arrays.fill([span_of(request, request.known - 1, 1) for request in requests])
@@ -135,13 +135,13 @@ def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tup
             requests.remove(request)
         elif move == "twice":
             request.append(7)
-        rows = [Row(each, each.known - 1, 1, True) for each in requests]
+        rows = [ScheduledTokens(each, each.known - 1, 1, True) for each in requests]
         went_on = arrays.go_on(rows, spans=True)
         assert went_on or move != "on"
         if not went_on:
-            arrays.fill([Span(row, Answer(row.request)) for row in rows])
-        fresh = StepArrays()
-        fresh.fill([Span(row, Answer(row.request)) for row in rows])
+            arrays.fill([TokenSpan(row, SamplingState(row.request)) for row in rows])
+        fresh = InputBatch()
+        fresh.fill([TokenSpan(row, SamplingState(row.request)) for row in rows])
         got, want = arrays.batch, fresh.batch
         for name in ("tokens_T", "positions_T", "starts_S1", "sample_rows_R"):
             assert getattr(got, name).tolist() == getattr(want, name).tolist()

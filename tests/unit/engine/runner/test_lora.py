@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.request import Request
-from penstock.engine.runner.lora import AdapterRoom, Adapters
+from penstock.engine.runner.lora import LoraLimits, LoraManager
 from penstock.errors import AdapterRefused, ModelError
 from penstock.kernels.lora import NO_ADAPTER, PackedAdapter
 from penstock.kernels.native.backend import families
@@ -128,7 +128,7 @@ class Shelf:
         self.may_read.set()
         ops: Any = type("Ops", (), {"adapter_table": lambda _, sites, slots: self.table})()
         weight: Any = object()
-        self.adapters = Adapters(ops, {"w": weight}, AdapterRoom(slots=slots, nbytes=nbytes, max_rank=1), self.read)
+        self.adapters = LoraManager(ops, {"w": weight}, LoraLimits(slots=slots, nbytes=nbytes, max_rank=1), self.read)
         self.used: set[str] = set()
         self.adapters.in_use = lambda: self.used
 

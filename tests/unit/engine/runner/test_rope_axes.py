@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.runner.input_batch import turns
+from penstock.engine.runner.input_batch import rope_axes
 from penstock.types import PlacedImage
 
 
@@ -15,7 +15,7 @@ def placed(at: int, rows: int, columns: int) -> PlacedImage:
 
 
 def test_an_image_counts_rows_and_columns_and_text_goes_on_above_both():
-    got = turns([placed(2, 2, 3)], 0, 10)
+    got = rope_axes([placed(2, 2, 3)], 0, 10)
     assert got.tolist() == [
         [0, 0, 0],
         [1, 1, 1],
@@ -26,7 +26,7 @@ def test_an_image_counts_rows_and_columns_and_text_goes_on_above_both():
 
 
 def test_two_images_side_by_side():
-    got = turns([placed(0, 1, 2), placed(2, 2, 1)], 0, 5)
+    got = rope_axes([placed(0, 1, 2), placed(2, 2, 1)], 0, 5)
     assert got.tolist() == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 3, 2], [4, 4, 4]]
 
 
@@ -41,8 +41,8 @@ def test_any_piece_is_a_piece_of_the_whole_and_no_axis_is_ahead(
     for gap, rows, columns in given_shapes:
         images.append(placed(end + gap, rows, columns))
         end = images[-1].end
-    whole = turns(images, 0, 200)
-    np.testing.assert_array_equal(turns(images, start, start + count), whole[start : start + count])
+    whole = rope_axes(images, 0, 200)
+    np.testing.assert_array_equal(rope_axes(images, start, start + count), whole[start : start + count])
     assert (whole <= np.arange(200)[:, None]).all()
     assert (whole >= 0).all()
     assert (whole[end:, 0] == whole[end:, 1]).all()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from grammar_world import BYTES, END, compiled, grammar_of, schema_grammar
-from penstock.engine.core.plan import Drawn, Plan, Row
+from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.core.request import Request
-from penstock.engine.runner.model_runner import Aids, ModelRunner
-from penstock.engine.runner.sampling_state import Constraint, MaskJob, MaskThreads, Patience
+from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
+from penstock.engine.runner.sampling_state import GrammarConstraint, MaskJob, MaskThreads, MaskWait
 from penstock.grammar.matcher import Matcher
 from penstock.grammar.worker import Grammars
 from penstock.types import Grammar, SamplingParams
@@ -52,7 +52,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> RunnerBench:
     grammars = Grammars(lambda: BYTES)
     made = RunnerBench(folder, "fp32", pages=600)
     made.runner = ModelRunner(
-        made.model, made.ops, made.kv, made.runner.program, aids=Aids(matcher_of=grammars.matcher)
+        made.model, made.ops, made.kv, made.runner.program, aids=RunnerServices(matcher_of=grammars.matcher)
     )
     return made
 
@@ -125,8 +125,8 @@ def test_guessed_tokens_change_nothing(bench: RunnerBench, name: str, wrong: int
         draft = list(alone[known : known + 4])
         if wrong is not None and wrong < len(draft):
             draft[wrong] = ord("~") if draft[wrong] != ord("~") else ord("!")
-        row = Row(request, request.computed, 1, True, tuple(draft))
-        (drawn,) = bench.runner.run(Plan(rows=(row,)))
+        row = ScheduledTokens(request, request.computed, 1, True, tuple(draft))
+        (drawn,) = bench.runner.run(StepPlan(rows=(row,)))
         request.computed = row.start + len(drawn.tokens)
         for token in drawn.tokens:
             if not finished(request):
@@ -179,13 +179,13 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
         return Broken(compiled(grammar).matcher(), 6)
 
     alone = finish(bench, bench.request(PROMPT, SAMPLINGS["greedy"]))
-    runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=Aids(matcher_of=broken))  # type: ignore[arg-type]
+    runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=RunnerServices(matcher_of=broken))  # type: ignore[arg-type]
     request = bench.request(PROMPT, SAMPLINGS["greedy"])
-    drawn: Drawn = Drawn()
+    drawn: SampledTokens = SampledTokens()
     while not drawn.cut:
         draft = tuple(alone[len(request.output) :][:4]) if drafts and request.output else ()
-        row = Row(request, request.computed, request.missing, True, draft)
-        (drawn,) = runner.run(Plan(rows=(row,)))
+        row = ScheduledTokens(request, request.computed, request.missing, True, draft)
+        (drawn,) = runner.run(StepPlan(rows=(row,)))
         request.computed = row.start + row.count + len(drawn.tokens) - 1
         for token in drawn.tokens:
             request.append(token)
@@ -201,16 +201,18 @@ def test_a_draft_that_runs_into_a_bound_leaves_the_answer_as_it_was(bench: Runne
     letters = SamplingParams(seed=1, max_tokens=90, temperature=0.0, grammar=grammar_of("regex", "[a-z]{30}"))
     answers = []
     for drafts in (False, True):
-        runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=Aids(matcher_of=broken))  # type: ignore[arg-type]
+        runner = ModelRunner(
+            bench.model, bench.ops, bench.kv, bench.runner.program, aids=RunnerServices(matcher_of=broken)
+        )  # type: ignore[arg-type]
         request = bench.request(PROMPT, letters)
-        drawn: Drawn = Drawn()
+        drawn: SampledTokens = SampledTokens()
         while not drawn.cut:
             guess: tuple[int, ...] = ()
             if drafts and len(request.output) == 4:
                 wrong = ord("x") if answers[0][4] != ord("x") else ord("y")
                 guess = (wrong,) * 4
-            row = Row(request, request.computed, request.missing, True, guess)
-            (drawn,) = runner.run(Plan(rows=(row,)))
+            row = ScheduledTokens(request, request.computed, request.missing, True, guess)
+            (drawn,) = runner.run(StepPlan(rows=(row,)))
             request.computed = row.start + row.count + len(drawn.tokens) - 1
             for token in drawn.tokens:
                 request.append(token)
@@ -245,7 +247,7 @@ def test_masks_are_worked_out_on_another_thread_or_by_who_waits_for_them(bench: 
 
     def work() -> list[Any]:
         request = bench.request(PROMPT, SAMPLINGS["greedy"])
-        return [(Constraint(request, lambda: Told(names)), (), ()) for _ in range(3)]  # type: ignore[arg-type, return-value]
+        return [(GrammarConstraint(request, lambda: Told(names)), (), ()) for _ in range(3)]  # type: ignore[arg-type, return-value]
 
     threads = MaskThreads()
     free = threads.begin(work())
@@ -262,11 +264,11 @@ def test_masks_are_worked_out_on_another_thread_or_by_who_waits_for_them(bench: 
 
 
 def test_what_goes_wrong_beside_the_step_comes_out(bench: RunnerBench, monkeypatch: pytest.MonkeyPatch):
-    def fails(self: Constraint, job: MaskJob, new: Sequence[int]) -> None:
+    def fails(self: GrammarConstraint, job: MaskJob, new: Sequence[int]) -> None:
         raise LookupError("no mask")
 
     request = bench.request(PROMPT, SAMPLINGS["greedy"])
-    monkeypatch.setattr(Constraint, "work_out", fails)
+    monkeypatch.setattr(GrammarConstraint, "work_out", fails)
     with pytest.raises(LookupError, match="no mask"):
         bench.read(request, 64)
 
@@ -284,7 +286,7 @@ class Held:
         return self._matcher.write_mask(words)
 
 
-def settle(row: Row, drawn: Drawn) -> None:
+def settle(row: ScheduledTokens, drawn: SampledTokens) -> None:
     """As the scheduler does."""
     request = row.request
     request.computed = row.start + row.count + len(drawn.tokens) - 1
@@ -301,9 +303,9 @@ def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone
     plain = SamplingParams(seed=9, max_tokens=40)
     other_alone = finish(bench, bench.request([8, 9], plain))
     go_on = threading.Event()
-    aids = Aids(
+    aids = RunnerServices(
         matcher_of=lambda grammar: Held(compiled(grammar).matcher(), go_on),  # type: ignore[arg-type, return-value]
-        patience=Patience(wait_s=0.0, slow_s=slow_s),
+        patience=MaskWait(wait_s=0.0, slow_s=slow_s),
     )
     runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=aids)
     request, other = bench.request(PROMPT, SAMPLINGS[name]), bench.request([8, 9], plain)
@@ -313,11 +315,11 @@ def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone
         waits = request.id in runner.sitting_out()
         sat_out += waits
         rows = [
-            Row(one, one.computed, one.missing, True)
+            ScheduledTokens(one, one.computed, one.missing, True)
             for one in (request, other)
             if not finished(one) and not (one is request and waits)
         ]
-        for row, drawn in zip(rows, runner.run(Plan(rows=tuple(rows))), strict=True):
+        for row, drawn in zip(rows, runner.run(StepPlan(rows=tuple(rows))), strict=True):
             settle(row, drawn)
         if turns % 3 == 0 or finished(other):  # only now and then is a mask let through
             job = runner._answers.of(request).constraint.job  # type: ignore[union-attr]

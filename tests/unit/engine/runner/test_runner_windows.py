@@ -15,8 +15,8 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive, Event
-from penstock.engine.core.plan import Outcome, Plan
+from penstock.engine.core.events import AddRequest, EngineEvent
+from penstock.engine.core.plan import StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
@@ -55,18 +55,18 @@ class Engine:
         model = build_model(load_model(folder, spec, ops), ops, MAX_LEN)
         runner = ModelRunner(model, ops, ops.new_kv(spec.kv, pages=config["pages"]))
         self.loop = EngineLoop(self, self.scheduler, runner, VirtualClock(0.0))
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
         self.told: dict[str, Told] = {}
         self.most_rows = self.most_held = 0
 
-    def drain(self) -> Sequence[Event]:
+    def drain(self) -> Sequence[EngineEvent]:
         events, self.events = self.events, []
         return events
 
     def about_to_run(self, predicted_s: float) -> None:
         pass
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         self.most_rows = max(self.most_rows, len(plan.rows))
         for row in plan.rows:
             if row.request.held and row.request.missing == 1:
@@ -83,7 +83,7 @@ class Engine:
         request = RequestId(name or f"r{length}")
         root = BlockHash(bytes([seed]) * 32)
         self.events.append(
-            Arrive(id=request, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=root)
+            AddRequest(id=request, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=root)
         )
         return request
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.request import Holding, Request
-from penstock.engine.runner.sampling_state import Answer, Answers, Counts
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.request import PageTable, Request
+from penstock.engine.runner.sampling_state import SamplingState, SamplingStates, TokenCounts
 from penstock.kernels.sampling import SampleRow
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 
@@ -20,7 +20,7 @@ PENALISED = SamplingParams(seed=9, max_tokens=500, repetition_penalty=1.2, frequ
 def request_of(
     sampling: SamplingParams = PENALISED, prompt: tuple[int, ...] = (7, 3, 7, 5), name: str = "a"
 ) -> Request:
-    arrive = Arrive(
+    arrive = AddRequest(
         id=RequestId(name),
         epoch=0,
         leg=Leg.WHOLE,
@@ -38,7 +38,7 @@ def counted(row: SampleRow) -> Counter[int]:
 
 @given(st.lists(st.integers(0, 300), max_size=400))
 def test_counts_are_counts(tokens: list[int]) -> None:
-    counts = Counts()
+    counts = TokenCounts()
     for token in tokens:
         counts.add(token)
     assert Counter(dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))) == Counter(tokens)
@@ -50,7 +50,7 @@ def test_counts_are_counts(tokens: list[int]) -> None:
 def test_the_row_counts_output_and_what_was_drawn_since(tokens: list[int], steps: int) -> None:
     """As a run of ``steps`` draws and the scheduler then commits, again and again."""
     request = request_of()
-    answer = Answer(request)
+    answer = SamplingState(request)
     for first in range(0, len(tokens), steps):
         drawn: list[int] = []
         for token in tokens[first : first + steps]:
@@ -65,7 +65,7 @@ def test_the_row_counts_output_and_what_was_drawn_since(tokens: list[int], steps
 
 def test_drawn_tokens_that_were_not_committed_are_uncounted() -> None:
     request = request_of()
-    answer = Answer(request)
+    answer = SamplingState(request)
     answer.row(7, [1, 2, 3])
     request.append(1)
     assert counted(answer.row(5, [])) == Counter([1])
@@ -84,7 +84,7 @@ def test_the_row_says_what_the_sampling_says() -> None:
         logit_bias={5: -1.5, 2: 100.0},
         logprobs=7,
     )
-    row = Answer(request_of(sampling)).row(4, [])
+    row = SamplingState(request_of(sampling)).row(4, [])
     assert (row.seed, row.choice, row.temperature, row.top_k, row.top_p, row.min_p) == (
         2**64 - 1,
         3,
@@ -100,13 +100,15 @@ def test_the_row_says_what_the_sampling_says() -> None:
 
 
 def test_prompt_ids_are_distinct_and_only_there_for_the_repetition_penalty() -> None:
-    assert Answer(request_of()).row(4, []).prompt_ids.tolist() == [3, 5, 7]
-    assert not len(Answer(request_of(SamplingParams(seed=0, max_tokens=5, presence_penalty=1.0))).row(4, []).prompt_ids)
+    assert SamplingState(request_of()).row(4, []).prompt_ids.tolist() == [3, 5, 7]
+    assert not len(
+        SamplingState(request_of(SamplingParams(seed=0, max_tokens=5, presence_penalty=1.0))).row(4, []).prompt_ids
+    )
 
 
 def test_stop_tokens_are_banned_below_min_tokens() -> None:
     request = request_of(SamplingParams(seed=0, max_tokens=9, min_tokens=3, stop_token_ids=(1, 8)))
-    answer = Answer(request)
+    answer = SamplingState(request)
     banned = [len(answer.row(4 + index, [0] * index).banned_ids) for index in range(5)]
     assert banned == [2, 2, 2, 0, 0]
     assert answer.row(4, []).banned_ids.tolist() == [1, 8]
@@ -114,20 +116,20 @@ def test_stop_tokens_are_banned_below_min_tokens() -> None:
 
 def test_pages_follow_the_request() -> None:
     request = request_of()
-    answer = Answer(request)
+    answer = SamplingState(request)
     assert answer.pages() == []
-    request.adopt([Holding(0, [PageId(4), PageId(2)]), Holding(1, [PageId(3)])])
+    request.adopt([PageTable(0, [PageId(4), PageId(2)]), PageTable(1, [PageId(3)])])
     assert [pages.tolist() for pages in answer.pages()] == [[4, 2], [0, 3]]
     request.held[0].pages.append(PageId(9))
     assert [pages.tolist() for pages in answer.pages()] == [[4, 2, 9], [0, 3]]
     request.surrender()
-    request.adopt([Holding(0, [PageId(2), PageId(4), PageId(9)])])
+    request.adopt([PageTable(0, [PageId(2), PageId(4), PageId(9)])])
     assert [pages.tolist() for pages in answer.pages()] == [[2, 4, 9]]
     assert answer.pages()[0].dtype == np.int32
 
 
 def test_another_request_of_the_same_name_starts_anew() -> None:
-    answers = Answers()
+    answers = SamplingStates()
     first, second = request_of(), request_of()
     first.append(1)
     assert counted(answers.of(first).row(5, [])) == Counter([1])
@@ -137,7 +139,7 @@ def test_another_request_of_the_same_name_starts_anew() -> None:
 
 
 def test_forgetting() -> None:
-    answers = Answers()
+    answers = SamplingStates()
     answers.of(request_of(name="a"))
     answers.of(request_of(name="b"))
     answers.forget("a")
@@ -147,7 +149,7 @@ def test_forgetting() -> None:
 
 def test_what_may_never_be_drawn_and_what_not_first() -> None:
     sampling = SamplingParams(seed=1, max_tokens=9, banned=(5, 6), banned_first=(7,), min_tokens=2, stop_token_ids=(8,))
-    answer = Answer(request_of(sampling))
+    answer = SamplingState(request_of(sampling))
     assert [answer.row(position, ()).banned_ids.tolist() for position in (4, 5, 6, 7)] == [
         [5, 6, 8, 7],
         [5, 6, 8],

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.config.schema import SchedulerConfig, WorkerConfig
-from penstock.engine.core.page_pool import BlockPool
+from penstock.engine.core.page_pool import PagePool
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service import kv_events as service_bulletins
-from penstock.engine.service.gateways import Gateway
-from penstock.engine.service.kv_events import LOOKED_AT, Bulletins, Sunk
+from penstock.engine.service.gateways import ConnectedGateway
+from penstock.engine.service.kv_events import LOOKED_AT, DemotedBlocks, KvEventPublisher
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
@@ -39,7 +39,7 @@ def set_of(keys: bytes) -> set[bytes]:
 
 def test_what_leaves_the_cache_is_where_the_tiers_say() -> None:
     below = Below()
-    known = Sunk(below.nearest)
+    known = DemotedBlocks(below.nearest)
     below.tiers[BLOCKS[0]] = 2
     assert list(known.left(BLOCKS[:2])) == [(BLOCKS[0], 2), (BLOCKS[1], 0)]
     assert list(known.left([])) == []
@@ -50,7 +50,7 @@ def test_what_leaves_the_cache_is_where_the_tiers_say() -> None:
 
 def test_what_a_tier_drops_is_found_out_in_time() -> None:
     below = Below()
-    known = Sunk(below.nearest)
+    known = DemotedBlocks(below.nearest)
     below.tiers = dict.fromkeys(BLOCKS, 1)
     assert list(known.left(BLOCKS)) == [(block, 1) for block in BLOCKS]
     assert list(known.look()) == []
@@ -61,10 +61,10 @@ def test_what_a_tier_drops_is_found_out_in_time() -> None:
 
 
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_bulletins, "MOST_SUNK", 2)
+    monkeypatch.setattr(service_bulletins, "MAX_DEMOTED", 2)
     below = Below()
     below.tiers = dict.fromkeys(BLOCKS, 1)
-    known = Sunk(below.nearest)
+    known = DemotedBlocks(below.nearest)
     told = list(known.left(BLOCKS[:3]))
     assert told == [(BLOCKS[0], 1), (BLOCKS[1], 1), (BLOCKS[0], 0), (BLOCKS[2], 1)]
 
@@ -82,7 +82,7 @@ def report_of(config: WorkerConfig) -> Report:
 
 
 def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
-    hub, below, prefix = MemoryHub(), Below(), PrefixCache(BlockPool(len(BLOCKS)))
+    hub, below, prefix = MemoryHub(), Below(), PrefixCache(PagePool(len(BLOCKS)))
     config = WorkerConfig(
         worker=WorkerId("w"),
         incarnation=1,
@@ -93,13 +93,13 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     )
     link = hub.connect(config.endpoint)
     listener = hub.listen(config.endpoint)
-    bulletins = Bulletins(config, prefix, listener, lambda: report_of(config))
+    bulletins = KvEventPublisher(config, prefix, listener, lambda: report_of(config))
     bulletins.sinks(below.nearest, 2)
     hello = Hello(gateway="g", incarnation=1, kv_snapshot=True)
     assert link.send(hello)
     heard = listener.recv()
     assert heard is not None
-    gateway = Gateway("g", 1, heard.peer, 0.0)
+    gateway = ConnectedGateway("g", 1, heard.peer, 0.0)
     bulletins.greeted(gateway, hello)
     bulletins.turn([gateway], 0.0, waiting=False)
     assert link.recv() is not None  # the report
@@ -138,12 +138,12 @@ class Followers:
         hub = MemoryHub()
         self.listener = hub.listen(self.config.endpoint)
         self.links = [hub.connect(self.config.endpoint) for _ in names]
-        self.gateways: list[Gateway] = []
+        self.gateways: list[ConnectedGateway] = []
         for name, link in zip(names, self.links, strict=True):
             link.send(Hello(gateway=name, incarnation=1))
             heard = self.listener.recv()
             assert heard is not None
-            self.gateways.append(Gateway(name, 1, heard.peer, 0.0))
+            self.gateways.append(ConnectedGateway(name, 1, heard.peer, 0.0))
 
     def heard(self) -> list[list[KvEvents]]:
         """What each was told since the last call."""
@@ -162,8 +162,8 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
 ) -> None:
     monkeypatch.setattr(service_bulletins, "KV_EVENT_BLOCKS", 4)
     on = Followers("abc")
-    prefix = PrefixCache(BlockPool(64))
-    bulletins = Bulletins(on.config, prefix, on.listener, lambda: report_of(on.config))
+    prefix = PrefixCache(PagePool(64))
+    bulletins = KvEventPublisher(on.config, prefix, on.listener, lambda: report_of(on.config))
     known = [BlockHash(bytes([n]) * 32) for n in range(10)]
     walks = 0
 
@@ -210,8 +210,8 @@ def test_who_asks_again_while_it_is_told_hears_it_once(monkeypatch: pytest.Monke
     """A gateway asks once a second for as long as something is lacking, and a large cache takes longer to be told."""
     monkeypatch.setattr(service_bulletins, "KV_EVENT_BLOCKS", 1)
     on = Followers("a")
-    prefix = PrefixCache(BlockPool(64))
-    bulletins = Bulletins(on.config, prefix, on.listener, lambda: report_of(on.config))
+    prefix = PrefixCache(PagePool(64))
+    bulletins = KvEventPublisher(on.config, prefix, on.listener, lambda: report_of(on.config))
     monkeypatch.setattr(bulletins._log, "_known", lambda: BLOCKS)
     turns, hello = 0, Hello(gateway="a", incarnation=1, kv_snapshot=True)
     while turns == 0 or bulletins.unfinished:

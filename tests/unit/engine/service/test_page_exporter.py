@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.page_pool import BlockPool
-from penstock.engine.core.plan import PageDone
-from penstock.engine.core.request import Holding, Request
-from penstock.engine.service.kv_transfer import Departures
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.page_pool import PagePool
+from penstock.engine.core.plan import CompletedPage
+from penstock.engine.core.request import PageTable, Request
+from penstock.engine.service.kv_transfer import PageExporter
 from penstock.kv.transfer.events import Offer
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
 from penstock.wire.messages import TokenItem
@@ -36,11 +36,11 @@ class World:
     """Departures of one worker, and what they said: (block, page) of an offer, the token's index of an end."""
 
     def __init__(self, *, slow: bool = True) -> None:
-        self.pool = BlockPool(8)
+        self.pool = PagePool(8)
         self.writer = SlowWriter()
         self.said: list[tuple[int, int] | int] = []
         self.more: list[bool] = []
-        self.departures = Departures(self.pool, self._offer, self._done, self.writer if slow else None)
+        self.departures = PageExporter(self.pool, self._offer, self._done, self.writer if slow else None)
 
     def _offer(self, offer: Offer, now: float, *, more: bool = False) -> None:
         self.said.append((offer.block, offer.page))
@@ -50,7 +50,7 @@ class World:
         self.said.append(tokens)
 
     def request(self, *pages: int) -> Request:
-        event = Arrive(
+        event = AddRequest(
             id=RequestId("r"),
             epoch=1,
             leg=Leg.PREFILL,
@@ -60,15 +60,15 @@ class World:
             root=BlockHash(bytes(32)),
         )
         request = Request(event, serial=1, max_model_len=64)
-        request.adopt([Holding(0, [PageId(page) for page in pages])])
+        request.adopt([PageTable(0, [PageId(page) for page in pages])])
         return request
 
     def ended(self, tokens: int) -> None:
         self.departures.ended(TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(5,)), tokens, 0.0)
 
 
-def full(request: Request, *blocks: int, tokens: int = 16) -> list[PageDone]:
-    return [PageDone(request, block, block, 0, tokens) for block in blocks]
+def full(request: Request, *blocks: int, tokens: int = 16) -> list[CompletedPage]:
+    return [CompletedPage(request, block, block, 0, tokens) for block in blocks]
 
 
 def test_pages_of_the_hosts_memory_leave_at_once():

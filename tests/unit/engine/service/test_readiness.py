@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.core.events import Arrive, Cancelled, Event, Granted, PagesArrived
-from penstock.engine.service.readiness import MAX_CHECKED_PER_TURN, Held, NoAdapters, PagesHere, Ready
+from penstock.engine.core.events import AddRequest, CancelRequest, CreditGranted, EngineEvent, PagesArrived
+from penstock.engine.service.readiness import (
+    MAX_CHECKED_PER_TURN,
+    NoAdapters,
+    NoPrefetch,
+    ReadinessGate,
+    ReadinessSources,
+)
 from penstock.errors import AdapterRefused, GrammarRefused, QueueFull
 from penstock.grammar.matcher import Matcher
 from penstock.types import AdapterRef, BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
@@ -42,20 +48,20 @@ class Compiler:
         return Compiling(self, grammar)
 
 
-def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0, adapter: AdapterRef | None = None) -> Arrive:
+def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0, adapter: AdapterRef | None = None) -> AddRequest:
     sampling = SamplingParams(seed=1, max_tokens=4, grammar=grammar)
-    return Arrive(
+    return AddRequest(
         id=RequestId(name), epoch=epoch, leg=Leg.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
         root=BlockHash(bytes(32)), adapter=adapter,
     )  # fmt: skip
 
 
-def granted(name: str, epoch: int = 0) -> Event:
-    return Granted(id=RequestId(name), epoch=epoch)
+def granted(name: str, epoch: int = 0) -> EngineEvent:
+    return CreditGranted(id=RequestId(name), epoch=epoch)
 
 
 def test_who_follows_no_grammar_passes():
-    held = Held(Ready(Compiler()), lambda event, reason: None)
+    held = ReadinessGate(ReadinessSources(Compiler()), lambda event, reason: None)
     events = [arrive("a"), granted("a"), PagesArrived(id=RequestId("x"), epoch=0, computed=3)]
     assert held.sift(events) == events
     assert not held
@@ -64,7 +70,7 @@ def test_who_follows_no_grammar_passes():
 def test_what_is_said_of_a_request_waits_with_it_in_order():
     """A credit that came before its request would be lost, and the request would wait for it for ever."""
     compiler = Compiler()
-    held = Held(Ready(compiler), lambda event, reason: None)
+    held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: None)
     slow, credit, other = arrive("a", SLOW), granted("a"), arrive("b")
     assert held.sift([slow, other]) == [other]
     assert held.sift([credit, granted("b")]) == [granted("b")]
@@ -76,8 +82,8 @@ def test_what_is_said_of_a_request_waits_with_it_in_order():
 
 
 def test_who_leaves_while_waiting_never_arrives():
-    held = Held(Ready(Compiler()), lambda event, reason: None)
-    cancelled = Cancelled(id=RequestId("a"), epoch=0)
+    held = ReadinessGate(ReadinessSources(Compiler()), lambda event, reason: None)
+    cancelled = CancelRequest(id=RequestId("a"), epoch=0)
     assert held.sift([arrive("a", SLOW), granted("a")]) == []
     assert held.sift([cancelled]) == [cancelled]
     assert not held
@@ -85,17 +91,17 @@ def test_who_leaves_while_waiting_never_arrives():
 
 def test_a_later_epoch_stays_when_an_earlier_one_is_cancelled():
     compiler = Compiler()
-    held = Held(Ready(compiler), lambda event, reason: None)
+    held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: None)
     later = arrive("a", SLOW, epoch=2)
     held.sift([arrive("a", SLOW, epoch=1), later])
-    held.sift([Cancelled(id=RequestId("a"), epoch=1)])
+    held.sift([CancelRequest(id=RequestId("a"), epoch=1)])
     compiler.done.add(SLOW)
     assert held.sift([]) == [later]
 
 
 def test_a_refused_grammar_is_told_and_its_request_never_arrives():
     told: list[tuple[str, str]] = []
-    held = Held(Ready(Compiler()), lambda event, reason: told.append((event.id, reason)))
+    held = ReadinessGate(ReadinessSources(Compiler()), lambda event, reason: told.append((event.id, reason)))
     assert held.sift([arrive("a", NEVER), arrive("b")]) == [arrive("b")]
     assert told == [("a", "grammar: no")]
     assert not held
@@ -103,7 +109,7 @@ def test_a_refused_grammar_is_told_and_its_request_never_arrives():
 
 def test_images_of_a_model_that_reads_text_are_refused():
     told: list[str] = []
-    held = Held(Ready(), lambda event, reason: told.append(reason))
+    held = ReadinessGate(ReadinessSources(), lambda event, reason: told.append(reason))
     shown = replace(arrive("a"), images=(PlacedImage(bytes(32), 0, 1, 1),))
     assert held.sift([shown, arrive("b")]) == [arrive("b")]
     assert told == ["image: this engine reads text only"]
@@ -127,7 +133,9 @@ class Reader:
 def test_who_waits_for_an_adapter_waits_like_one_who_waits_for_a_grammar():
     told: list[tuple[str, str]] = []
     compiler, reader = Compiler(), Reader()
-    held = Held(Ready(compiler, adapters=reader), lambda event, reason: told.append((event.id, reason)))
+    held = ReadinessGate(
+        ReadinessSources(compiler, adapters=reader), lambda event, reason: told.append((event.id, reason))
+    )
     both = arrive("a", SLOW, adapter=AdapterRef(fingerprint="f", folder="/f"))
     assert held.sift([both, granted("a"), arrive("b")]) == [arrive("b")]
     reader.there.add("f")
@@ -136,26 +144,26 @@ def test_who_waits_for_an_adapter_waits_like_one_who_waits_for_a_grammar():
     assert held.sift([]) == [both, granted("a")]
     assert held.sift([arrive("c", adapter=AdapterRef(fingerprint="never", folder="/n"))]) == []
     assert told == [("c", "adapter: gone")]
-    without = Held(Ready(), lambda event, reason: told.append((event.id, reason)))
+    without = ReadinessGate(ReadinessSources(), lambda event, reason: told.append((event.id, reason)))
     assert without.sift([arrive("d", adapter=AdapterRef(fingerprint="f", folder="/f"))]) == []
     assert told[1:] == [("d", "adapter: this engine has no adapters")]
 
 
-class Counting(PagesHere):
+class Counting(NoPrefetch):
     """Pages that come when they are told to; counts who asks for them."""
 
     def __init__(self) -> None:
         self.here = False
         self.asked = 0
 
-    def ready(self, event: Arrive) -> bool:
+    def ready(self, event: AddRequest) -> bool:
         self.asked += 1
         return self.here
 
 
 def test_a_turn_looks_at_so_many_of_those_who_wait_however_many_there_are():
     pages = Counting()
-    held = Held(Ready(pages=pages), lambda event, reason: None)
+    held = ReadinessGate(ReadinessSources(pages=pages), lambda event, reason: None)
     names = [f"r{number}" for number in range(3 * MAX_CHECKED_PER_TURN)]
     held.sift([arrive(name) for name in names])
     pages.asked = 0
@@ -171,7 +179,9 @@ def test_a_turn_looks_at_so_many_of_those_who_wait_however_many_there_are():
 def test_no_more_wait_here_than_there_is_room_for():
     told: list[tuple[str, str]] = []
     pages = Counting()
-    held = Held(Ready(pages=pages), lambda event, reason: told.append((event.id, reason)), lambda: 2)
+    held = ReadinessGate(
+        ReadinessSources(pages=pages), lambda event, reason: told.append((event.id, reason)), lambda: 2
+    )
     held.sift([arrive("a"), arrive("b"), granted("a"), arrive("c"), granted("c")])
     assert len(held) == 2
     assert told == [("c", "queue_full")]
@@ -181,11 +191,11 @@ def test_no_more_wait_here_than_there_is_room_for():
 
 def test_a_grammar_is_held_from_its_request_s_arrival_until_that_has_gone():
     compiler = Compiler()
-    held = Held(Ready(compiler), lambda event, reason: None)
+    held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: None)
     held.sift([arrive("a", SLOW)])
     compiler.done.add(SLOW)
     (passed,) = held.sift([])
-    assert isinstance(passed, Arrive)
+    assert isinstance(passed, AddRequest)
     assert isinstance(passed.in_use, Compiling)
     assert passed.in_use.grammar is SLOW
 
@@ -194,7 +204,7 @@ def test_who_finds_no_room_for_a_grammar_is_told_so():
     told: list[str] = []
     compiler = Compiler()
     compiler.full = True
-    held = Held(Ready(compiler), lambda event, reason: told.append(reason))
+    held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: told.append(reason))
     assert held.sift([arrive("a", SLOW), granted("a"), arrive("b")]) == [granted("a"), arrive("b")]
     assert told == ["queue_full"], "gateways try others, and then say 429"
 
@@ -207,7 +217,9 @@ def test_what_goes_wrong_with_one_request_is_its_own_affair():
             raise ValueError("embedded null byte")
 
     told = []
-    held = Held(Ready(Compiler(), adapters=Breaks()), lambda event, reason: told.append((event.id, reason)))
+    held = ReadinessGate(
+        ReadinessSources(Compiler(), adapters=Breaks()), lambda event, reason: told.append((event.id, reason))
+    )
     adapted = replace(arrive("a"), adapter=AdapterRef(fingerprint="f", folder="\0"))
     assert held.sift([adapted, arrive("b")]) == [arrive("b")]
     assert told == [("a", "unfit: ValueError")]

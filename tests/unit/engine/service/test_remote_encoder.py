@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.engine.service.peer_links import Peers
+from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import NoImages
-from penstock.engine.service.remote_encoder import SILENCE_S, Encoders, ServedImages
+from penstock.engine.service.remote_encoder import SILENCE_S, EncodeRequests, RemoteEncoders
 from penstock.errors import ImageRefused
 from penstock.types import Medium, ModelIdentity, Picture, PlacedImage, WorkerId
 from penstock.wire.memory import MemoryHub
@@ -37,9 +37,9 @@ class Pair:
 
     def __init__(self, identity: ModelIdentity = IDENTITY) -> None:
         hub, self.clock = MemoryHub(), VirtualClock()
-        self.asking = Encoders(Peers(hub, 60.0), identity, self.clock)
+        self.asking = RemoteEncoders(PeerLinks(hub, 60.0), identity, self.clock)
         self.listener: Listener = hub.listen("memory://e")
-        self.served = ServedImages(IDENTITY, self.listener.send)
+        self.served = EncodeRequests(IDENTITY, self.listener.send)
 
     def ask(self, name: int = 1, sources: Sequence[PageSource] = (source("e"),)) -> bool:
         return self.asking.ask(sources, image(name), PICTURE, WIDTH)
@@ -118,9 +118,9 @@ def test_one_image_is_always_asked_of_the_same_and_all_are_asked():
 
 def test_two_who_ask_for_one_image_are_both_told():
     hub, clock = MemoryHub(), VirtualClock()
-    askers = [Encoders(Peers(hub, 60.0), IDENTITY, clock) for _ in range(2)]
+    askers = [RemoteEncoders(PeerLinks(hub, 60.0), IDENTITY, clock) for _ in range(2)]
     listener = hub.listen("memory://e")
-    served = ServedImages(IDENTITY, listener.send)
+    served = EncodeRequests(IDENTITY, listener.send)
     for asker in askers:
         asker.ask((source("e"),), image(1), PICTURE, WIDTH)
     new = []

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from penstock.clock import MonotonicClock
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import Arrive, Event
-from penstock.engine.core.plan import Drawn, Outcome, Plan, Row, Speculator
+from penstock.engine.core.events import AddRequest, EngineEvent
+from penstock.engine.core.plan import DraftProposer, SampledTokens, ScheduledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.eagle import EagleHead, build_head
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.model_runner import Aids, ModelRunner
-from penstock.engine.spec.draft_model import CONTEXT_TOKENS, Drafter, Guide, HeadGuide, ModelGuide
+from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
+from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, DraftModelSource, DraftSource, EagleSource
 from penstock.grammar.matcher import CompiledGrammar
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.kernels.select import make_ops
@@ -39,20 +39,20 @@ class Mailbox:
     """Requests in, answers out."""
 
     def __init__(self) -> None:
-        self.waiting: list[Event] = []
+        self.waiting: list[EngineEvent] = []
         self.answers: dict[RequestId, list[int]] = {}
         self.logprobs: dict[RequestId, list[TokenLogprob]] = {}
         self.preempted = 0
         self.open = 0
 
-    def drain(self) -> Iterable[Event]:
+    def drain(self) -> Iterable[EngineEvent]:
         events, self.waiting = self.waiting, []
         return events
 
     def about_to_run(self, predicted_s: float) -> None:
         pass
 
-    def publish(self, outcome: Outcome, plan: Plan) -> None:
+    def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         self.preempted += plan.preempted
         for progress in outcome.progress:
             self.answers.setdefault(progress.request.id, []).extend(progress.tokens)
@@ -70,10 +70,10 @@ class Always:
     stood: int = 0
     by_step: list[int] = field(default_factory=list[int])
 
-    def propose(self, rows: Sequence[Row]) -> Sequence[tuple[int, ...]]:
+    def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
         return self.drafter.guess(rows, self.depth)
 
-    def learn(self, rows: Sequence[Row], drawn: Sequence[Drawn], seconds: float) -> None:
+    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         for row, new in zip(rows, drawn, strict=True):
             self.drafted += len(row.draft)
             self.stood += len(new.tokens) - 1 if row.draft else 0
@@ -96,20 +96,20 @@ class GuessingBench:
         self.model = build_model(loaded, self.ops, 2048)
         found = inspect_head(folder / "head", self.spec)
         weights = load_head(folder / "head", found, loaded.weights_hash, self.ops)
-        self.head: EagleHead = build_head(weights, loaded, self.ops, CONTEXT_TOKENS)
+        self.head: EagleHead = build_head(weights, loaded, self.ops, SLOT_TOKENS)
         self.target = loaded
 
     def runner(self, pages: int, tapped: tuple[int, ...] = ()) -> ModelRunner:
         kv = self.ops.new_kv(self.spec.kv, pages=pages)
-        aids = Aids(matcher_of=lambda grammar: CompiledGrammar(grammar, self._trie).matcher())
+        aids = RunnerServices(matcher_of=lambda grammar: CompiledGrammar(grammar, self._trie).matcher())
         runner = ModelRunner(self.model, self.ops, kv, self.ops.record(self.model, kv, tapped=tapped), aids)
         runner.tap(tapped, self.head.hidden)
         return runner
 
-    def guide(self, kind: str, runner: ModelRunner) -> Guide:
+    def guide(self, kind: str, runner: ModelRunner) -> DraftSource:
         if kind == "head":
-            return HeadGuide(self.head, VOCAB, runner)
-        return ModelGuide(self.model, self.spec.kv, VOCAB)
+            return EagleSource(self.head, VOCAB, runner)
+        return DraftModelSource(self.model, self.spec.kv, VOCAB)
 
     def answers(
         self, requests: Sequence[tuple[list[int], SamplingParams]], kind: str = "", *, pages: int = 200, depth: int = 3
@@ -127,7 +127,7 @@ class GuessingBench:
 def run(
     runner: ModelRunner,
     requests: Sequence[tuple[list[int], SamplingParams]],
-    speculator: Speculator | None,
+    speculator: DraftProposer | None,
     pages: int,
     each: Callable[[], None] = lambda: None,
 ) -> Mailbox:
@@ -137,7 +137,7 @@ def run(
     loop = EngineLoop(mailbox, Scheduler(config, speculator=speculator), runner, MonotonicClock())
     for number, (prompt, sampling) in enumerate(requests):
         mailbox.waiting.append(
-            Arrive(
+            AddRequest(
                 id=RequestId(f"r{number}"),
                 epoch=0,
                 leg=Leg.WHOLE,

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.spec.acceptance import LEAST_GAIN, Acceptance, Depths, StepTimes, best_depth, worthwhile
+from penstock.engine.spec.acceptance import (
+    MIN_GAIN,
+    AcceptanceByDepth,
+    AcceptanceByKind,
+    StepTimeModel,
+    best_depth,
+    choose_draft_lengths,
+)
 from penstock.engine.spec.proposer import LONGEST_MATCH
 
 chains = st.lists(
@@ -27,20 +34,20 @@ def test_no_other_choice_promises_more_tokens_a_second(
     found: list[tuple[float, ...]], base: float, slope: float, most: int
 ) -> None:
     rows, line = len(found), (base, slope)
-    taken = tuple(worthwhile(rows, found, line, most))
+    taken = tuple(choose_draft_lengths(rows, found, line, most))
     assert sum(taken) <= most
     every = [t for t in product(*(range(len(chain) + 1) for chain in found)) if sum(t) <= most]
     best = max(rate(rows, found, choice, line) for choice in every)
     plain = rate(rows, found, (0,) * rows, line)
     if any(taken):
         assert rate(rows, found, taken, line) == pytest.approx(best, rel=1e-9)
-        assert best >= LEAST_GAIN * plain * (1 - 1e-9)
+        assert best >= MIN_GAIN * plain * (1 - 1e-9)
     else:
-        assert best <= LEAST_GAIN * plain * (1 + 1e-9)
+        assert best <= MIN_GAIN * plain * (1 + 1e-9)
 
 
 def test_the_line_is_that_of_the_steps_measured() -> None:
-    times = StepTimes()
+    times = StepTimeModel()
     assert times.line() is None
     for turn in range(400):
         rows = 1 + turn % 9
@@ -52,19 +59,19 @@ def test_the_line_is_that_of_the_steps_measured() -> None:
 
 def test_a_step_that_was_held_up_once_does_not_end_guessing() -> None:
     """It is not believed to the full; and what steps with guesses take is not forgotten over steps without."""
-    times = StepTimes()
+    times = StepTimeModel()
     for _ in range(50):
         times.learn(1, 0.030)
     for seconds in (3.0, 0.033, 0.033):
         times.learn(2, seconds, guessed=True)
     chain = [(0.9, 0.8, 0.7, 0.6)]
-    assert worthwhile(1, chain, times.line() or (0, 0), 4) != [0]
+    assert choose_draft_lengths(1, chain, times.line() or (0, 0), 4) != [0]
     for _ in range(20):
         times.learn(5, 0.150, guessed=True)
-    assert worthwhile(1, chain, times.line() or (0, 0), 4) == [0]
+    assert choose_draft_lengths(1, chain, times.line() or (0, 0), 4) == [0]
     for _ in range(200):
         times.learn(1, 0.030)
-    assert worthwhile(1, chain, times.line() or (0, 0), 4) == [0]
+    assert choose_draft_lengths(1, chain, times.line() or (0, 0), 4) == [0]
 
 
 @given(st.integers(1, 8), st.lists(st.floats(0.05, 1.0), min_size=1, max_size=6), st.floats(0, 0.5), st.floats(0, 0.5))
@@ -82,7 +89,7 @@ def test_the_depth_is_the_best_there_is(rows: int, shares: list[float], first: f
 
 
 def test_acceptance_is_learnt_by_length_of_match() -> None:
-    seen = Acceptance([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
+    seen = AcceptanceByKind([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
     for _ in range(300):
         seen.learn(2, guessed=4, stood=0)
         seen.learn(8, guessed=2, stood=2)
@@ -97,7 +104,7 @@ def test_acceptance_is_learnt_by_length_of_match() -> None:
 
 
 def test_a_deeper_guess_is_thought_to_be_like_the_one_before_it() -> None:
-    depths = Depths(0.5, 4)
+    depths = AcceptanceByDepth(0.5, 4)
     assert depths.chain(3) == pytest.approx([0.5, 0.25, 0.125])
     for _ in range(300):
         depths.learn(1, 1)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.engine.core.events import Arrive
-from penstock.engine.core.plan import Drawn, Row, Speculator
+from penstock.engine.core.events import AddRequest
+from penstock.engine.core.plan import DraftProposer, SampledTokens, ScheduledTokens
 from penstock.engine.core.request import Request
-from penstock.engine.spec.proposer import DraftSpeculator, LookupSpeculator
+from penstock.engine.spec.proposer import DraftModelProposer, NgramProposer
 from penstock.types import BlockHash, Leg, RequestId, SamplingParams
 
 STEPS = 4000
@@ -28,7 +28,7 @@ class FakeDrafter:
         self._costs = first, further
         self.seconds = (0.0, 0.0)
 
-    def guess(self, rows: Sequence[Row], depth: int) -> list[tuple[int, ...]]:
+    def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
         first, further = self._costs
         self.seconds = (first, further * (depth - 1))
         return [(0,) * depth for _ in rows]
@@ -42,7 +42,7 @@ class FakeDrafter:
 
 def request(tokens: list[int]) -> Request:
     sampling = SamplingParams(seed=0, max_tokens=100_000)
-    arrive = Arrive(
+    arrive = AddRequest(
         id=RequestId("r"),
         epoch=0,
         leg=Leg.WHOLE,
@@ -55,7 +55,7 @@ def request(tokens: list[int]) -> Request:
 
 
 def simulated(
-    speculator: Speculator,
+    speculator: DraftProposer,
     *,
     row_s: float,
     share: float,
@@ -67,15 +67,15 @@ def simulated(
     random, own = Random(5), request([1, 2, 3, 4])
     seconds, tokens = 0.0, 0
     for step in range(STEPS):
-        row = Row(own, own.known - 1, 1, True)
+        row = ScheduledTokens(own, own.known - 1, 1, True)
         (draft,) = speculator.propose([row]) or ((),)
         took = (PLAIN_S + row_s * len(draft)) * random.uniform(0.97, 1.03)
         took *= 1 + noise * (step % 20 == 7)
         stood = 0
         while stood < len(draft) and random.random() < share:
             stood += 1
-        drawn = Drawn(tuple(random.choice((1, 2)) for _ in range(stood + 1)))
-        speculator.learn([Row(own, row.start, 1, True, tuple(draft))], [drawn], took)
+        drawn = SampledTokens(tuple(random.choice((1, 2)) for _ in range(stood + 1)))
+        speculator.learn([ScheduledTokens(own, row.start, 1, True, tuple(draft))], [drawn], took)
         for token in drawn.tokens:
             own.append(token)
         seconds += took + (guessing() if draft else 0.0)
@@ -89,7 +89,7 @@ def plain_seconds(noise: float) -> float:
 
 def drafting(first: float, further: float) -> tuple[Any, Callable[[], float]]:
     drafter: Any = FakeDrafter(first, further)
-    return DraftSpeculator(drafter, most_each=8, most=64), lambda: sum(drafter.seconds)
+    return DraftModelProposer(drafter, most_each=8, most=64), lambda: sum(drafter.seconds)
 
 
 @pytest.mark.parametrize("noise", [0.0, 5.0])
@@ -115,6 +115,6 @@ def test_a_head_that_wins_is_asked_all_the_time(noise: float) -> None:
 @pytest.mark.parametrize("noise", [0.0, 5.0])
 def test_lookup_that_is_never_right_costs_less_than_a_hundredth(noise: float) -> None:
     """The tokens of the text are two, so something is always found, and never what comes next."""
-    speculator = LookupSpeculator(most_each=8, most=64, clock=VirtualClock())
+    speculator = NgramProposer(most_each=8, most=64, clock=VirtualClock())
     seconds, tokens = simulated(speculator, row_s=0.1, share=0.0, noise=noise)
     assert tokens * plain_seconds(noise) / seconds > 0.985
