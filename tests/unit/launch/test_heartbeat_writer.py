@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.engine.core.plan import StepPlan
+from penstock.engine.core.plan import ScheduledTokens, StepPlan
 from penstock.launch.heartbeat import Board
 from penstock.launch.pulse import Pulse
 
-ROWS = cast("tuple[Row, ...]", (None,))
+ROWS = cast("tuple[ScheduledTokens, ...]", (None,))
 
 
 class Watch:

@@ -108,8 +108,8 @@ class CompletedPage(msgspec.Struct, frozen=True, gc=False):
 class StepOutcome:
     """What one committed step brought."""
 
-    progress: list[NewTokens] = field(default_factory=list["Progress"])
-    pages_done: list[CompletedPage] = field(default_factory=list["PageDone"])
+    progress: list[NewTokens] = field(default_factory=list["NewTokens"])
+    pages_done: list[CompletedPage] = field(default_factory=list["CompletedPage"])
     late: int = 0  # rows that drew nothing, as their masks were late
 
 

@@ -16,7 +16,7 @@ class Runner(Protocol):
     """Computes plans.  It never changes a request: what it drew is taken up by the scheduler's ``commit``."""
 
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
-        """One ``SampledTokens`` a row, in the order of ``plan.rows``; ``SampledTokens.late`` where a row has to be computed again.
+        """One ``SampledTokens`` per row, in the order of ``plan.rows``; ``late`` where a row must be computed again.
 
         A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
         of the next.  A row with a draft (then ``steps`` is 1) draws one more after each draft token, and answers with

@@ -20,11 +20,18 @@ from math import inf
 
 from penstock.clock import Clock
 from penstock.config.schema import WorkerConfig
-from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent, Migrate, MigrationDone, RecomputeLocally
-from penstock.engine.core.events import CreditGranted as CreditCame
-from penstock.engine.core.events import FirstTokenArrived as FirstTokenCame
-from penstock.engine.core.events import PagesArrived as PagesCame
-from penstock.engine.core.events import PagesReleased as PagesReleased
+from penstock.engine.core.events import (
+    AddRequest,
+    CancelRequest,
+    CreditGranted,
+    EngineEvent,
+    FirstTokenArrived,
+    Migrate,
+    MigrationDone,
+    PagesArrived,
+    PagesReleased,
+    RecomputeLocally,
+)
 from penstock.engine.core.plan import StepOutcome, StepPlan
 from penstock.engine.core.request import RequestStatus
 from penstock.engine.core.scheduler import Scheduler
@@ -104,7 +111,7 @@ class TransferNewsHandler:
         """Take what an end says."""
         match news:
             case PagesAdvanced():
-                self._out.event(PagesCame(id=news.request, epoch=news.epoch, computed=news.computed))
+                self._out.event(PagesArrived(id=news.request, epoch=news.epoch, computed=news.computed))
             case FirstToken():
                 self._complete(news, now)
             case Outrun():
@@ -114,7 +121,7 @@ class TransferNewsHandler:
                 self._out.give_back(news.request, news.epoch, f"pages_lost: {news.reason}")
             case Granted():
                 if not self._moves.granted(news, now):
-                    self._out.event(CreditCame(id=news.request, epoch=news.epoch))
+                    self._out.event(CreditGranted(id=news.request, epoch=news.epoch))
             case Released():
                 self._released(news, now)
 
@@ -137,7 +144,7 @@ class TransferNewsHandler:
                 # The whole answer is this token.  The prefill worker has told the gateway; if it died first, we do.
                 self._out.tokens(ask.gateway, (first,))
         self._out.event(
-            FirstTokenCame(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
+            FirstTokenArrived(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
         )
 
     def _outrun(self, effect: Outrun, now: float) -> None:

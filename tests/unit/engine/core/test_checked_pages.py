@@ -43,10 +43,18 @@ class Engine:
         sampling = SamplingParams(seed=1, max_tokens=most)
         hashes = tuple(block_hashes(ROOT, prompt))
         self.scheduler.apply(
-            AddRequest(id=RequestId(name), epoch=1, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=ROOT,
-                   hashes=hashes),
+            AddRequest(
+                id=RequestId(name),
+                epoch=1,
+                leg=Leg.WHOLE,
+                prompt=prompt,
+                sampling=sampling,
+                arrival=0.0,
+                root=ROOT,
+                hashes=hashes,
+            ),
             0.0,
-        )  # fmt: skip
+        )
 
     def step(self) -> tuple[StepPlan, list[str]]:
         self.seals.looked_at.clear()
