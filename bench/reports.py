@@ -1,7 +1,7 @@
 """What it costs a gateway to hear its workers: CPU seconds of one real gateway process, one of 16, in 60 s.
 
 Its router, joined workers, links and event loop are those of the service, over ZeroMQ with CURVE as in production.  All
-workers are played by this one process: their real ``KvEventPublisher`` say when a report is due and what is in it, with 16
+workers are played by this one process: their real ``KvEventPublisher`` says when a report is due and what it has; 16
 gateways each; messages to the other 15 are not sent (the null world counts that a gateway is told the same whatever
 their number: ``tests/null/test_reports.py``).  No requests: answers are measured elsewhere.
 

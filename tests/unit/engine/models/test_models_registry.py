@@ -24,15 +24,16 @@ PLUGIN = '''
 import msgspec
 
 from penstock.engine.models import decoder as model
-from penstock.weights import llama
+from penstock.weights.architecture import decoder as architecture
+from penstock.weights.families import llama
 from penstock.weights.families.registry import CheckpointFormat
 
 
 class Other:
-    build = staticmethod(model.build)
+    build = staticmethod(model.build_decoder)
     checkpoint = CheckpointFormat(
         parse=lambda fields: msgspec.structs.replace(llama.parse(fields), architecture="OtherForCausalLM"),
-        layout=llama.layout,
+        layout=architecture.layout,
     )
 '''
 
