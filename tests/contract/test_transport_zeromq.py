@@ -21,8 +21,9 @@ from penstock.errors import ConfigError
 from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
 from penstock.wire import codec
+from penstock.wire.codec import PROTOCOL_VERSION
 from penstock.wire.keys import Keys
-from penstock.wire.messages import PROTOCOL_VERSION, WorkerDown
+from penstock.wire.messages import WorkerDown
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 

@@ -38,12 +38,11 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.codec import decode_peer, encode
+from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode
 from penstock.wire.duties import Assign, Relieve, StillWanted
 from penstock.wire.memory import MemoryHub, _Parcel
 from penstock.wire.messages import (
     OF_REQUEST,
-    PROTOCOL_VERSION,
     Cancel,
     Draining,
     EncodeImage,

@@ -11,7 +11,30 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from penstock.errors import ProtocolError
-from penstock.wire.messages import PROTOCOL_VERSION, AnyMessage, SupervisorMessage
+from penstock.wire.duties import Assign, Relieve, StillWanted
+from penstock.wire.messages import (
+    Cancel,
+    EncodeImage,
+    HandOverAlive,
+    HandOverFailed,
+    Hello,
+    ImageAlive,
+    ImageEncoded,
+    KvEvents,
+    PageReady,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+    Report,
+    Returned,
+    Submit,
+    SupervisorMessage,
+    Tokens,
+)
+from penstock.wire.page_doors import PagesAt, PagesReady
+
+PROTOCOL_VERSION = 3
+"""First byte of every frame.  A peer of another version is refused."""
 
 MAX_FRAME_BYTES = 32 << 20
 """Largest encoded message: a prompt of a million tokens fits.  What may be larger is sent in parts."""
@@ -19,19 +42,41 @@ MAX_FRAME_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 """Largest payload beside a message: one KV page."""
 
-PeerMessage: TypeAlias = AnyMessage
-"""What may come out of a socket."""
+PeerMessage: TypeAlias = (
+    Hello
+    | Submit
+    | Cancel
+    | Tokens
+    | Returned
+    | Report
+    | KvEvents
+    | PullPages
+    | PageReady
+    | PrefillDone
+    | HandOverAlive
+    | HandOverFailed
+    | PagesReceived
+    | Assign
+    | Relieve
+    | StillWanted
+    | PagesAt
+    | PagesReady
+    | EncodeImage
+    | ImageAlive
+    | ImageEncoded
+)
+"""What a frame from a socket may hold."""
 
 _T = TypeVar("_T")
 _VERSION = bytes((PROTOCOL_VERSION,))
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage | SupervisorMessage] = msgspec.msgpack.Decoder(
-    AnyMessage | SupervisorMessage
+_decoder: msgspec.msgpack.Decoder[PeerMessage | SupervisorMessage] = msgspec.msgpack.Decoder(
+    PeerMessage | SupervisorMessage
 )
-_peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
 
 
-def encode(message: AnyMessage | SupervisorMessage) -> bytes:
+def encode(message: PeerMessage | SupervisorMessage) -> bytes:
     """One frame.  Raises ProtocolError when it is over ``MAX_FRAME_BYTES`` or a number does not fit 64 bits."""
     try:
         frame = _VERSION + _encoder.encode(message)
@@ -42,7 +87,7 @@ def encode(message: AnyMessage | SupervisorMessage) -> bytes:
     return frame
 
 
-def fits(message: AnyMessage | SupervisorMessage) -> bool:
+def fits(message: PeerMessage | SupervisorMessage) -> bool:
     """Can this be encoded?  To be asked when it could not be sent, to tell why."""
     try:
         encode(message)
@@ -51,7 +96,7 @@ def fits(message: AnyMessage | SupervisorMessage) -> bool:
     return True
 
 
-def decode(frame: bytes | bytearray | memoryview) -> AnyMessage | SupervisorMessage:
+def decode(frame: bytes | bytearray | memoryview) -> PeerMessage | SupervisorMessage:
     """Any message of ours.  Raises ProtocolError, and nothing else, for every other sequence of bytes."""
     return _decode(frame, _decoder)
 

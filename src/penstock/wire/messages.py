@@ -53,13 +53,7 @@ from penstock.types import (
     read_token_ids,
 )
 from penstock.wire.base import Message
-from penstock.wire.duties import Assign, Relieve, StillWanted
-from penstock.wire.page_doors import OfFetching
 from penstock.wire.phases import Phase
-
-PROTOCOL_VERSION = 3
-"""First byte of every frame.  A peer of another version is refused, not guessed at."""
-
 
 MAX_AGE_S = 86_400.0
 """The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
@@ -406,30 +400,6 @@ class ImageEncoded(Message, frozen=True, kw_only=True, tag="image"):
     tokens: Count = 0
     width: Count = 0
     checksum: Annotated[bytes, msgspec.Meta(max_length=CHECKSUM_BYTES)] = b""  # XXH3-128 of the payload, 16 bytes
-
-
-AnyMessage = (
-    Hello
-    | Submit
-    | Cancel
-    | Tokens
-    | Returned
-    | Report
-    | KvEvents
-    | PullPages
-    | PageReady
-    | PrefillDone
-    | HandOverAlive
-    | HandOverFailed
-    | PagesReceived
-    | Assign
-    | Relieve
-    | StillWanted
-    | OfFetching
-    | EncodeImage
-    | ImageAlive
-    | ImageEncoded
-)
 
 
 # --- supervisor <-> gateway (one SEQPACKET socket pair, inherited) ---------------------------------------------------

@@ -14,17 +14,15 @@ from tests.message_samples import MESSAGES
 
 from penstock.errors import ProtocolError
 from penstock.wire import codec
-from penstock.wire.codec import check_payload, decode, decode_peer, encode
+from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, check_payload, decode, decode_peer, encode
 from penstock.wire.messages import (
-    PROTOCOL_VERSION,
-    AnyMessage,
     Cancel,
     Draining,
     Message,
     SupervisorMessage,
 )
 
-PEER = get_args(AnyMessage)
+PEER = get_args(PeerMessage)
 SUPERVISOR = get_args(SupervisorMessage)
 
 
