@@ -39,8 +39,8 @@ from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.keys import Keys
-from penstock.wire.messages import Hello, Report, StepRates
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import Hello, Report, StepRates
 from penstock.wire.zeromq import ZmqTransport
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench-1")

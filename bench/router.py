@@ -23,11 +23,11 @@ import numpy as np
 
 from penstock.hashing import block_hashes
 from penstock.kernels.host_ops import BlockIndex, hash_blocks, hash_chain
-from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, decide
 from penstock.router.fleet import Fleet
-from penstock.router.policy.simple import NAMES, policy_named
+from penstock.router.policy.baselines import NAMES, policy_named
 from penstock.router.prefix_index import SWEPT_AT_ONCE, PrefixIndex
+from penstock.router.worker_load import Due
 from penstock.types import (
     PAGE_TOKENS,
     BlockHash,
@@ -40,7 +40,8 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.messages import KV_EVENT_BLOCKS, KvEvents, Report, StepRates, WorkerUp
+from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KvEvents, Report, StepRates
+from penstock.wire.supervisor_messages import WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench-1")
 ROOT = BlockHash(bytes(32))

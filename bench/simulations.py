@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.router.policy.simple import NAMES as POLICIES
+from penstock.router.policy.baselines import NAMES as POLICIES
 from penstock.sim.cluster import Run, Setup, as_json, simulate
 from penstock.sim.fleet import FleetFile, load_fleet, parse_workers
 from penstock.sim.plot import pyplot

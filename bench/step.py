@@ -50,8 +50,8 @@ from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
-from penstock.wire.keys import Keys
-from penstock.wire.messages import Cancel, Hello, Recipient, Submit, Tokens
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import Cancel, Hello, Recipient, Submit, Tokens
 from penstock.wire.zeromq import ZmqTransport
 
 PARTS = ("drain", "plan", "arrays", "kernels", "commit", "publish")

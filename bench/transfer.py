@@ -43,8 +43,9 @@ from penstock.kv.transfer.events import FirstToken, Granted, Offer, Pull, PullFa
 from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
 from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.keys import Keys
-from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages, TokenItem
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.transfer_messages import PageReady, PagesReceived, PullPages
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 

@@ -59,8 +59,8 @@ from penstock.types import (
     SamplingParams,
     WorkerId,
 )
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Hello, Recipient, Submit
+from penstock.wire.gateway_messages import Hello, Recipient, Submit
+from penstock.wire.in_memory import MemoryHub
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 NAME = WorkerId("both-0")

@@ -8,7 +8,7 @@ from penstock.errors import PageCorrupt
 from penstock.kv.connectors.base import CORRUPT, Landed, Wanted
 from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.types import RequestId
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import PageSource
 
 
 class LateCarrier(MemoryCarrier):

@@ -18,37 +18,38 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.duties import Assign, Relieve, StillWanted
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import (
+    Assign,
     Cancel,
-    Draining,
-    EncodeImage,
-    HandOverAlive,
-    HandOverFailed,
     Hello,
-    ImageAlive,
-    ImageEncoded,
     KvEvents,
-    LoadModel,
     Message,
-    PageReady,
     PageSource,
-    PagesReceived,
-    PrefillDone,
-    PullPages,
     Recipient,
+    Relieve,
     Report,
     Returned,
     StepRates,
+    StillWanted,
     Submit,
-    Suspect,
     TokenItem,
     Tokens,
-    UnloadModel,
-    WorkerDown,
-    WorkerUp,
 )
-from penstock.wire.page_doors import Announced, PagesAt, PagesReady
+from penstock.wire.supervisor_messages import Draining, LoadModel, Suspect, UnloadModel, WorkerDown, WorkerUp
+from penstock.wire.transfer_messages import (
+    Announced,
+    EncodeImage,
+    HandOverAlive,
+    HandOverFailed,
+    ImageAlive,
+    ImageEncoded,
+    PageReady,
+    PagesAt,
+    PagesReady,
+    PagesReceived,
+    PrefillDone,
+    PullPages,
+)
 
 IDENTITY = ModelIdentity(fingerprint="ab" * 32, numerics="cpp-avx512-1-bf16")
 ITEM = TokenItem(

@@ -16,7 +16,7 @@ from contract.transfer_rig import IDENTITY, LAYOUT, THEIRS, TOKENS, Rig, make_ri
 from penstock.errors import PageCorrupt
 from penstock.kv.checksum import PageSeal
 from penstock.types import PageId, RequestId
-from penstock.wire.messages import PageReady
+from penstock.wire.transfer_messages import PageReady
 
 FLIPS = 10_000
 THROUGH_ENDS = 0.02

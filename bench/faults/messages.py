@@ -16,7 +16,7 @@ from bench.faults.result import Budget, Result, judged
 from null.router_town import WIDE, Client, Town
 from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
-from penstock.wire.memory import MemoryHub
+from penstock.wire.in_memory import MemoryHub
 
 SHARE = 0.25
 ANSWERS = 600

@@ -20,7 +20,7 @@ from cluster.chaos import Record
 from cluster.server import PenstockServer
 from cluster.streams import Answer, make_client, stream_completion
 from cluster.varied import varied_requests
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 FAILOVER_S, REFUSED_S = 10.0, 2.0
 CUT_S = 6.0

@@ -22,7 +22,7 @@ from bench.faults.plain_client import PlainClient, text_of
 from bench.faults.result import Budget, NotHereError, Result, judged
 
 from cluster.server import PenstockServer, PenstockWorker
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 STREAMS = 10_000
 STREAM_BYTES = 50 << 10

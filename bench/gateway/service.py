@@ -21,8 +21,8 @@ from penstock.launch.heartbeat import Board
 from penstock.launch.processes import Front
 from penstock.launch.shared_rates import SharedBuckets
 from penstock.types import Role, WorkerId
-from penstock.wire.keys import Keys
-from penstock.wire.messages import WorkerUp
+from penstock.wire.curve_keys import Keys
+from penstock.wire.supervisor_messages import WorkerUp
 
 from .figures import Child, say
 from .turns import TurnWatch

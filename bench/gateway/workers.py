@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.keys import Keys
-from penstock.wire.messages import Cancel, Hello, Report, StepRates, Submit, TokenItem, Tokens
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import Cancel, Hello, Report, StepRates, Submit, TokenItem, Tokens
 from penstock.wire.zeromq import ZmqTransport
 
 from .figures import say

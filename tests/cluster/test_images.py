@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 from vision_models import IMAGE_TOKEN, data_url, image_part, picture, write_vision_model
 
 from .clients import openai_client

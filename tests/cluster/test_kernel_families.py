@@ -18,7 +18,7 @@ import pytest
 from penstock.bundled import storyteller
 from penstock.kernels.native.backend import families
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 from .one_answer import ROOMS, Plain, assert_same_in_a_crowd, compare, plain_answers
 from .server import PenstockServer, PenstockWorker

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 from .asking import ask, penstock, streaming
 from .one_answer import TRUSTING

@@ -16,7 +16,7 @@ import pytest
 from tests.tiny_models import llama_config, write_model
 
 from penstock.kernels.select import make_ops
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 from .server import PenstockServer, PenstockWorker
 from .streams import Answer, all_answers, make_client, stream_completion

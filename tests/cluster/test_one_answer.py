@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 from .one_answer import (
     ANSWER,

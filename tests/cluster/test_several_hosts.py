@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 from .asking import ask, penstock, streaming
 from .server import PATIENCE_S, PenstockServer, PenstockWorker, free_port

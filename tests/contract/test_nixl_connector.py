@@ -30,7 +30,8 @@ from penstock.kv.connectors.nixl import reader
 from penstock.kv.connectors.nixl.agent_client import Absent, Done, HouseEmptyError, News, Ready
 from penstock.kv.connectors.nixl.connector import NixlCarrier, needs_writing
 from penstock.types import PageId, WorkerId
-from penstock.wire.messages import PageReady, PageSource
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PageReady
 
 long = pytest.mark.long
 

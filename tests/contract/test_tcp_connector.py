@@ -20,8 +20,7 @@ from penstock.kv.connectors.tcp.connector import TcpCarrier
 from penstock.kv.connectors.tcp.server import Desk
 from penstock.kv.transfer.events import PullFailed
 from penstock.types import PageId, RequestId
-from penstock.wire.messages import PageReady
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.transfer_messages import PageReady, PagesAt
 
 BOTH = ("tcp", "tcp-sealed")
 ONE_LINE = HandOverConfig(connections=1)

@@ -36,8 +36,7 @@ from penstock.kv.layout import KvLayout
 from penstock.kv.transfer import sender
 from penstock.kv.transfer.events import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released, SenderTurn
 from penstock.types import FinishReason, PageId, RequestId
-from penstock.wire.messages import PageReady, PrefillDone, PullPages
-from penstock.wire.page_doors import Announced, PagesReady
+from penstock.wire.transfer_messages import Announced, PageReady, PagesReady, PrefillDone, PullPages
 from penstock.wire.transport import Received
 
 _READY = PageReady | PagesReady

@@ -26,8 +26,7 @@ from transfer_rig import (
 from penstock.kv.transfer.events import FirstToken, Granted, PagesAdvanced, PullFailed, Released
 from penstock.kv.transfer.sender import MAX_WAITING_PULLS
 from penstock.types import RequestId
-from penstock.wire.messages import HandOverFailed, PageReady, PullPages
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.transfer_messages import HandOverFailed, PageReady, PagesAt, PullPages
 
 # --- cancelling, at every point --------------------------------------------------------------------------------------
 

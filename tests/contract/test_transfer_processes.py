@@ -37,9 +37,9 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
 from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import PageId, WorkerId
-from penstock.wire.keys import Keys
-from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages
-from penstock.wire.page_doors import PagesReady
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PageReady, PagesReady, PagesReceived, PullPages
 from penstock.wire.zeromq import ZmqTransport
 
 BLOCKS = 8

@@ -13,9 +13,10 @@ from transport_place import PATIENCE_S, Place, fresh_name, note
 from penstock.errors import ConfigError
 from penstock.types import PageId, RequestId
 from penstock.wire import codec
-from penstock.wire.keys import Keys
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Cancel, HandOverAlive, PageReady
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import Cancel
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.transfer_messages import HandOverAlive, PageReady
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 

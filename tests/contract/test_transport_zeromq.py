@@ -22,8 +22,8 @@ from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
 from penstock.wire import codec
 from penstock.wire.codec import PROTOCOL_VERSION
-from penstock.wire.keys import Keys
-from penstock.wire.messages import WorkerDown
+from penstock.wire.curve_keys import Keys
+from penstock.wire.supervisor_messages import WorkerDown
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 
@@ -338,7 +338,7 @@ def test_another_user_cannot_reach_a_socket_in_the_folder_of_a_run() -> None:
 
 LISTENER = """
 import os, resource, sys
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 from penstock.wire.zeromq import ZmqTransport
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 transport = ZmqTransport(Keys(**{name: bytes.fromhex(value) for name, value in zip(sys.argv[2::2], sys.argv[3::2])}))

@@ -38,9 +38,10 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
 from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.keys import Keys
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import PageReady, PageSource, PagesReceived, PullPages, TokenItem
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.transfer_messages import PageReady, PagesReceived, PullPages
 from penstock.wire.transport import Transport
 from penstock.wire.zeromq import ZmqTransport
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from penstock.types import RequestId
-from penstock.wire.messages import Cancel
+from penstock.wire.gateway_messages import Cancel
 from penstock.wire.transport import Link, Listener, Received, Transport
 
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.wire.codec import PeerMessage, decode_peer
-from penstock.wire.memory import MemoryHub
+from penstock.wire.in_memory import MemoryHub
 
 Loses = Callable[[PeerMessage], bool]
 

@@ -29,8 +29,8 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.supervisor_messages import Draining, Suspect, WorkerDown, WorkerUp
 
 from .worker_stage import IDENTITY, LAYOUT, VOCAB, Stage, StageWorker
 

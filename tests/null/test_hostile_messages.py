@@ -39,36 +39,36 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode
-from penstock.wire.duties import Assign, Relieve, StillWanted
-from penstock.wire.memory import MemoryHub, _Parcel
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import (
     OF_REQUEST,
+    Assign,
     Cancel,
-    Draining,
+    Hello,
+    KvEvents,
+    PageSource,
+    Relieve,
+    Report,
+    Returned,
+    StillWanted,
+    Submit,
+    TokenItem,
+    Tokens,
+)
+from penstock.wire.in_memory import MemoryHub, _Parcel
+from penstock.wire.supervisor_messages import Draining, LoadModel, Suspect, UnloadModel, WorkerDown, WorkerUp
+from penstock.wire.transfer_messages import (
     EncodeImage,
     HandOverAlive,
     HandOverFailed,
-    Hello,
     ImageAlive,
     ImageEncoded,
-    KvEvents,
-    LoadModel,
     PageReady,
-    PageSource,
+    PagesAt,
+    PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
-    Report,
-    Returned,
-    Submit,
-    Suspect,
-    TokenItem,
-    Tokens,
-    UnloadModel,
-    WorkerDown,
-    WorkerUp,
 )
-from penstock.wire.page_doors import PagesAt, PagesReady
 
 from .router_town import Town
 from .worker_stage import IDENTITY, VOCAB, Stage, StageWorker, expected

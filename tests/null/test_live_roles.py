@@ -10,18 +10,8 @@ import pytest
 from penstock.engine.service.migration import MAX_STOPPED_S
 from penstock.errors import Conflict, UnknownWorker
 from penstock.types import Duty, Leg, Role, WorkerState
-from penstock.wire.duties import Assign, Relieve
-from penstock.wire.messages import (
-    Hello,
-    PageReady,
-    PagesReceived,
-    PrefillDone,
-    PullPages,
-    Report,
-    Returned,
-    Submit,
-    Tokens,
-)
+from penstock.wire.gateway_messages import Assign, Hello, Relieve, Report, Returned, Submit, Tokens
+from penstock.wire.transfer_messages import PageReady, PagesReceived, PrefillDone, PullPages
 
 from .losses import BreakingHub, Nth
 from .router_town import WIDE, Client, Town, rows

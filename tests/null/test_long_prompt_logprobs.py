@@ -11,8 +11,9 @@ from penstock.errors import RequestError
 from penstock.intake.answer import ChoiceText
 from penstock.types import TokenBatch
 from penstock.wire import codec
-from penstock.wire.messages import PrefillDone, Tokens
+from penstock.wire.gateway_messages import Tokens
 from penstock.wire.ports import AnswerPiece
+from penstock.wire.transfer_messages import PrefillDone
 
 from .http_stage import MODEL, Stage, events_of, stage
 from .losses import BreakingHub, Nth

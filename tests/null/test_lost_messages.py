@@ -6,20 +6,14 @@ import pytest
 
 from penstock.engine.service.gateways import CONFIRM_INTERVAL_S
 from penstock.types import RequestId, Role
-from penstock.wire.messages import (
-    Awaited,
-    Cancel,
+from penstock.wire.gateway_messages import Awaited, Cancel, Hello, Report, Returned, Submit, Tokens
+from penstock.wire.transfer_messages import (
     HandOverAlive,
     HandOverFailed,
-    Hello,
     PageReady,
     PagesReceived,
     PrefillDone,
     PullPages,
-    Report,
-    Returned,
-    Submit,
-    Tokens,
 )
 
 from .losses import BreakingHub, Nth, SwallowingHub

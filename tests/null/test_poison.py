@@ -7,7 +7,7 @@ import pytest
 from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
 from penstock.errors import PoisonRequest
-from penstock.router.failover import Phase
+from penstock.router.request import RequestPhase
 from penstock.types import WorkerState
 
 from .router_town import WHOLE, WIDE, Client, Town
@@ -144,7 +144,7 @@ async def test_an_empty_budget_delays_and_never_refuses() -> None:
         flights = [town.router._streams[client.request.id].flight for client in clients]
         began = town.clock.now()
         for epoch in range(1, 4):
-            await town.until(lambda: all(f.epoch == epoch and f.phase is Phase.FLYING for f in flights))  # noqa: B023
+            await town.until(lambda: all(f.epoch == epoch and f.phase is RequestPhase.FLYING for f in flights))  # noqa: B023
             town.kill(*WHOLE)
             town.fork(*WHOLE)
         await town.until(lambda: all(client.over for client in clients), turns=1000, seconds=0.01)

@@ -17,8 +17,9 @@ from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Awaited, Hello, Report, Returned, StepRates, Tokens, WorkerUp
+from penstock.wire.gateway_messages import Awaited, Hello, Report, Returned, StepRates, Tokens
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.supervisor_messages import WorkerUp
 from penstock.wire.transport import AsyncLink, Received
 
 from .router_town import Town

@@ -12,9 +12,9 @@ import pytest
 from penstock.config.limits import FailoverConfig, Limits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, WorkerLost
-from penstock.router.failover import Flight, Phase
+from penstock.router.request import Flight, RequestPhase
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId, WorkerState
-from penstock.wire.messages import TokenItem, Tokens
+from penstock.wire.gateway_messages import TokenItem, Tokens
 
 from .router_town import SPLIT, WHOLE, WIDE, Town, rows
 from .worker_stage import IDENTITY
@@ -227,14 +227,14 @@ async def test_all_streams_of_a_lost_host_go_on_and_a_turn_of_the_loop_moves_onl
         clients = [town.ask(f"r{i}", seed=i, prompt=4) for i in range(2000)]
         await town.settle()
         flights = [stream.flight for stream in town.router._streams.values()]
-        assert all(flight.phase is Phase.FLYING for flight in flights)
+        assert all(flight.phase is RequestPhase.FLYING for flight in flights)
         town.fork("both-1")
         await town.turn()
         town.kill("both-0")
         moved, turns = [0], 0
         while moved[-1] < len(flights):
             assert turns < 1000
-            moved.append(sum(flight.epoch > 1 and flight.phase is Phase.FLYING for flight in flights))
+            moved.append(sum(flight.epoch > 1 and flight.phase is RequestPhase.FLYING for flight in flights))
             turns += 1
             await asyncio.sleep(0)
         lost = [later - earlier for earlier, later in itertools.pairwise(moved)]

@@ -8,7 +8,7 @@ import pytest
 from penstock.router.links import WorkerLink
 from penstock.telemetry import spans
 from penstock.types import Begun, RequestId, ValidRequest, WorkerId
-from penstock.wire.messages import Submit, TokenItem, Tokens
+from penstock.wire.gateway_messages import Submit, TokenItem, Tokens
 
 from .losses import Nth
 from .router_town import SPLIT, WHOLE, WIDE, Client, Town

@@ -6,7 +6,7 @@ from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
 from penstock.router.service import Outside, RouterService
 from penstock.types import RequestId, Role, SamplingParams, ValidRequest, WorkerId, pack_token_ids
-from penstock.wire.messages import WorkerUp
+from penstock.wire.supervisor_messages import WorkerUp
 
 from .router_town import Town
 

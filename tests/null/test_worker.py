@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.kv.connectors.shm import MemoryCarrier
 from penstock.types import FinishReason, Leg, ModelIdentity, Role, WorkerId
-from penstock.wire.messages import OTHER_PROCESS, Cancel, Hello, Recipient, Tokens
+from penstock.wire.gateway_messages import OTHER_PROCESS, Cancel, Hello, Recipient, Tokens
 
 from .worker_stage import IDENTITY, Stage, expected, merged, split
 

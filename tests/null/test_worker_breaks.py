@@ -6,7 +6,8 @@ import pytest
 
 from penstock.engine.service.gateways import REMEMBERED_S
 from penstock.types import Leg, Role, WorkerState
-from penstock.wire.messages import Cancel, Hello, PageReady, PagesReceived, PrefillDone, PullPages, TokenItem
+from penstock.wire.gateway_messages import Cancel, Hello, TokenItem
+from penstock.wire.transfer_messages import PageReady, PagesReceived, PrefillDone, PullPages
 
 from .worker_stage import expected, merged, reasons, split
 

@@ -27,7 +27,7 @@ from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
 from penstock.kv.store.tier import FinalPage, PageKey, Tier
 from penstock.kv.store.tier_worker import Hand
 from penstock.types import Leg, Role, WorkerId
-from penstock.wire.messages import Cancel
+from penstock.wire.gateway_messages import Cancel
 
 from .worker_stage import IDENTITY, LAYOUT, WINDOWED, Stage, StageWorker, expected, merged
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.kv_spec import Pieces
 from penstock.types import Role
-from penstock.wire.messages import Cancel
+from penstock.wire.gateway_messages import Cancel
 
 from .worker_stage import WINDOW, WINDOWED, Stage, expected, merged, split
 

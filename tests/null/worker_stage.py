@@ -35,9 +35,19 @@ from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
-from penstock.wire.duties import Relieve, StillWanted
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Hello, PageSource, Recipient, Report, Returned, Submit, TokenItem, Tokens
+from penstock.wire.gateway_messages import (
+    Hello,
+    PageSource,
+    Recipient,
+    Relieve,
+    Report,
+    Returned,
+    StillWanted,
+    Submit,
+    TokenItem,
+    Tokens,
+)
+from penstock.wire.in_memory import MemoryHub
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page

@@ -16,10 +16,10 @@ from penstock.engine.core.request import Request
 from penstock.engine.service.gateways import add_request_of
 from penstock.hashing import chain_root
 from penstock.intake.service import ModelIntake
-from penstock.router.failover import Flight, Patience
+from penstock.router.request import Flight, Patience
 from penstock.types import Leg, ModelIdentity, RequestId, SamplingParams, WorkerId, pack_token_ids, read_token_ids
 from penstock.wire.codec import decode_peer, encode
-from penstock.wire.messages import Recipient, Submit
+from penstock.wire.gateway_messages import Recipient, Submit
 from penstock.wire.ports import Envelope
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"

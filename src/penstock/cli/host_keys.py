@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from penstock.cli.parsing import COMMANDS
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 EPILOG = """\
 examples:

@@ -13,7 +13,7 @@ from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder
 from penstock.parallel.devices import parse_devices
-from penstock.router.policy.simple import NAMES as POLICIES
+from penstock.router.policy.baselines import NAMES as POLICIES
 from penstock.sim.cluster import Run, Setup, as_json, simulate
 from penstock.sim.fleet import DEFAULT, NAMES, FleetFile, load_fleet, parse_workers
 from penstock.sim.plot import draw, pyplot

@@ -20,7 +20,7 @@ from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
 from penstock.types import Leg, Medium, PlacedImage, RequestId
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import PageSource
 
 
 class EncoderCache:

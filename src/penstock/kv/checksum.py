@@ -13,7 +13,7 @@ from penstock.kernels.host_ops import copy_page, seal_page, xxh3_128
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.types import ModelIdentity, PageId
-from penstock.wire.messages import PageReady
+from penstock.wire.transfer_messages import PageReady
 
 BYTES_PER_TURN = 32 << 20
 """Checked between two steps: 1.5 to 4 ms."""

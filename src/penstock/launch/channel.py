@@ -11,7 +11,15 @@ from collections import deque
 
 from penstock.errors import ProtocolError
 from penstock.wire.codec import decode, encode
-from penstock.wire.messages import Draining, LoadModel, SupervisorMessage, Suspect, UnloadModel, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import (
+    Draining,
+    LoadModel,
+    SupervisorMessage,
+    Suspect,
+    UnloadModel,
+    WorkerDown,
+    WorkerUp,
+)
 
 log = logging.getLogger(__name__)
 

@@ -72,7 +72,7 @@ from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.lora import AdapterLimits, model_targets, named_adapter, read_adapter
 from penstock.weights.manifest import Manifests
 from penstock.weights.sizes import step_bytes
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 from penstock.wire.zeromq import check_endpoint
 
 # MERGED: The key that event ids are signed with (``edge.event_ids``): a client cannot make up the id of

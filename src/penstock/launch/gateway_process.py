@@ -35,8 +35,8 @@ from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.telemetry.throughput import ThroughputLog
 from penstock.types import Task
-from penstock.wire.keys import Keys
-from penstock.wire.messages import Hello
+from penstock.wire.curve_keys import Keys
+from penstock.wire.gateway_messages import Hello
 from penstock.wire.ports import Hears, Intake, ModelCard, Pools
 from penstock.wire.zeromq import ZmqTransport
 

@@ -20,7 +20,7 @@ from penstock.edge.upstream import Upstream
 from penstock.errors import NoWorkers, QueueFull
 from penstock.router.residents import Effects, ModelState, Resident, Residents, Start
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.messages import LoadModel, SupervisorMessage, UnloadModel, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import LoadModel, SupervisorMessage, UnloadModel, WorkerDown, WorkerUp
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from penstock.launch.http_connection import guarded_protocol
 from penstock.launch.tls import TlsFiles
 from penstock.telemetry.log import ROOT
 from penstock.types import WorkerState
-from penstock.wire.messages import Draining, SupervisorMessage
+from penstock.wire.supervisor_messages import Draining, SupervisorMessage
 
 # MERGED: Who of several processes takes a connection of the port that they share.
 # MERGED:

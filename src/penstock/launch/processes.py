@@ -60,7 +60,7 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import for_length
 from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.manifest import Manifests
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 if TYPE_CHECKING:
     from penstock.launch import speculation

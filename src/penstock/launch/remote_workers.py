@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 
 from penstock.clock import Clock
 from penstock.types import WorkerId, WorkerState, is_older, same_run
-from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.gateway_messages import Hello, Report
+from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import AsyncLink
 
 log = logging.getLogger(__name__)

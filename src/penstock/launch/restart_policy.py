@@ -32,7 +32,7 @@ from enum import Enum, auto
 from penstock.config.limits import SuperviseConfig
 from penstock.launch.heartbeat import Heartbeat
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.messages import Draining, SupervisorMessage, WorkerDown
+from penstock.wire.supervisor_messages import Draining, SupervisorMessage, WorkerDown
 
 # MERGED: What goes into the restart machine (events), and what comes out of it (effects).  Plain data.
 

@@ -49,7 +49,7 @@ from penstock.launch.restart_policy import (
     Wanted,
 )
 from penstock.types import Role, WorkerId
-from penstock.wire.messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
+from penstock.wire.supervisor_messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
 
 log = logging.getLogger(__name__)
 

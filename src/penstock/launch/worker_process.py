@@ -54,7 +54,7 @@ from penstock.launch.heartbeat import Slot
 from penstock.launch.pulse import Pulse
 from penstock.launch.speculation import Guessing, Loaded, record
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 from penstock.wire.zeromq import ZmqTransport
 
 log = logging.getLogger("penstock.worker")

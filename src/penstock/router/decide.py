@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.columns import NOTHING_DUE, Due, Slots
 from penstock.router.fleet import OTHER_IDENTITY, STATES, Fleet
+from penstock.router.policy.base import Choice, Policy, View, Weighed
 from penstock.router.policy.least_cost import LeastCost, expected_work
-from penstock.router.policy.port import Choice, Policy, View, Weighed
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.worker_load import NOTHING_DUE, Due, Slots
 from penstock.types import (
     PAGE_TOKENS,
     Leg,
@@ -33,7 +33,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
 )
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import PageSource
 
 QUIET_S = 0.75
 """Workers answer several times in so long.  One that does not is given work only where there is no other."""

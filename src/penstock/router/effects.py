@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
-from penstock.router.columns import Due
+from penstock.router.worker_load import Due
 from penstock.types import RequestId, TokenBatch, WorkerId
-from penstock.wire.messages import Submit
+from penstock.wire.gateway_messages import Submit
 
 
 @dataclass(frozen=True, slots=True)

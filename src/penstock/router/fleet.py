@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.router.columns import Book, Columns, Due, Slots
+from penstock.router.worker_load import Book, Columns, Due, Slots
 from penstock.telemetry.metrics import TIER_FIGURES, TIER_PAGES, TIERS, tier_counter
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older
-from penstock.wire.messages import Report, WorkerDown, WorkerUp
+from penstock.wire.gateway_messages import Report
+from penstock.wire.supervisor_messages import WorkerDown, WorkerUp
 
 # MERGED: What a worker reports of the tiers of its KV store, as an operator sees it.  Pure.
 

@@ -15,7 +15,7 @@ import msgspec
 from penstock.config.limits import TurnLimits
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage
-from penstock.wire.messages import Awaited, Cancel, Hello, Tokens
+from penstock.wire.gateway_messages import Awaited, Cancel, Hello, Tokens
 from penstock.wire.transport import AsyncLink
 
 # MERGED: How much of workers' messages is handled in one turn of the event loop, by all links together.

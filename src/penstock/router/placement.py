@@ -14,11 +14,11 @@ from time import perf_counter
 from penstock.config.limits import FailoverConfig, RoutingConfig
 from penstock.hashing import chain_root
 from penstock.router.decide import Decision, DecisionLog, How, decide, relieve
-from penstock.router.failover import Flight
 from penstock.router.fleet import Fleet
 from penstock.router.poison import KeptApart
-from penstock.router.policy.simple import policy_named
+from penstock.router.policy.baselines import policy_named
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.request import Flight
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import PAGE_TOKENS, BlockHash, RequestId, ValidRequest, WorkerId

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.host_ops import BlockIndex
 from penstock.types import BlockHash, RequestId
-from penstock.wire.messages import KvEvents
+from penstock.wire.gateway_messages import KvEvents
 
 # MERGED: Prompts that were sent to workers and have no first token yet: their blocks will be in those caches
 # MERGED: soon.  With the

@@ -17,40 +17,38 @@ from typing import Any, TypeAlias
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
+from penstock.router.admin import Orders
 from penstock.router.decide import Decision, can_serve
-from penstock.router.deeds import Deeds, Means
-from penstock.router.failover import Flight, Patience
+from penstock.router.dispatch import Deeds, Means
 from penstock.router.fleet import Fleet
+from penstock.router.health import TICK_S, Watch, WatchedState
 from penstock.router.links import Connect, Links
-from penstock.router.losses import Losses, Relief
-from penstock.router.orders import Orders
+from penstock.router.migration import Losses, Relief
 from penstock.router.placement import Placement, RetryBudget
 from penstock.router.poison import KeptApart
 from penstock.router.policy.least_cost import queue_wait
-from penstock.router.slices import Rounds, Slices, logged_errors
-from penstock.router.spans import Place, recorded
+from penstock.router.request import Flight, Patience
 from penstock.router.stream import RoutedTokens, Stream, Tally
 from penstock.router.submission import has_known_tokens, is_of
-from penstock.router.watch import TICK_S, Watch, WatchedState
+from penstock.router.tracing import Place, recorded
+from penstock.router.turns import Rounds, Slices, logged_errors
 from penstock.telemetry.registry import Metrics, PrefixFigures
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
-from penstock.wire.duties import HANDED_OVER, Relieve, StillWanted
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import (
+    HANDED_OVER,
     Awaited,
-    Draining,
     KvEvents,
+    Relieve,
     Report,
     Returned,
-    SupervisorMessage,
-    Suspect,
+    StillWanted,
     TokenItem,
     Tokens,
-    WorkerDown,
-    WorkerUp,
 )
 from penstock.wire.ports import Forecast
+from penstock.wire.supervisor_messages import Draining, SupervisorMessage, Suspect, WorkerDown, WorkerUp
 
 # MERGED: How long a request that came now would take to its first token, by what workers report.  Pure.
 # MERGED:

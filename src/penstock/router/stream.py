@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import PenstockError
 from penstock.router.effects import Effects
-from penstock.router.failover import Flight
 from penstock.router.placement import Placement
-from penstock.router.spans import FlightSpans, Place
+from penstock.router.request import Flight
+from penstock.router.tracing import FlightSpans, Place
 from penstock.telemetry.registry import Metrics
 from penstock.types import TokenBatch, ValidRequest
-from penstock.wire.messages import TokenItem
+from penstock.wire.gateway_messages import TokenItem
 
 MAX_BATCH_TOKENS = 64
 """Tokens of one answer that are joined to a batch: others have a turn before the rest is made text of."""

@@ -18,13 +18,7 @@ from penstock.types import (
     TokenLogprob,
     ValidRequest,
 )
-from penstock.wire.messages import (
-    MAX_AGE_S,
-    PageSource,
-    Recipient,
-    Submit,
-    TokenItem,
-)
+from penstock.wire.gateway_messages import MAX_AGE_S, PageSource, Recipient, Submit, TokenItem
 
 
 def submissions(

@@ -33,7 +33,7 @@ from penstock.sim.results import Array
 from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
-from penstock.wire.messages import PageReady
+from penstock.wire.transfer_messages import PageReady
 
 # MERGED: From measured steps to a fleet's ``StepTimes``: least squares of relative errors, with no negative
 # MERGED: weight.  Pure.

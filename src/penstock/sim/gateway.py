@@ -18,16 +18,17 @@ from penstock.engine.core.events import CancelRequest, CreditGranted, FirstToken
 from penstock.engine.core.plan import CompletedPage, NewTokens, ReturnedRequest, StepOutcome
 from penstock.engine.core.request import Request
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.failover import Flight, Patience, Phase
 from penstock.router.fleet import Fleet
 from penstock.router.placement import Placement
+from penstock.router.request import Flight, Patience, RequestPhase
 from penstock.sim.fleet import Links
 from penstock.sim.resources import Agenda
 from penstock.sim.results import Measures
 from penstock.sim.worker import INCARNATION, SimWorker
 from penstock.telemetry.registry import Metrics
 from penstock.types import Leg, RequestId, TokenBatch, ValidRequest, WorkerId
-from penstock.wire.messages import TokenItem, WorkerUp
+from penstock.wire.gateway_messages import TokenItem
+from penstock.wire.supervisor_messages import WorkerUp
 
 # MERGED: Hand-overs between simulated workers: credit, pages over the wires, the first token, release.
 # MERGED:
@@ -282,7 +283,7 @@ class SimGateway:
             self._settle(flight, failed="no worker can serve it")
 
     def _place(self, flight: Flight) -> None:
-        if flight.phase is Phase.WAITING:
+        if flight.phase is RequestPhase.WAITING:
             self._hear()
             now = self._agenda.now
             self.decisions += 1

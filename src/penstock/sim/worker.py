@@ -24,7 +24,7 @@ from penstock.sim.fleet import FleetFile
 from penstock.sim.resources import Agenda, Busy, Crowd, Duration, Tiers, Wire, duration, known_before
 from penstock.sim.trace import END, IDENTITY, WORD
 from penstock.types import BlockHash, Leg, RequestId, Role, WorkerId, WorkerState, read_token_ids
-from penstock.wire.messages import KvEvents, Report, StepRates, Submit
+from penstock.wire.gateway_messages import KvEvents, Report, StepRates, Submit
 
 INCARNATION = 1
 

@@ -11,27 +11,32 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from penstock.errors import ProtocolError
-from penstock.wire.duties import Assign, Relieve, StillWanted
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import (
+    Assign,
     Cancel,
+    Hello,
+    KvEvents,
+    Relieve,
+    Report,
+    Returned,
+    StillWanted,
+    Submit,
+    Tokens,
+)
+from penstock.wire.supervisor_messages import SupervisorMessage
+from penstock.wire.transfer_messages import (
     EncodeImage,
     HandOverAlive,
     HandOverFailed,
-    Hello,
     ImageAlive,
     ImageEncoded,
-    KvEvents,
     PageReady,
+    PagesAt,
+    PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
-    Report,
-    Returned,
-    Submit,
-    SupervisorMessage,
-    Tokens,
 )
-from penstock.wire.page_doors import PagesAt, PagesReady
 
 PROTOCOL_VERSION = 3
 """First byte of every frame.  A peer of another version is refused."""

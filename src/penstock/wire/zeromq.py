@@ -27,7 +27,7 @@ from zmq.utils import z85
 
 from penstock.errors import ConfigError, ProtocolError
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, PeerMessage, check_payload, decode_peer, encode
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 from penstock.wire.transport import YIELD_BYTES, YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 QUEUE_MESSAGES = 16_384

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config.api_keys import load_keys
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 
 @pytest.mark.parametrize("command", ["host-keys", "keys"])

@@ -18,7 +18,7 @@ from penstock.errors import ImageRefused
 from penstock.hashing import picture_hash
 from penstock.kernels.ops import Ops
 from penstock.types import BlockHash, Leg, Picture, PlacedImage, RequestId, SamplingParams, WorkerId
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import PageSource
 
 SIDE, WIDTH, LAYERS = 2, 8, 3
 TOKENS = 6

@@ -16,7 +16,7 @@ from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageSeal
 from penstock.kv.layout import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId
-from penstock.wire.messages import PageReady
+from penstock.wire.transfer_messages import PageReady
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "bf16")  # 128 bytes
 IDENTITY = ModelIdentity(fingerprint="ab", numerics="c")

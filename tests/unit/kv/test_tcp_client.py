@@ -19,8 +19,8 @@ from penstock.kv.connectors.tcp import client
 from penstock.kv.connectors.tcp.client import Batch, Line, Road
 from penstock.kv.layout import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.messages import PageReady, PageSource
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PageReady, PagesAt
 
 SOURCE = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
 SEAL = PageSeal(

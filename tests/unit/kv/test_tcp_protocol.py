@@ -22,8 +22,8 @@ from penstock.kv.connectors.tcp.server import Desk
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.messages import PageReady, PageSource
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PageReady, PagesAt
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 SEAL = PageSeal(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)

@@ -39,7 +39,8 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.messages import HandOverFailed, PageSource, PagesReceived, PullPages, TokenItem
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.transfer_messages import HandOverFailed, PagesReceived, PullPages
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=4), "bf16")
 SEAL = PageSeal(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)

@@ -36,7 +36,8 @@ from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.kv.transfer.sender import HandOverSender
 from penstock.kv_spec import Pieces, blocks_of
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.messages import HandOverFailed, PageSource, PagesReceived, PullPages, TokenItem
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.transfer_messages import HandOverFailed, PagesReceived, PullPages
 
 SEAL = PageSeal(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
 R = RequestId("r")

@@ -24,7 +24,7 @@ from penstock.launch.heartbeat import Board
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.supervisor import Job, Stopped, Supervisor
 from penstock.types import Role, WorkerId, WorkerState
-from penstock.wire.messages import Draining, Suspect, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import Draining, Suspect, WorkerDown, WorkerUp
 
 SCRIPT = json.loads(sys.argv[1])
 ROLES = {WorkerId("prefill-0"): Role.PREFILL, WorkerId("decode-0"): Role.DECODE}

@@ -10,7 +10,8 @@ from penstock.errors import ProtocolError
 from penstock.launch.channel import MAX_MESSAGE_BYTES, MAX_WAITING, Channel
 from penstock.types import WorkerId
 from penstock.wire.codec import encode
-from penstock.wire.messages import Draining, Hello, Suspect
+from penstock.wire.gateway_messages import Hello
+from penstock.wire.supervisor_messages import Draining, Suspect
 
 
 def suspect(number: int) -> Suspect:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.config.api_keys import changing
 from penstock.launch.compose import event_key
-from penstock.wire.keys import Keys
+from penstock.wire.curve_keys import Keys
 
 
 def test_it_follows_from_the_file_of_keys(tmp_path: Path) -> None:

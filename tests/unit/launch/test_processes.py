@@ -17,7 +17,7 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.wire.codec import decode_peer, encode
-from penstock.wire.messages import PageSource, Recipient, Submit
+from penstock.wire.gateway_messages import PageSource, Recipient, Submit
 
 
 def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:

@@ -12,8 +12,9 @@ from penstock.launch.remote_workers import LOST_S, JoinedWorkers
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.codec import PeerMessage
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Hello, Report, SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.gateway_messages import Hello, Report
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import Received, WireCounters
 
 A, B = "tcp://a:1", "tcp://b:1"

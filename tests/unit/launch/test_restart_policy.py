@@ -30,7 +30,7 @@ from penstock.launch.restart_policy import (
     Wanted,
 )
 from penstock.types import WorkerState
-from penstock.wire.messages import Draining, WorkerDown
+from penstock.wire.supervisor_messages import Draining, WorkerDown
 
 
 def test_everything_is_forked_at_the_first_tick() -> None:

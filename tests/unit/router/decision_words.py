@@ -8,7 +8,7 @@ from penstock.router.decide import Ask, Decision, How, decide
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import WorkerState
-from penstock.wire.messages import StepRates
+from penstock.wire.gateway_messages import StepRates
 
 PROMPT = tuple(range(128))
 NOW = 100.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from router_words import IDENTITY, ROOT, request
 
-from penstock.router.columns import Due
 from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effect, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.failover import Flight, Patience
+from penstock.router.request import Flight, Patience
+from penstock.router.worker_load import Due
 from penstock.types import Leg, ValidRequest, WorkerId
-from penstock.wire.messages import TokenItem
+from penstock.wire.gateway_messages import TokenItem
 
 P0, P1, D0, D1, B0 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0"))
 PATIENCE = Patience(max_attempts=3, first_byte_s=100.0, stall_s=10.0)

@@ -20,7 +20,8 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.messages import Report, WorkerUp
+from penstock.wire.gateway_messages import Report
+from penstock.wire.supervisor_messages import WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 OTHER = ModelIdentity(fingerprint="0" * 64, numerics="null-1")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.router.columns import Load, Rates
 from penstock.router.policy import least_cost
+from penstock.router.worker_load import Load, Rates
 
 BOTH = np.array([0, 1])
 ZERO = np.zeros(2)

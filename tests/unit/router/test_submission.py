@@ -21,7 +21,7 @@ from penstock.types import (
     WorkerId,
     pack_token_ids,
 )
-from penstock.wire.messages import MAX_AGE_S, PageSource
+from penstock.wire.gateway_messages import MAX_AGE_S, PageSource
 
 ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
 IMAGE = PlacedImage(bytes(32), 3, 4, 5)

@@ -15,9 +15,9 @@ from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.router.decide import How, decide
-from penstock.router.failover import Flight
 from penstock.router.placement import Placement
-from penstock.router.policy.simple import NAMES, policy_named
+from penstock.router.policy.baselines import NAMES, policy_named
+from penstock.router.request import Flight
 from penstock.sim.cluster import as_json
 from penstock.sim.trace import END, WORD, Prompts
 from penstock.sim.worker import SimWorker, scheduler_config

@@ -23,7 +23,7 @@ from penstock.types import (
     RequestId,
     SamplingParams,
 )
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import PageSource
 
 
 class CompiledGrammar(Protocol):

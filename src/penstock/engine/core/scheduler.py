@@ -58,7 +58,7 @@ from penstock.engine.core.waiting_queue import FairClock
 from penstock.errors import ConfigError
 from penstock.kv_spec import blocks_of
 from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
-from penstock.wire.messages import TOO_LONG
+from penstock.wire.gateway_messages import TOO_LONG
 
 
 def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -> None:

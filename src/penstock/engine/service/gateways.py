@@ -14,9 +14,7 @@ import msgspec
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import NewTokens
 from penstock.types import Leg, RequestId, read_token_ids
-from penstock.wire.duties import StillWanted
-from penstock.wire.messages import Hello, PageSource, Returned, Submit, TokenItem
-from penstock.wire.phases import Phase
+from penstock.wire.gateway_messages import Hello, PageSource, PhaseTiming, Returned, StillWanted, Submit, TokenItem
 
 CONFIRM_INTERVAL_S = 5.0
 """A gateway is asked after so long, and again, whether it still wants what it asked for: a cancel can be lost."""
@@ -42,15 +40,15 @@ class GatewayRequest:
     started: float | None = None  # when its first token was computed here
     first: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
     wanted: float = 0.0  # when it came, or its gateway was last asked whether it is still wanted
-    phases: list[Phase] | None = None  # that have ended and are not told yet; None: nobody wants to know
+    phases: list[PhaseTiming] | None = None  # that have ended and are not told yet; None: nobody wants to know
     pulled: tuple[float, int] = (0.0, 0)  # leg=decode: when it asked for its pages, and of how many tokens
 
     def ended(self, name: str, begin: float, now: float, **facts: float) -> None:
         """A phase of this leg is over, if somebody records it."""
         if self.phases is not None:
-            self.phases.append(Phase(name, begin - self.arrived, now - begin, facts))
+            self.phases.append(PhaseTiming(name, begin - self.arrived, now - begin, facts))
 
-    def take_phases(self) -> tuple[Phase, ...]:
+    def take_phases(self) -> tuple[PhaseTiming, ...]:
         """Those that are not told yet."""
         if not self.phases:
             return ()

@@ -34,7 +34,7 @@ from penstock.config.schema import WorkerConfig
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service.gateways import ConnectedGateway
 from penstock.types import BlockHash, WorkerId
-from penstock.wire.messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
+from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
 from penstock.wire.transport import Listener
 
 MAX_DEMOTED = 1 << 18

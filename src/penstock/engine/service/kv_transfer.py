@@ -48,17 +48,16 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.receiver import HandOverReceiver, SenderMessage, post_pulls
 from penstock.kv.transfer.sender import HandOverSender, post
 from penstock.types import ModelIdentity, PageId, RequestId
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.transfer_messages import (
     HandOverAlive,
     HandOverFailed,
+    OfFetching,
     PageReady,
-    PageSource,
     PagesReceived,
     PrefillDone,
     PullPages,
-    TokenItem,
 )
-from penstock.wire.page_doors import OfFetching
 from penstock.wire.transport import Link, Listener
 
 TransferNews = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released

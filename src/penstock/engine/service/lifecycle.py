@@ -18,7 +18,7 @@ from penstock.engine.service.gateways import GatewayRequest, GatewayRequests
 from penstock.engine.service.load_report import LoadReporter
 from penstock.telemetry.log import event
 from penstock.types import Duty, Leg, Role, WorkerState
-from penstock.wire.duties import DRAINING, ROLE_CHANGED, Assign
+from penstock.wire.gateway_messages import REASON_DRAINING, ROLE_CHANGED, Assign
 
 log = logging.getLogger("penstock.worker")
 
@@ -77,7 +77,7 @@ class Lifecycle:
         elif duty in (Duty.DRAIN, Duty.RESTART) and not self.draining:
             event(log, logging.INFO, "drains", requests=len(self._asks), restart=duty is Duty.RESTART)
             self._reporter.state = WorkerState.DRAINING
-            reason = DRAINING
+            reason = REASON_DRAINING
         return reason
 
     def settle(self) -> None:

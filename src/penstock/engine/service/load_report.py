@@ -12,7 +12,7 @@ from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import HandOverReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
-from penstock.wire.messages import Report, StepRates
+from penstock.wire.gateway_messages import Report, StepRates
 
 LONG_STEP_S = 0.25
 """A step that is predicted to take so long is told of before it begins: nobody shall take it for silence."""

@@ -28,8 +28,7 @@ from penstock.engine.service.kv_transfer import KvTransfer
 from penstock.kv.transfer.events import TAKEN, Granted, Offer, Released
 from penstock.kv_spec import Pieces, blocks_of
 from penstock.types import Leg, RequestId, TokenLogprob
-from penstock.wire.duties import Relieve
-from penstock.wire.messages import TokenItem
+from penstock.wire.gateway_messages import Relieve, TokenItem
 
 ASK_INTERVAL_S = 0.5
 """Between two words to a gateway about an answer that nobody has come for."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from penstock.errors import ConfigError
 from penstock.types import is_older
-from penstock.wire.messages import EncodeImage, PageSource, PagesReceived, PullPages
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import EncodeImage, PagesReceived, PullPages
 from penstock.wire.transport import Link, Received, Transport
 
 log = logging.getLogger("penstock.worker")

@@ -21,7 +21,8 @@ from penstock.errors import ImageRefused
 from penstock.kernels.host_ops import xxh3_128
 from penstock.types import Medium, ModelIdentity, PlacedImage
 from penstock.wire.codec import MAX_PAYLOAD_BYTES
-from penstock.wire.messages import EncodeImage, ImageAlive, ImageEncoded, PageSource
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import EncodeImage, ImageAlive, ImageEncoded
 from penstock.wire.transport import Link, Received
 
 SILENCE_S = 3.0

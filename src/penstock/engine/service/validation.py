@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.types import PAGE_TOKENS, SamplingParams
-from penstock.wire.messages import Submit, TokenItem
+from penstock.wire.gateway_messages import Submit, TokenItem
 
 UNFIT = "unfit"
 """How the reason begins for which a request is given back that no gateway should have sent."""

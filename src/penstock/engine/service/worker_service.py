@@ -63,26 +63,26 @@ from penstock.engine.service.validation import UNFIT, invalid_submit
 from penstock.kv.transfer.events import FirstToken, Granted, Outrun, PagesAdvanced, PullFailed, Released
 from penstock.types import Duty, Leg, RequestId, WorkerState
 from penstock.wire.codec import fits
-from penstock.wire.duties import HANDED_OVER, Assign, StillWanted
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import (
+    HANDED_OVER,
     MOST_REASON_CHARS,
     NO_HELLO,
     OTHER_PROCESS,
     TOO_LARGE,
     UNKNOWN,
+    Assign,
     Awaited,
     Cancel,
-    EncodeImage,
     Hello,
-    PagesReceived,
-    PullPages,
     Recipient,
     Report,
     Returned,
+    StillWanted,
     Submit,
     TokenItem,
     Tokens,
 )
+from penstock.wire.transfer_messages import EncodeImage, PagesReceived, PullPages
 from penstock.wire.transport import Listener, Received, Source, Transport
 
 

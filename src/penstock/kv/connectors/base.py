@@ -21,8 +21,8 @@ from typing import Protocol
 from penstock.kv.checksum import PageSeal
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId, RequestId
-from penstock.wire.messages import PageReady, PageSource
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PageReady, PagesAt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

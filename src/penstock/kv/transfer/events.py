@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.types import PageId, RequestId
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.transfer_messages import (
     HandOverAlive,
     HandOverFailed,
     PageReady,
-    PageSource,
+    PagesAt,
+    PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
-    TokenItem,
 )
-from penstock.wire.page_doors import PagesAt, PagesReady
 
 # --- sending end -----------------------------------------------------------------------------------------------------
 

@@ -43,17 +43,17 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.sender import SIGNS_PER_LEASE
 from penstock.kv_spec import Pieces
 from penstock.types import RequestId, WorkerId, is_older, same_run
-from penstock.wire.messages import (
+from penstock.wire.gateway_messages import PageSource, TokenItem
+from penstock.wire.transfer_messages import (
     HandOverAlive,
     HandOverFailed,
     PageReady,
-    PageSource,
+    PagesAt,
+    PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
-    TokenItem,
 )
-from penstock.wire.page_doors import PagesAt, PagesReady
 
 # MERGED: What the receiving end of hand-overs knows of one of them, and of a page that was announced.
 # MERGED: Decides nothing.

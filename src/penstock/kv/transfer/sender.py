@@ -33,17 +33,19 @@ from penstock.kv.transfer.events import (
     SenderTurn,
 )
 from penstock.types import RequestId
-from penstock.wire.messages import (
-    MOST_REASON_CHARS,
+from penstock.wire.gateway_messages import MOST_REASON_CHARS, TokenItem
+from penstock.wire.transfer_messages import (
+    MOST_ANNOUNCED,
+    Announced,
     HandOverAlive,
     HandOverFailed,
     PageReady,
+    PagesAt,
+    PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
-    TokenItem,
 )
-from penstock.wire.page_doors import MOST_ANNOUNCED, Announced, PagesAt, PagesReady
 from penstock.wire.transport import Listener
 
 SIGNS_PER_LEASE = 4

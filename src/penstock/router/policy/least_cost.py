@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.columns import Due, Load, Numbers, Rates, Slots
-from penstock.router.policy.port import Choice, View, Weighed, foremost, mixed, told
+from penstock.router.policy.base import Choice, View, Weighed, foremost, mixed, told
+from penstock.router.worker_load import Due, Load, Numbers, Rates, Slots
 from penstock.types import PAGE_TOKENS, Leg
 
 # MERGED: What a request costs at each of some workers, in seconds of somebody's waiting.

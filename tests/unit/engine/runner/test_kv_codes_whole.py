@@ -19,7 +19,7 @@ from penstock.kv.memory import KvMemory
 from penstock.kv.store.envelope import StoreSeal
 from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
 from penstock.types import FP8_E4M3, ModelIdentity, PageId, RequestId, SamplingParams
-from penstock.wire.messages import PageReady
+from penstock.wire.transfer_messages import PageReady
 from runner_bench import RunnerBench
 from store_rig import final_of
 from tiny_models import llama_config, write_model

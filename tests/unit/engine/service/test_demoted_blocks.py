@@ -15,8 +15,8 @@ from penstock.engine.service.kv_events import LOOKED_AT, DemotedBlocks, KvEventP
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import KV_KEY_BYTES, Hello, KvEvents, Report
+from penstock.wire.gateway_messages import KV_KEY_BYTES, Hello, KvEvents, Report
+from penstock.wire.in_memory import MemoryHub
 
 BLOCKS = [BlockHash(bytes([n]) * 32) for n in range(3 * LOOKED_AT)]
 

@@ -12,7 +12,7 @@ from penstock.engine.core.request import PageTable, Request
 from penstock.engine.service.kv_transfer import PageExporter
 from penstock.kv.transfer.events import Offer
 from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
-from penstock.wire.messages import TokenItem
+from penstock.wire.gateway_messages import TokenItem
 
 
 @dataclass

@@ -14,8 +14,9 @@ from penstock.engine.service.readiness import NoImages
 from penstock.engine.service.remote_encoder import SILENCE_S, EncodeRequests, RemoteEncoders
 from penstock.errors import ImageRefused
 from penstock.types import Medium, ModelIdentity, Picture, PlacedImage, WorkerId
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import EncodeImage, ImageEncoded, PageSource
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.transfer_messages import EncodeImage, ImageEncoded
 from penstock.wire.transport import Listener
 
 IDENTITY = ModelIdentity(fingerprint="f", numerics="n")

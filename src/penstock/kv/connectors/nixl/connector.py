@@ -25,8 +25,8 @@ from penstock.kv.connectors.nixl.reader import FAILED, Errand, Key, Taker
 from penstock.kv.connectors.tcp.connector import TcpCarrier
 from penstock.kv.memory import KvMemory
 from penstock.types import RequestId
-from penstock.wire.messages import PageReady, PageSource
-from penstock.wire.page_doors import AGENT_BYTES, PagesAt
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import AGENT_BYTES, PageReady, PagesAt
 
 # MERGED: The sending end over NIXL: this worker's pages, to be read by whoever was told where.
 

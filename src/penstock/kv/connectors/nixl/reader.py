@@ -35,7 +35,7 @@ from penstock.kv.connectors.nixl.agent_client import (
     Ready,
 )
 from penstock.types import RequestId
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import PageSource
 
 log = logging.getLogger("penstock.worker")
 

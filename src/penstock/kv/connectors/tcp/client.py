@@ -26,8 +26,8 @@ from penstock.kv.connectors.base import CORRUPT, REFUSED, Landed, Wanted
 from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.protocol import HUNG_UP, MAX_PAGES, Wire
 from penstock.types import RequestId
-from penstock.wire.messages import PageSource
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PagesAt
 
 # MERGED: One connection over which a receiver fetches pages, and the thread that serves it.
 # MERGED:

@@ -28,8 +28,8 @@ from penstock.kv.connectors.tcp.protocol import aead
 from penstock.kv.connectors.tcp.server import Desk
 from penstock.kv.memory import KvMemory
 from penstock.types import RequestId
-from penstock.wire.messages import PageReady, PageSource
-from penstock.wire.page_doors import PagesAt
+from penstock.wire.gateway_messages import PageSource
+from penstock.wire.transfer_messages import PageReady, PagesAt
 
 # MERGED: The receiving end of fetching over sockets: a road to each source, and what has landed from any of
 # MERGED: them.

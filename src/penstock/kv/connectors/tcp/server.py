@@ -23,12 +23,11 @@ from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.protocol import Wire
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId, RequestId
-from penstock.wire.messages import PageReady
-from penstock.wire.page_doors import TOKEN_BYTES, PagesAt
+from penstock.wire.transfer_messages import FETCH_TOKEN_BYTES, PageReady, PagesAt
 
 log = logging.getLogger("penstock.worker")
 
-_NOBODYS = bytes(TOKEN_BYTES)
+_NOBODYS = bytes(FETCH_TOKEN_BYTES)
 _BACKLOG = 64
 _IDLE_LEASES = 4  # times ``peer_idle_s``: its receiver closes a connection that it does not use sooner
 
@@ -72,7 +71,7 @@ class Desk:
         """See ``port.PageCarrier``."""
         grant = self._legs.get((request, epoch))
         if grant is None:
-            grant = _Grant(secrets.randbits(63), secrets.token_bytes(TOKEN_BYTES))
+            grant = _Grant(secrets.randbits(63), secrets.token_bytes(FETCH_TOKEN_BYTES))
             self._legs[request, epoch] = self._grants[grant.leg] = grant
         return PagesAt(
             request=request, epoch=epoch, port=self.port, leg=grant.leg, token=grant.token, sealed=self.sealed

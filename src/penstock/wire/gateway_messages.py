@@ -25,21 +25,19 @@ import msgspec
 
 from penstock.types import (
     LOWER_TIERS,
-    MAX_COUNT,
     TOKEN_BYTES,
     UNCLAIMED,
     AdapterRef,
     BlockHash,
     Claim,
     Count,
+    Duty,
     FinishReason,
-    ImageHash,
     Incarnation,
     Leg,
     Medium,
     ModelIdentity,
     Name,
-    PageId,
     PlacedImage,
     PoolingParams,
     RequestId,
@@ -52,8 +50,32 @@ from penstock.types import (
     WorkerState,
     read_token_ids,
 )
-from penstock.wire.base import Message
-from penstock.wire.phases import Phase
+
+# MERGED: What every message is: a tagged, strict, frozen struct.
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
+    """Base of everything that crosses a process boundary."""
+
+
+# MERGED: What a worker measures of its part in one answer, for the answer's spans
+# MERGED: (``telemetry.spans.OF_WORKERS``).
+
+MOST_FACTS = 16
+
+
+Figure = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+PhaseFact = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class PhaseTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One phase of a leg.  Times count from the leg's arrival: clocks of two hosts are not compared."""
+
+    name: Annotated[str, msgspec.Meta(max_length=32)]
+    begin_s: Figure
+    seconds: Figure
+    facts: Annotated[dict[PhaseFact, Figure], msgspec.Meta(max_length=MOST_FACTS)]
+
 
 MAX_AGE_S = 86_400.0
 """The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
@@ -71,7 +93,7 @@ AnyRequest = Annotated[RequestId, msgspec.Meta(max_length=1024)]
 AnyWorker = Annotated[WorkerId, msgspec.Meta(max_length=1024)]
 AnyHash = Annotated[BlockHash, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
-Reason = Annotated[str, msgspec.Meta(max_length=MOST_REASON_CHARS)]
+ReasonText = Annotated[str, msgspec.Meta(max_length=MOST_REASON_CHARS)]
 Pid = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Counters = Annotated[dict[Name, Annotated[float, msgspec.Meta(ge=0, le=1e18)]], msgspec.Meta(max_length=MOST_COUNTERS)]
 Pooled = Annotated[bytes, msgspec.Meta(max_length=MOST_POOLED_BYTES)]
@@ -188,7 +210,7 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     cached_tokens: Count = 0  # prompt tokens that were not computed for this leg
     queued_s: Seconds = 0.0  # with a leg's first tokens: from its arrival to its first computed token
     pooled: Pooled | None = None  # see ``types.TokenBatch``; the one token beside it means nothing
-    phases: tuple[Phase, ...] = ()  # of a leg that is traced: what has ended since its last item
+    phases: tuple[PhaseTiming, ...] = ()  # of a leg that is traced: what has ended since its last item
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
@@ -224,7 +246,7 @@ class Returned(Message, frozen=True, kw_only=True, tag="returned"):
 
     request: AnyRequest
     epoch: Count
-    reason: Reason  # "preempted", "pages_lost", "draining", TOO_LONG, UNKNOWN, ...
+    reason: ReasonText  # "preempted", "pages_lost", "draining", TOO_LONG, UNKNOWN, ...
 
 
 KV_KEY_BYTES = 8
@@ -310,143 +332,64 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
 # --- worker <-> worker ---------------------------------------------------------------------------------------------
 
 
-class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
-    """Decode to prefill: I have room for all pages that I need of this request; send those from ``skip_blocks`` on.
-
-    Said again with a higher ``skip_blocks`` it acknowledges the blocks below, and renews the lease in any case.
-    Refused (``HandOverFailed``) unless identity, layout and carrier fit.
-    """
-
-    request: AnyRequest
-    epoch: Count
-    skip_blocks: Count
-    identity: ModelIdentity
-    layout: Name  # kv.layout.KvLayout.name
-    carrier: Name  # kv.transfer.port.PageCarrier.name
-    incarnation: Incarnation  # of the sender that is meant
-    resend: bool = False  # nothing came for a while: send what was sent from block ``skip_blocks`` on once more
-    tokens: Count = 0  # of an answer that is being written: tokens that are computed at the sender, for all we know,
-    ahead: Count = 0  # and for how many more there is room
-
-
-class PageReady(Message, frozen=True, kw_only=True, tag="page"):
-    """Prefill to decode: block ``block`` of the request is finished.  With "curve" the page is the frame's payload."""
-
-    request: AnyRequest
-    epoch: Count
-    block: Count  # position of the page among those that travel: by block, within a block by group of layers
-    tokens: Count  # how many tokens of it are filled (16, or fewer in the last)
-    page: Annotated[PageId, msgspec.Meta(ge=0, le=MAX_COUNT)]  # where it lies in the sender's memory
-    generation: Count  # how often the sender's page had been given out when it was filled
-    checksum: Checksum  # XXH3-128 over the page's bytes and (identity, layout, generation); 16 bytes
-
-
-class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
-    """Prefill to decode: all ``blocks`` pages were announced, and this was the first token.
-
-    Of an answer that moves, ``first`` has all tokens that were written since it was to move, and may have none.
-    """
-
-    request: AnyRequest
-    epoch: Count
-    blocks: Count
-    first: TokenItem
-
-
-class HandOverAlive(Message, frozen=True, kw_only=True, tag="hand_over_alive"):
-    """Prefill to decode: nothing is lost, more will come.  Renews the receiver's lease while the prompt waits."""
-
-    request: AnyRequest
-    epoch: Count
-
-
-class HandOverFailed(Message, frozen=True, kw_only=True, tag="hand_over_failed"):
-    """Prefill to decode: nothing (more) will come."""
-
-    request: AnyRequest
-    epoch: Count
-    reason: Reason
-
-
-class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
-    """Decode to prefill: I have copied everything, or want no more.  Ends the sender's lease.
-
-    Of an answer that moves, a gateway says it, too, when its receiver has gone.
-    """
-
-    request: AnyRequest
-    epoch: Count
-    taken: bool = False  # the answer that was moving goes on here
-
-
-class EncodeImage(Message, frozen=True, kw_only=True, tag="encode"):
-    """Whoever reads a prompt to an encoder: what are the rows of this image, or sound?  Answered in any order."""
-
-    content: ImageHash
-    picture: Medium
-    identity: ModelIdentity
-
-
-class ImageAlive(Message, frozen=True, kw_only=True, tag="image_alive"):
-    """An encoder: this image waits or is being encoded."""
-
-    content: ImageHash
-
-
-class ImageEncoded(Message, frozen=True, kw_only=True, tag="image"):
-    """An encoder: the frame's payload is the image's rows, fp32 [tokens, width].  No tokens: it cannot be had here."""
-
-    content: ImageHash
-    tokens: Count = 0
-    width: Count = 0
-    checksum: Annotated[bytes, msgspec.Meta(max_length=CHECKSUM_BYTES)] = b""  # XXH3-128 of the payload, 16 bytes
-
-
 # --- supervisor <-> gateway (one SEQPACKET socket pair, inherited) ---------------------------------------------------
 
 
-class WorkerUp(Message, frozen=True, kw_only=True, tag="worker_up"):
-    """A worker process was started and will listen at ``endpoint``."""
+# MERGED: The messages by which workers are given other duties, and by which they ask what is to become of
+# MERGED: what they have.
+# MERGED:
+# MERGED: An answer that is being written moves like this; D writes it all the while, and stops only for the
+# MERGED: last piece::
+# MERGED:
+# MERGED:     D --Relieve---------------------------> gateway   may others go on with these?
+# MERGED:     gateway --Submit(leg=decode, joins)---> E         the same request and epoch; ``pages_from`` is
+# MERGED: D
+# MERGED:     E --PullPages(ahead)------------------> D         E has room for all that is known, and for what
+# MERGED: D writes meanwhile
+# MERGED:     D --PageReady*------------------------> E         pages that are full; D goes on writing
+# MERGED:     D --PageReady, PrefillDone------------> E         D has stopped: the page that is not full, the
+# MERGED: tokens since Relieve
+# MERGED:     E --Tokens----------------------------> gateway
+# MERGED:     E --PagesReceived(taken)--------------> D         D forgets the answer
+# MERGED:     D --Returned(handed over)-------------> gateway
+# MERGED:
+# MERGED: Whatever goes wrong before the last word, D goes on writing, or the request is submitted anew.
 
-    worker: AnyWorker
-    incarnation: Incarnation
-    role: Role
-    pid: Pid
-    endpoint: Name
-
-
-class WorkerDown(Message, frozen=True, kw_only=True, tag="worker_down"):
-    """A worker process has ended (or was ended).  ``state`` is dead, or wedged while it is being killed."""
-
-    worker: AnyWorker
-    incarnation: Incarnation
-    state: WorkerState
-    reason: Reason
-    fault: bool = False  # of what it did: it crashed, hung or ran out of memory, and was not ended from outside
-
-
-class Draining(Message, frozen=True, kw_only=True, tag="draining"):
-    """The service is about to stop: finish what runs, take nothing new."""
-
-
-class Suspect(Message, frozen=True, kw_only=True, tag="suspect"):
-    """Gateway to supervisor: this worker makes no progress with what it has; please look, and end it if so."""
-
-    worker: AnyWorker
-    incarnation: Incarnation
-    reason: Reason
+HANDED_OVER = "handed over"
+"""The reason of a leg that another worker goes on with."""
 
 
-class LoadModel(Message, frozen=True, kw_only=True, tag="load_model"):
-    """The front of a catalogue to its supervisor: start this model's process.  Answered by WorkerUp, or WorkerDown."""
+REASON_DRAINING, ROLE_CHANGED = "draining", "role changed"
+"""Reasons of legs that have not begun and go back to their gateways, because an operator said something."""
 
-    worker: AnyWorker
-
-
-class UnloadModel(Message, frozen=True, kw_only=True, tag="unload_model"):
-    """The front of a catalogue to its supervisor: nobody uses this model; end its process.  Answered by WorkerDown."""
-
-    worker: AnyWorker
+NO_FAULT = (REASON_DRAINING, ROLE_CHANGED, HANDED_OVER, "yielded")
+"""Reasons that say nothing against the request or its workers: no attempt that failed.  Who yields makes room."""
 
 
-SupervisorMessage = WorkerUp | WorkerDown | Draining | Suspect | LoadModel | UnloadModel
+class Assign(Message, frozen=True, kw_only=True, tag="assign"):
+    """A gateway to a worker, because an operator said so.  What is None stays as it is.
+
+    The worker answers all gateways with a Report that shows it.  Said twice it changes nothing.
+    """
+
+    role: Role | None = None
+    duty: Duty | None = None
+
+
+class Relieve(Message, frozen=True, kw_only=True, tag="relieve"):
+    """A worker to a gateway: these answers are being written here and should go on elsewhere.
+
+    Said again every so often while nobody has come for them.
+    """
+
+    requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch
+
+
+class StillWanted(Message, frozen=True, kw_only=True, tag="still_wanted"):
+    """A worker to a gateway: these were asked for a while ago.  What is not wanted any more is cancelled once more.
+
+    A cancel can be lost with its connection, or on a connection that lives; and what nobody has asked for pages yet has
+    no lease that would end.
+    """
+
+    requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.wire.keys import KEY_CHARS, Keys
+from penstock.wire.curve_keys import KEY_CHARS, Keys
 
 
 @pytest.fixture

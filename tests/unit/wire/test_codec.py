@@ -15,12 +15,8 @@ from tests.message_samples import MESSAGES
 from penstock.errors import ProtocolError
 from penstock.wire import codec
 from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, check_payload, decode, decode_peer, encode
-from penstock.wire.messages import (
-    Cancel,
-    Draining,
-    Message,
-    SupervisorMessage,
-)
+from penstock.wire.gateway_messages import Cancel, Message
+from penstock.wire.supervisor_messages import Draining, SupervisorMessage
 
 PEER = get_args(PeerMessage)
 SUPERVISOR = get_args(SupervisorMessage)

@@ -50,8 +50,17 @@ from penstock.types import (
     WorkerId,
 )
 from penstock.wire.codec import MAX_FRAME_BYTES
-from penstock.wire.duties import HANDED_OVER, NO_FAULT
-from penstock.wire.messages import NO_HELLO, OTHER_PROCESS, TOO_LARGE, TOO_LONG, UNKNOWN, PageSource, TokenItem
+from penstock.wire.gateway_messages import (
+    HANDED_OVER,
+    NO_FAULT,
+    NO_HELLO,
+    OTHER_PROCESS,
+    TOO_LARGE,
+    TOO_LONG,
+    UNKNOWN,
+    PageSource,
+    TokenItem,
+)
 
 # MERGED: How a flight ends that cannot go on: in an error, or because what was delivered is the whole answer.
 # MERGED: Pure.
@@ -222,7 +231,7 @@ DOUBT_S = 5.0
 """How long the other end of a failed hand-over is asked again for a request only where there is no other."""
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Where a flight is."""
 
     WAITING = "waiting"
@@ -263,7 +272,7 @@ class Flight:
 
     def __init__(self, request: ValidRequest, patience: Patience, now: float) -> None:
         self.request = request
-        self.phase = Phase.WAITING
+        self.phase = RequestPhase.WAITING
         self.epoch = 1
         self.emitted = list(request.begun.tokens)  # what the client has, in order; it was not all delivered here
         self.identity = request.begun.identity  # of all workers of this answer, once one of them spoke
@@ -303,11 +312,11 @@ class Flight:
 
     def placed(self, decision: Decision, root: BlockHash, now: float) -> Effects:
         """A decision was made.  ``root`` is the hash chain's root for the decision's identity and this request."""
-        if self.phase is not Phase.WAITING:
+        if self.phase is not RequestPhase.WAITING:
             return ()
         if not decision.legs or decision.identity is None:
             return self._unplaced(decision.longest, decision.longest_read, now)
-        self.phase = Phase.FLYING
+        self.phase = RequestPhase.FLYING
         self.identity = decision.identity
         self._base = len(self.emitted)
         self._attempts += 1
@@ -342,7 +351,7 @@ class Flight:
         known = len(request.prompt) + len(self.emitted)
         hopeless = request.pooling is None and known + more > longest
         if hopeless and request.open_ended and self.emitted:
-            self.phase = Phase.DONE
+            self.phase = RequestPhase.DONE
             return (Deliver(TokenBatch(tokens=(), finish=FinishReason.LENGTH)),)
         if request.pooling is None and known + 1 > longest_read:  # whoever reads a prompt draws one token
             hopeless, longest = True, min(longest, longest_read)
@@ -404,7 +413,7 @@ class Flight:
             item.epoch != self.epoch
             or item.index != len(self.emitted)
             or not self._started
-            or self.phase is not Phase.FLYING
+            or self.phase is not RequestPhase.FLYING
             or not item.tokens
             or item.finish is not None
             or self._early
@@ -441,7 +450,7 @@ class Flight:
 
     def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> LegRun | None:
         """The running leg that may speak, or None."""
-        if self.phase is not Phase.FLYING or epoch != self.epoch:
+        if self.phase is not RequestPhase.FLYING or epoch != self.epoch:
             return None
         for leg in self._legs:
             if leg.worker == worker and leg.incarnation == incarnation:
@@ -481,7 +490,7 @@ class Flight:
     def _take_early(self, now: float) -> Effects:
         """What was kept and has its turn now."""
         effects: Effects = ()
-        while self._early and self.phase is Phase.FLYING and (index := min(self._early)) <= len(self.emitted):
+        while self._early and self.phase is RequestPhase.FLYING and (index := min(self._early)) <= len(self.emitted):
             effects += self._take(*self._early.pop(index), now)
         return effects
 
@@ -496,7 +505,7 @@ class Flight:
 
     def _finish(self, writer: LegRun) -> Effects:
         """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
-        self.phase = Phase.DONE
+        self.phase = RequestPhase.DONE
         # A prefill leg is cancelled even so: it holds pages until a decode leg, which may be dead, says it wants none.
         ended = () if writer.ended or writer.leg is Leg.PREFILL else (self._end(writer),)
         return ended + self._cancel_legs()
@@ -545,7 +554,7 @@ class Flight:
 
     def poison(self) -> Effects:
         """It has ended too many workers: nobody else shall try it."""
-        if self.phase is Phase.DONE:
+        if self.phase is RequestPhase.DONE:
             return ()
         return self._fail(self.guilt.verdict(self.request.id, len(self.emitted)))
 
@@ -583,16 +592,16 @@ class Flight:
 
     def client_gone(self) -> Effects:
         """Nobody wants the answer any more."""
-        if self.phase is Phase.DONE:
+        if self.phase is RequestPhase.DONE:
             return ()
-        self.phase = Phase.DONE
+        self.phase = RequestPhase.DONE
         return self._cancel_legs()
 
     def tick(self, now: float, deserted: str | None = None) -> Effects:
         """Time has passed.  ``deserted``: why there is nobody to wait for."""
-        if self.phase is Phase.DONE:
+        if self.phase is RequestPhase.DONE:
             return ()
-        if deserted is not None and self.phase is Phase.WAITING:
+        if deserted is not None and self.phase is RequestPhase.WAITING:
             return self._fail(NoWorkers(deserted))
         limit = self._patience.stall_s if self._started else self._patience.first_s(self.request.claim)
         if now - self.moved > limit:
@@ -606,7 +615,7 @@ class Flight:
 
     def _late(self, limit_s: float) -> PenstockError:
         bounded = self.request.claim.max_wait_s is not None
-        return stalled(limit_s, started=self._started, waiting=self.phase is Phase.WAITING, bounded=bounded)
+        return stalled(limit_s, started=self._started, waiting=self.phase is RequestPhase.WAITING, bounded=bounded)
 
     def _writer(self, *, but: LegRun) -> LegRun | None:
         """Another leg that writes the answer, or is about to."""
@@ -637,18 +646,18 @@ class Flight:
             self.identity = self.request.begun.identity
         end = satisfied(self.request.sampling, self.emitted)
         if end is not None:
-            self.phase = Phase.DONE
+            self.phase = RequestPhase.DONE
             return (*cancels, Deliver(TokenBatch(tokens=(), finish=end)))
         if self._attempts - self._turned_away >= self._patience.max_attempts:
-            self.phase = Phase.DONE
+            self.phase = RequestPhase.DONE
             text = f"Given up after {self._attempts} submissions without a new token; the last: {why}."
             return (*cancels, Fail(WorkerLost(text)))
-        self.phase = Phase.WAITING
+        self.phase = RequestPhase.WAITING
         wait = 0.0 if self._attempts <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self._attempts - 2))
         return (*cancels, WaitForWorker(now + wait))
 
     def _fail(self, error: PenstockError) -> Effects:
-        self.phase = Phase.DONE
+        self.phase = RequestPhase.DONE
         return (*self._cancel_legs(), Fail(error))
 
     def _end(self, leg: LegRun) -> LegEnded:

@@ -14,17 +14,18 @@ import msgspec
 
 from penstock.clock import Clock
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
-from penstock.router.failover import Phase
 from penstock.router.fleet import Fleet
+from penstock.router.health import TICK_S
 from penstock.router.links import Links
 from penstock.router.placement import Placement, RetryBudget
-from penstock.router.slices import Slices
+from penstock.router.request import RequestPhase
 from penstock.router.stream import Stream, Tally
-from penstock.router.watch import TICK_S
+from penstock.router.turns import Slices
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId
 from penstock.wire.codec import fits
-from penstock.wire.messages import TOO_LARGE, Cancel, PagesReceived
+from penstock.wire.gateway_messages import TOO_LARGE, Cancel
+from penstock.wire.transfer_messages import PagesReceived
 
 log = logging.getLogger("penstock.router")
 
@@ -139,7 +140,7 @@ class Deeds:
             self._place(stream, now)
         except Exception:
             log.exception("%s could not be placed", stream.flight.request.id)
-            if stream.flight.phase is Phase.WAITING:
+            if stream.flight.phase is RequestPhase.WAITING:
                 self._placement.wait(stream.flight.request.id, now + RETRY_S, firm=True)
 
     def _wait(self, stream: Stream, not_before: float, now: float) -> None:
@@ -161,11 +162,11 @@ class Deeds:
             self._place_soon([flight.request.id])
 
     def _place(self, stream: Stream, now: float) -> None:
-        if stream.flight.phase is Phase.WAITING:
+        if stream.flight.phase is RequestPhase.WAITING:
             decision, root = self._placement.decide(stream.flight, now)
             if stream.spans is not None:
                 stream.spans.decided(decision, now, self._clock.now())
             self.apply(stream, stream.flight.placed(decision, root, now), now)
-            if stream.flight.phase is Phase.WAITING and not decision.legs and len(self._placement.apart):
+            if stream.flight.phase is RequestPhase.WAITING and not decision.legs and len(self._placement.apart):
                 # Whoever keeps it off may be cleared any moment.
                 self._placement.wait(stream.flight.request.id, now + TICK_S)

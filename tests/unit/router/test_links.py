@@ -15,8 +15,9 @@ from penstock.errors import ConfigError
 from penstock.router.links import Links
 from penstock.router.service import Outside, RouterService
 from penstock.types import RequestId, Role, WorkerId
-from penstock.wire.memory import MemoryHub
-from penstock.wire.messages import Cancel, Hello, Report, TokenItem, Tokens, WorkerUp
+from penstock.wire.gateway_messages import Cancel, Hello, Report, TokenItem, Tokens
+from penstock.wire.in_memory import MemoryHub
+from penstock.wire.supervisor_messages import WorkerUp
 from penstock.wire.transport import AsyncLink
 
 D0 = WorkerId("decode-0")

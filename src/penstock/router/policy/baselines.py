@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.router.columns import Numbers, Slots
+from penstock.router.policy.base import Choice, Policy, View, Weighed, by_legs, foremost, mixed, told
 from penstock.router.policy.least_cost import LeastCost
-from penstock.router.policy.port import Choice, Policy, View, Weighed, by_legs, foremost, mixed, told
+from penstock.router.worker_load import Numbers, Slots
 from penstock.types import Leg
 
 Order = Callable[[View, Slots], tuple[str, Numbers]]

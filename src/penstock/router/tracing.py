@@ -21,7 +21,7 @@ from penstock.telemetry.spans import (
     Tracer,
 )
 from penstock.types import ValidRequest, WorkerId
-from penstock.wire.messages import TokenItem
+from penstock.wire.gateway_messages import TokenItem
 
 Place = tuple[WorkerId, int]
 """A worker and its incarnation."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.limits import FailoverConfig
+from penstock.router.health import MOST_UNANSWERED, Quarantine
 from penstock.router.placement import RetryBudget
 from penstock.router.poison import Guilt, KeptApart, guilty
-from penstock.router.watch import MOST_UNANSWERED, Quarantine
 from penstock.types import RequestId, WorkerId
 
 W = WorkerId("decode-0")

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, cast
 
 from penstock.router.links import TurnRoom
-from penstock.router.slices import LEAST_STALE, Rounds
 from penstock.router.stream import Stream
+from penstock.router.turns import LEAST_STALE, Rounds
 
 
 def a_stream(name: str) -> Stream:

@@ -8,20 +8,19 @@ from router_words import IDENTITY, ROOT, fleet_of, report, request
 from tests.null.span_notes import SpanNotes
 
 from penstock.config.limits import RoutingConfig
-from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, relieve
 from penstock.router.effects import LegEnded, Recall, Send
-from penstock.router.failover import Flight
 from penstock.router.placement import Placement
-from penstock.router.policy.simple import NAMES, policy_named
+from penstock.router.policy.baselines import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.spans import FlightSpans
+from penstock.router.request import Flight
 from penstock.router.submission import joining, recipient
+from penstock.router.tracing import FlightSpans
+from penstock.router.worker_load import Due
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import LEG, RETRY
 from penstock.types import Leg, Role
-from penstock.wire.duties import HANDED_OVER
-from penstock.wire.messages import PageSource
+from penstock.wire.gateway_messages import HANDED_OVER, PageSource
 
 SOURCE = PageSource(worker=D0, incarnation=1, endpoint="memory://decode-0")
 

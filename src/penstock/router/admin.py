@@ -18,7 +18,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.telemetry.log import event
 from penstock.types import Duty, Role, WorkerId, WorkerState
-from penstock.wire.duties import Assign
+from penstock.wire.gateway_messages import Assign
 
 log = logging.getLogger("penstock.router")
 

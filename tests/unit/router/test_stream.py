@@ -8,10 +8,10 @@ import pytest
 from router_words import request
 
 from penstock.errors import NoWorkers
-from penstock.router.failover import Flight, Patience
+from penstock.router.request import Flight, Patience
 from penstock.router.stream import MAX_BATCH_TOKENS, Stream
 from penstock.types import FinishReason, RequestId, TokenBatch, TokenLogprob
-from penstock.wire.messages import TokenItem
+from penstock.wire.gateway_messages import TokenItem
 
 FIRST = TokenLogprob(7, -0.5)
 

@@ -14,9 +14,9 @@ from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest, 
 from penstock.hashing import chain_root
 from penstock.router.decide import Decision
 from penstock.router.effects import CancelLeg, Deliver, Fail, Send, WaitForWorker
-from penstock.router.failover import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, Phase
+from penstock.router.request import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, RequestPhase
 from penstock.types import Claim, FinishReason, ServiceClass, TokenBatch, TokenLogprob
-from penstock.wire.messages import PageSource, TokenItem
+from penstock.wire.gateway_messages import PageSource, TokenItem
 
 # --- submitting ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ def test_the_last_token_ends_both_legs():
     flight.tokens(item(1, 2), D0, 1, 1.0)
     effects = flight.tokens(item(2, 3, finish=FinishReason.LENGTH), D0, 1, 1.0)
     assert said(effects) == ["deliver 3 length", "end decode-0 e1"]
-    assert flight.phase is Phase.DONE
+    assert flight.phase is RequestPhase.DONE
 
 
 def test_a_first_token_that_is_the_last_frees_both_legs():
@@ -359,7 +359,7 @@ def test_patience_ends(flight, at, error):
     assert isinstance(fail.error, error)
     assert all(isinstance(cancel, CancelLeg) for cancel in cancels)
     assert len(cancels) == (0 if error is NoWorkers else 2)
-    assert flight.phase is Phase.DONE
+    assert flight.phase is RequestPhase.DONE
 
 
 def test_every_token_renews_patience():

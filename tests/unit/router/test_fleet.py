@@ -9,7 +9,7 @@ from router_words import IDENTITY, OTHER, fleet_of, report, up
 
 from penstock.router.fleet import Fleet
 from penstock.types import RequestId, Role, WorkerId, WorkerState
-from penstock.wire.messages import WorkerDown
+from penstock.wire.supervisor_messages import WorkerDown
 
 A, B = RequestId("a"), RequestId("b")
 P0 = WorkerId("prefill-0")

@@ -14,7 +14,7 @@ from penstock.engine.service.kv_events import KvEventLog
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex, Promises
 from penstock.types import BlockHash, RequestId, WorkerId
-from penstock.wire.messages import KV_EVENT_BLOCKS, KvEvents
+from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KvEvents
 
 A, B = RequestId("a"), RequestId("b")
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.types import LOWER_TIERS, PAGE_TOKENS, RequestId
-from penstock.wire.messages import Report
+from penstock.wire.gateway_messages import Report
 
 Numbers: TypeAlias = NDArray[np.float64]
 Slots: TypeAlias = NDArray[np.intp]

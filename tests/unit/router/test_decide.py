@@ -11,10 +11,10 @@ import pytest
 from decision_words import NOW, PROMPT, check, fleet_in_words, picked
 from router_words import IDENTITY, OTHER, fleet_of, hashes_of, request
 
-from penstock.router.columns import Due
 from penstock.router.decide import Ask, How, as_json, can_serve, decide, in_a_line
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.worker_load import Due
 from penstock.types import RequestId, WorkerId
 
 
@@ -249,7 +249,7 @@ def test_ready_means_a_worker_for_each_leg(words, serves):
 
 def test_the_core_of_the_router_is_pure():
     code = (
-        "import sys; import penstock.router.decide, penstock.router.failover, penstock.router.policy.simple;"
+        "import sys; import penstock.router.decide, penstock.router.request, penstock.router.policy.baselines;"
         "print(sorted({'torch', 'asyncio', 'zmq'} & set(sys.modules)))"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -16,12 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router_words import IDENTITY, ROOT, request
 
 from penstock.errors import WorkerLost
-from penstock.router.columns import Due
 from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.failover import Flight, Patience, Phase
+from penstock.router.request import Flight, Patience, RequestPhase
+from penstock.router.worker_load import Due
 from penstock.types import FinishReason, Leg, TokenLogprob, WorkerId
-from penstock.wire.messages import Submit, TokenItem
+from penstock.wire.gateway_messages import Submit, TokenItem
 
 FINAL = FinishReason.STOP
 WORKERS = tuple(WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
@@ -143,7 +143,7 @@ class AnyOrder(RuleBasedStateMachine):
     # --- what may happen --------------------------------------------------------------------------------------------
 
     def waiting(self) -> bool:
-        return self.flight.phase is Phase.WAITING
+        return self.flight.phase is RequestPhase.WAITING
 
     @precondition(waiting)
     @rule(data=st.data())
@@ -269,7 +269,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         assert all(key[2] == self.flight.epoch for key in self.open)
         assert len(self.open) <= 2
-        if self.flight.phase is not Phase.FLYING:
+        if self.flight.phase is not RequestPhase.FLYING:
             assert not self.open
 
     def teardown(self) -> None:
@@ -281,7 +281,7 @@ class AnyOrder(RuleBasedStateMachine):
         for leg in list(self.legs):
             self.apply(self.flight.lost(leg.worker, leg.incarnation, "killed", self.now))
         for _ in range(20):
-            if self.flight.phase is Phase.WAITING:
+            if self.flight.phase is RequestPhase.WAITING:
                 names = [WORKERS[2], WORKERS[0]] if self.split else [WORKERS[0]]
                 kinds = [Leg.DECODE, Leg.PREFILL] if self.split else [Leg.WHOLE]
                 legs = tuple(self.chosen(kind, name) for kind, name in zip(kinds, names, strict=True))
@@ -294,7 +294,7 @@ class AnyOrder(RuleBasedStateMachine):
             for item, worker, incarnation in sent:
                 self.apply(self.flight.tokens(item, worker, incarnation, self.now))
             self.nothing_runs_that_is_not_wanted()
-        assert self.flight.phase is Phase.DONE
+        assert self.flight.phase is RequestPhase.DONE
         assert self.finished or self.left or self.failed is not None
         assert not self.open
 

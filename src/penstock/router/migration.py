@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from penstock.clock import Clock
 from penstock.router.effects import Effects
 from penstock.router.fleet import Fleet
+from penstock.router.health import Loss
 from penstock.router.links import Links
 from penstock.router.placement import Placement
 from penstock.router.poison import guilty
-from penstock.router.slices import Slices, logged_errors
 from penstock.router.stream import Stream
-from penstock.router.watch import Loss
+from penstock.router.turns import Slices, logged_errors
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, Role, WorkerId, WorkerState
-from penstock.wire.duties import Relieve, StillWanted
-from penstock.wire.messages import Cancel, PageSource
+from penstock.wire.gateway_messages import Cancel, PageSource, Relieve, StillWanted
 
 log = logging.getLogger("penstock.router")
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_words import chain, fleet_of, holds, report, request, up
 
-from penstock.router.columns import Due
 from penstock.router.decide import Ask, Decision, How, can_serve, decide
 from penstock.router.fleet import Fleet
-from penstock.router.policy.simple import NAMES, policy_named
+from penstock.router.policy.baselines import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.service import predict_ttft
+from penstock.router.worker_load import Due
 from penstock.types import Claim, Leg, RequestId, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
-from penstock.wire.messages import StepRates
+from penstock.wire.gateway_messages import StepRates
 
 ALL = [How(policy=policy_named(name)) for name in NAMES]
 PENSTOCK = ALL[0]

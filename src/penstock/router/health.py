@@ -18,10 +18,10 @@ from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.router.decide import can_serve, could_serve
-from penstock.router.failover import NO_FAILURES, Flight, is_no_fault_of_sender
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.request import NO_FAILURES, Flight, is_no_fault_of_sender
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
@@ -38,19 +38,8 @@ from penstock.types import (
     is_older,
     pack_token_ids,
 )
-from penstock.wire.duties import NO_FAULT
-from penstock.wire.messages import (
-    OF_REQUEST,
-    Awaited,
-    Hello,
-    KvEvents,
-    Recipient,
-    Report,
-    Submit,
-    Suspect,
-    WorkerDown,
-    WorkerUp,
-)
+from penstock.wire.gateway_messages import NO_FAULT, OF_REQUEST, Awaited, Hello, KvEvents, Recipient, Report, Submit
+from penstock.wire.supervisor_messages import Suspect, WorkerDown, WorkerUp
 
 # MERGED: Which model a gateway serves: that of most workers when it began, and no other from then on.
 # MERGED:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.columns import Columns, Numbers, Slots
+from penstock.router.worker_load import Columns, Numbers, Slots
 from penstock.types import PAGE_TOKENS, Leg
 
 TOLD_CANDIDATES = 16
