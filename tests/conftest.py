@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,6 @@ from penstock.bundled import storyteller
 from penstock.weights.compression.convert import decompress_folder
 from sharding import in_turn, parse_shard
 
-# A busy machine makes any example slow; what must be quick has a test of its own.
-settings.register_profile(
-    "penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
-)
-settings.load_profile("penstock")
-
-
 LONG_S = 900
 """The watchdog of a long test that has none of its own: a busy machine must not make it fail."""
 
@@ -36,7 +30,6 @@ BEGUN = time.monotonic()
 GPU = shutil.which("nvidia-smi") is not None and Path("/dev/nvidiactl").exists()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whoever does that first
-CUDA_NOT_RUN = pytest.StashKey[list[str]]()
 TIME_WAS_UP = "NOT RUN, its time was up"
 
 
@@ -46,7 +39,8 @@ for _signal, _default in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--long", action="store_true", help="also run what the default tier leaves out")
+    parser.addoption("--families", action="store_true", help="also run the kernel tests of all families and types")
     parser.addoption("--within", type=float, metavar="SECONDS", help="skip what has not begun by then, and say so")
     parser.addoption("--shard", type=parse_shard, metavar="INDEX/COUNT", help="of what is selected only this part")
     parser.addoption(
@@ -54,20 +48,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A busy machine makes any example slow; what must be quick has a test of its own.
+
+    In CI the same commit has the same examples.  ``--hypothesis-seed``, the number of commits, makes the long tests'
+    others with each one.
+    """
+    derandomize = "CI" in os.environ and config.getoption("--hypothesis-seed", None) is None
+    settings.register_profile(
+        "penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=derandomize
+    )
+    settings.load_profile("penstock")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not GPU:
-        waiting = [item for item in items if item.get_closest_marker("cuda")]
-        config.stash[CUDA_NOT_RUN] = [item.nodeid.split("/")[-1] for item in waiting]
-        for item in waiting:
-            item.add_marker(pytest.mark.skip(reason="there is no GPU"))
-    long = [item for item in items if item.get_closest_marker("long")]
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="there is no GPU"))
+    long = {item for item in items if item.get_closest_marker("long")}
+    left_out = long
     if config.getoption("--long"):
-        for item in long:
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(LONG_S))
-    elif long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+        left_out = set[pytest.Item]()
+    elif config.getoption("--families"):
+        left_out = {item for item in long if not item.get_closest_marker("family")}
+    for item in long - left_out:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_S))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
     shard = config.getoption("--shard")
     if shard is not None:
@@ -101,18 +111,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """A skipped GPU is said aloud, once, and so is everything else that a machine lacks."""
-    missed = config.stash.get(CUDA_NOT_RUN, [])
-    if missed:
-        terminalreporter.write_line(f"NOT RUN, there is no GPU: {', '.join(missed)}", yellow=True)
-    for reason in reasons_not_run(terminalreporter.stats.get("skipped", [])):
-        terminalreporter.write_line(reason, yellow=True)
+    """What was skipped is said aloud, each reason once: a GPU, a program or a file that this machine lacks."""
+    for reason, tests in sorted(reasons_not_run(terminalreporter.stats.get("skipped", [])).items()):
+        terminalreporter.write_line(f"{reason} ({tests} tests)" if tests > 1 else reason, yellow=True)
 
 
-def reasons_not_run(skipped: list[Any]) -> list[str]:
-    """Of these reports, each that says NOT RUN once."""
+def reasons_not_run(skipped: list[Any]) -> Counter[str]:
+    """Why tests were skipped, and how many each time.  Also of tests that ran in processes of their own (xdist)."""
     reasons = (report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple))
-    return sorted({reason.removeprefix("Skipped: ") for reason in reasons if "NOT RUN" in reason})
+    plain = (reason.removeprefix("Skipped: ").removeprefix("NOT RUN").lstrip(":, ") for reason in reasons)
+    return Counter(f"NOT RUN, {reason}" for reason in plain)
 
 
 LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")

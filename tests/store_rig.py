@@ -139,7 +139,7 @@ def _seal(kind: str) -> AnySeal:
         return StoreSeal(IDENTITY, LAYOUT)
     from penstock.kv.store.envelope import EncryptingSeal
 
-    pytest.importorskip("cryptography", reason="an extra")
+    pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
     return EncryptingSeal(IDENTITY, LAYOUT, bytes(range(32)))
 
 

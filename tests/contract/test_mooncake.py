@@ -108,7 +108,7 @@ def test_pages_of_another_model_are_not_offered(store: Mooncake, tier: MooncakeT
 
 
 def test_pages_of_another_key_have_other_names():
-    pytest.importorskip("cryptography", reason="an extra")
+    pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
     seals = [SEAL, *(EncryptingSeal(IDENTITY, LAYOUT, bytes([byte]) * 32) for byte in (1, 2))]
     names = [MooncakeTier(MooncakeAt(master="host:1"), seal, timeout_s=1.0)._name(key_of(1)) for seal in seals]
     assert len(set(names)) == 3

@@ -39,7 +39,7 @@ MOONCAKE = [pytest.param(kind, marks=pytest.mark.long) for kind in ("mooncake", 
 @pytest.fixture(params=[*TIERS, *MOONCAKE])
 def tier(request: pytest.FixtureRequest, tmp_path: Path, redis_url: Callable[[], str]) -> Iterator[Pair]:
     if request.param.startswith("redis"):
-        pytest.importorskip("redis", reason="an extra")
+        pytest.importorskip("redis", reason="the extra with redis is not installed")
         import redis
 
         redis.Redis.from_url(redis_url()).flushall()
@@ -95,7 +95,7 @@ def test_many_pages_come_back_as_they_went(tier: Pair):
 
 
 def test_pages_of_another_layout_are_not_offered(tmp_path: Path, redis_url: Callable[[], str]):
-    pytest.importorskip("redis", reason="an extra")
+    pytest.importorskip("redis", reason="the extra with redis is not installed")
     other = ModelIdentity(fingerprint="b" * 64, numerics=IDENTITY.numerics)
     ours, theirs = (
         RedisTier(redis_url(), StoreSeal(identity, LAYOUT), timeout_s=5.0, expire_s=60)
@@ -107,8 +107,8 @@ def test_pages_of_another_layout_are_not_offered(tmp_path: Path, redis_url: Call
 
 
 def test_pages_of_another_key_are_left_alone(redis_url: Callable[[], str]):
-    pytest.importorskip("redis", reason="an extra")
-    pytest.importorskip("cryptography", reason="an extra")
+    pytest.importorskip("redis", reason="the extra with redis is not installed")
+    pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
     one, other = (
         RedisTier(redis_url(), EncryptingSeal(IDENTITY, LAYOUT, bytes([byte]) * 32), timeout_s=5.0, expire_s=60)
         for byte in (1, 2)
@@ -123,7 +123,7 @@ def test_pages_of_another_key_are_left_alone(redis_url: Callable[[], str]):
 
 
 def test_redis_is_not_believed(redis_url: Callable[[], str]):
-    redis = pytest.importorskip("redis", reason="an extra")
+    redis = pytest.importorskip("redis", reason="the extra with redis is not installed")
     tier = RedisTier(redis_url(), StoreSeal(IDENTITY, LAYOUT), timeout_s=5.0, expire_s=60)
     client = redis.Redis.from_url(redis_url())
     client.flushall()
@@ -142,7 +142,7 @@ def test_redis_is_not_believed(redis_url: Callable[[], str]):
 
 
 def test_a_redis_that_is_not_there_fails_and_says_so(tmp_path: Path):
-    pytest.importorskip("redis", reason="an extra")
+    pytest.importorskip("redis", reason="the extra with redis is not installed")
     tier = RedisTier(f"unix://{tmp_path}/nobody", StoreSeal(IDENTITY, LAYOUT), timeout_s=0.2, expire_s=60)
     with pytest.raises(TierFailed, match="redis"):
         tier.has([key_of(1)])

@@ -17,7 +17,7 @@ from penstock.intake.replies.parser import ReplyParser
 from penstock.intake.replies.reply import Tools
 from penstock.intake.template import ChatTemplate, Conversation, TemplateLimits
 
-SHARED = Path(os.environ.get("PENSTOCK_SHARED", Path(__file__).parents[4] / "shared")) / "data" / "templates"
+SHARED = Path(os.environ.get("SHARED_FOR_TESTS", Path(__file__).parents[4] / "shared")) / "data" / "templates"
 THEIRS = sorted(SHARED.rglob("*.jinja"))
 real_templates = pytest.mark.skipif(not THEIRS, reason="the models' own templates are not in this repository")
 

@@ -16,7 +16,7 @@ from penstock.intake.template_files import ChatTemplates, load_sources
 
 TESTS = Path(__file__).parents[2]
 OURS = sorted((TESTS / "fixtures" / "templates").glob("*.jinja"))
-SHARED = Path(os.environ.get("PENSTOCK_SHARED", TESTS.parents[1] / "shared")) / "data" / "templates"
+SHARED = Path(os.environ.get("SHARED_FOR_TESTS", TESTS.parents[1] / "shared")) / "data" / "templates"
 THEIRS = sorted(SHARED.rglob("*.jinja"))
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -73,7 +73,7 @@ def test_renders_as_transformers_does(path: Path):
     assert check_against_transformers(path.read_text()) > 0
 
 
-@pytest.mark.skipif(not THEIRS, reason="the models' own templates are not in this repository (PENSTOCK_SHARED)")
+@pytest.mark.skipif(not THEIRS, reason="the models' own templates are not in this repository (SHARED_FOR_TESTS)")
 @pytest.mark.parametrize("path", THEIRS, ids=lambda path: path.stem)
 def test_models_own_templates_render_as_transformers_does(path: Path):
     assert check_against_transformers(path.read_text()) >= 3

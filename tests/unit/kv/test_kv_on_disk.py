@@ -31,7 +31,7 @@ def test_a_file_of_pages_has_the_bytes_that_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes | None
 ) -> None:
     if key is not None:
-        pytest.importorskip("cryptography", reason="an extra")
+        pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
         monkeypatch.setattr(os, "urandom", lambda count: bytes(range(1, count + 1)))
     path = tmp_path / "f"
     tier = slab_tier(path, seal=seal_for(IDENTITY, LAYOUT, key))
@@ -64,7 +64,7 @@ def test_pages_have_the_names_that_they_had() -> None:
         "penstock.kv.1.33f858d8791f9d36696592aa765a019d.p."
         "f5b165224a58b791df6af1d8303e61cdc4bb86c3d1c427103c344c4189eb2f1e0200"
     )
-    pytest.importorskip("redis", reason="an extra")
+    pytest.importorskip("redis", reason="the extra with redis is not installed")
     redis = RedisTier("redis://127.0.0.1:1", seal, timeout_s=1.0, expire_s=1.0)
     assert redis._name(key_of(1, 2)) == b"penstock:kv:1:" + bytes.fromhex(
         "33f858d8791f9d36696592aa765a019d70f5b165224a58b791df6af1d8303e61cdc4bb86c3d1c427103c344c4189eb2f1e0200"
