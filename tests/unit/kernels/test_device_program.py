@@ -19,7 +19,7 @@ from penstock.kernels.ops import Captures, RunsAhead
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import Picks
 from penstock.kernels.select import REFERENCE, TRITON
-from penstock.kernels.triton import paged
+from penstock.kernels.triton import attention
 from penstock.kernels.triton.graphs import MOST_REFUSALS, AsItIs, Captured, CudaGraphs, Work
 from penstock.kernels.triton.program import TRIED_PROMPTS, DeviceProgram
 from penstock.kernels.triton.staging import DeviceArrays, Draws, StepShape, buckets, by_group, fill
@@ -178,8 +178,8 @@ def test_prompts_are_tried_in_one_page(folder: Path) -> None:
 
 
 def test_the_plan_of_memory_counts_what_attention_keeps() -> None:
-    assert (weights_sizes.PARTED_ROWS, weights_sizes.PARTED_BYTES) == (paged.APART_TOKENS, paged.APART_BYTES)
-    assert weights_sizes.PARTITION_KEYS == paged.PARTITION_KEYS
+    assert (weights_sizes.PARTED_ROWS, weights_sizes.PARTED_BYTES) == (attention.APART_TOKENS, attention.APART_BYTES)
+    assert weights_sizes.PARTITION_KEYS == attention.PARTITION_KEYS
 
 
 class Counting(AsItIs):

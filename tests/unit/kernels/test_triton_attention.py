@@ -31,7 +31,7 @@ from test_kernels_latent import Latent, LatentStory
 
 from penstock.kernels.operands import AttentionSpec, KvShape, Sparse, StepBatch
 from penstock.kernels.reference.backend import ReferenceOps
-from penstock.kernels.triton.paged import Tile, TritonAttention
+from penstock.kernels.triton.attention import Tile, TritonAttention
 
 LATENT = Latent(3, 30, 16, 6)
 APART = Latent(3, 30, 22, 6)  # values that are not a power of two are read by themselves

@@ -16,8 +16,8 @@ from penstock.kernels.compressed_gpu import compress_for_gpu
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Routing, Score, segment_ends
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.triton import compressed as triton_compressed
-from penstock.kernels.triton import experts as grouping
-from penstock.kernels.triton.experts import Groups
+from penstock.kernels.triton import moe as grouping
+from penstock.kernels.triton.moe import Groups
 
 LONG = [pytest.mark.long] if INTERPRETED else []
 ROUTINGS = {

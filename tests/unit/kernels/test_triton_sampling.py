@@ -13,7 +13,7 @@ from test_kernels_sampling import BASE, RULES, ids_of, mask_of
 
 from penstock.kernels.reference.sampling import kept_ids, sample_row
 from penstock.kernels.sampling import Picks, SampleRow, gumbel
-from penstock.kernels.triton.head import TritonHead
+from penstock.kernels.triton.sampling import TritonHead
 
 EXTREMES = (1_459_666, 1_786_955)
 """Ids with the least and the largest noise of two million, at position 9 of seed 5."""

@@ -19,7 +19,7 @@ from penstock.kernels.compressed_gpu import compress_for_gpu
 from penstock.kernels.lora import LowRank
 from penstock.kernels.operands import SILU, Routing, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.triton.adapters import MOST_PARTS, MOST_RANK
+from penstock.kernels.triton.lora import MOST_PARTS, MOST_RANK
 from penstock.kernels.triton.program import DeviceProgram
 from penstock.types import SamplingParams
 from runner_bench import RunnerBench

@@ -10,8 +10,8 @@ from triton_compiled import compile_only
 
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, AttentionSpec, KvShape, StateShape, StepBatch
 from penstock.kernels.sampling import SampleRow
+from penstock.kernels.triton.attention import TritonAttention
 from penstock.kernels.triton.backend import TritonOps
-from penstock.kernels.triton.paged import TritonAttention
 from penstock.types import FP8_E4M3
 
 

@@ -11,7 +11,7 @@ from triton_compiled import Compiled, compile_only
 from penstock.kernels.compressed_gpu import compress_for_gpu
 from penstock.kernels.operands import SILU, KvShape, Routing, Score, StepBatch, segment_ends
 from penstock.kernels.triton.backend import TritonOps
-from penstock.kernels.triton.fusing import FusingOps
+from penstock.kernels.triton.fusion import FusingOps
 
 N, K = 512, 2048
 

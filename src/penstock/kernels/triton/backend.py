@@ -37,22 +37,19 @@ from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.reference.tiles import numpy_of
 from penstock.kernels.sampling import Sampled, SampleRow
-from penstock.kernels.triton.adapters import TritonAdapters
+from penstock.kernels.triton.attention import TritonAttention
 from penstock.kernels.triton.compressed import compressed_weights, fits_gpu, workspace_of
-from penstock.kernels.triton.experts import Experts, stacked_experts
-from penstock.kernels.triton.form import TritonForm, numerics_of
-from penstock.kernels.triton.fusing import FusedSteps
+from penstock.kernels.triton.fusion import FusedSteps
 from penstock.kernels.triton.graphs import AsItIs, CudaGraphs
-from penstock.kernels.triton.head import TritonHead
+from penstock.kernels.triton.linear import WeightForm, device_matrix, for_gpu
+from penstock.kernels.triton.lora import TritonAdapters
 from penstock.kernels.triton.matmul import multiply
-from penstock.kernels.triton.packing import device_matrix, for_gpu
-from penstock.kernels.triton.paged import TritonAttention
+from penstock.kernels.triton.moe import Experts, chosen_experts, stacked_experts
+from penstock.kernels.triton.numerics import TritonForm, numerics_of
 from penstock.kernels.triton.plain import PlainWeights
-from penstock.kernels.triton.products import WeightForm
 from penstock.kernels.triton.program import DeviceProgram
-from penstock.kernels.triton.quantised import quantised_weights
+from penstock.kernels.triton.quantized import quantised_weights
 from penstock.kernels.triton.rope import latent_query, latent_write, rope_and_write
-from penstock.kernels.triton.routing import chosen_experts
 from penstock.kernels.triton.rows import (
     ACTIVATE,
     GATED_ADD,
@@ -64,6 +61,7 @@ from penstock.kernels.triton.rows import (
     launch_norm,
     lined,
 )
+from penstock.kernels.triton.sampling import TritonHead
 from penstock.kernels.triton.staging import Draws
 from penstock.kernels.triton.states import causal_conv, delta_rule
 from penstock.kernels.triton.weights import DeviceLoading

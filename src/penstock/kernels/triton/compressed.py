@@ -29,9 +29,8 @@ from penstock.kernels.compressed_gpu import (
     column_blocks,
     stretches_of,
 )
-from penstock.kernels.triton.arithmetic import UNFUSED
-from penstock.kernels.triton.form import TritonForm, dot
 from penstock.kernels.triton.matmul import Operand, Tile, ends_tensor, multiply, tile_of
+from penstock.kernels.triton.numerics import UNFUSED, TritonForm, dot
 from penstock.kernels.triton.plain import adopt, plain_step
 
 UNPACK_ROWS = 256

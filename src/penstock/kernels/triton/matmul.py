@@ -35,8 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.arithmetic import UNFUSED, rounded
-from penstock.kernels.triton.form import TritonForm
+from penstock.kernels.triton.numerics import UNFUSED, TritonForm, rounded
 
 FEW_ROWS = 64
 """Up to so many rows every segment has programs of its own: the weight is read by as many multiprocessors as can be."""

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.form import TritonForm, dot
 from penstock.kernels.triton.matmul import Operand, ends_tensor, multiply, tile_of
+from penstock.kernels.triton.numerics import TritonForm, dot
 
 
 @triton.jit

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
-from penstock.kernels.triton.arithmetic import UNFUSED, turned_pair
-from penstock.kernels.triton.form import TritonForm
-from penstock.kernels.triton.kv_codes import exponent_of, kept, sizes_of
+from penstock.kernels.triton.fp8_kv import exponent_of, kept, sizes_of
+from penstock.kernels.triton.numerics import UNFUSED, TritonForm, turned_pair
 from penstock.kernels.triton.rows import lined, stride_of
 from penstock.types import PAGE_TOKENS
 

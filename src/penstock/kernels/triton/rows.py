@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.operands import Activation, Gate
-from penstock.kernels.triton.arithmetic import KIND_NUMBERS, UNFUSED, activated, gate_of, rounded, sigmoid, tanh
+from penstock.kernels.triton.numerics import KIND_NUMBERS, UNFUSED, activated, gate_of, rounded, sigmoid, tanh
 
 COLUMNS = 1024
 """Of one program, where columns know nothing of each other."""

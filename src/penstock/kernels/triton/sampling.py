@@ -21,8 +21,20 @@ This module imports triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.reference.sampling import GREEDY_BELOW
+from penstock.kernels.sampling import Sampled, SampleRow
+from penstock.kernels.triton.numerics import UNFUSED, TritonForm
 
 GREEDY = tl.constexpr(1e-5)
 """Below this temperature the most likely token is taken."""
@@ -227,3 +239,266 @@ def normalisers(logits_RV, rows_L, tops_L, logs_L, VOCABULARY: tl.constexpr, BLO
         sums += _weights(x, top, 1.0)
     tl.store(tops_L + own, top)
     tl.store(logs_L + own, _log(tl.sum(sums, axis=0)))
+
+
+# MERGED: Operations on logits on a GPU: what a row wants, told to the kernels of ``sampling``; see
+# MERGED: ``ops_head.HeadOps``.
+# MERGED:
+# MERGED: ``pick`` draws for rows that ask for nothing but a temperature, from arrays on the device to tokens
+# MERGED: on the device: it
+# MERGED: can be captured, and nobody waits; ``bring`` sends them to the host while the device goes on.
+# MERGED: ``sample`` takes rows as
+# MERGED: they come.  Its lists of ids (biases, penalties, bans) are few numbers in a large array: torch puts
+# MERGED: them where they
+# MERGED: belong, each once, so there is no order to their sums.
+# MERGED:
+# MERGED: This module imports torch and triton.
+
+
+BLOCK: Final = 4096
+"""Tokens that a program looks at at once."""
+
+_LOW31: Final = 0x7FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Tokens on their way to the host."""
+
+    tokens: Tensor
+    arrived: Any  # CUDA event, or None where they are there
+
+    def wait(self) -> NDArray[np.int32]:
+        """The tokens, once they have arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return np.asarray(self.tokens.numpy(), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Some numbers of some rows: indices of row and column, each pair once, and what goes with each."""
+
+    rows_E: Tensor
+    ids_E: Tensor
+    values_E: Tensor
+
+
+class TritonHead:
+    """See ``ops_head.HeadOps``."""
+
+    def __init__(self, form: TritonForm) -> None:
+        self._form = form
+
+    def pick(
+        self,
+        logits_RV: Tensor,
+        seeds_R: Tensor,
+        positions_R: Tensor,
+        choices_R: Tensor,
+        temperatures_R: Tensor,
+        floors_R: Tensor | None = None,
+    ) -> Tensor:
+        """int32 [R]: the token of each row, by the bits of ``draws.Picks``: int64, int32, int32, fp32.
+
+        ``floors_R``: int64, the least place that may be drawn (see ``sampling``).
+        """
+        rows, vocabulary = logits_RV.shape
+        block = _block(vocabulary)
+        blocks, bits = triton.cdiv(vocabulary, block), _id_bits(vocabulary)
+        best_RB, tokens_R = self._form.empty((rows, blocks), torch.int64), self._form.empty((rows,), torch.int32)
+        if rows:
+            offers[(rows, blocks)](
+                logits_RV.contiguous(), seeds_R, positions_R, choices_R, temperatures_R, floors_R, best_RB,
+                VOCABULARY=vocabulary, ID_BITS=bits, FLOORED=floors_R is not None, BLOCK=block, num_warps=8,
+                **UNFUSED,
+            )  # fmt: skip
+            best[(rows,)](best_RB, tokens_R, blocks, ID_BITS=bits, BLOCK=triton.next_power_of_2(blocks), **UNFUSED)
+        return tokens_R
+
+    def bring(self, tokens_R: Tensor) -> Brought:
+        """Send tokens to the host without waiting for them."""
+        on_gpu = tokens_R.is_cuda
+        host_R = torch.empty(tokens_R.shape, dtype=tokens_R.dtype, pin_memory=on_gpu)
+        host_R.copy_(tokens_R, non_blocking=on_gpu)
+        arrived = torch.cuda.Event() if on_gpu else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream())
+        return Brought(host_R, arrived)
+
+    def sample(self, logits_RV: Tensor, rows: list[SampleRow]) -> list[Sampled]:
+        """See ``Ops.sample``.  ValueError for ids outside the vocabulary, or a mask of another."""
+        if not rows:
+            return []
+        logits_RV = logits_RV.contiguous()
+        for row in rows:
+            _check(row, logits_RV.shape[1])
+        wanted_RV = self._masked(self._adjusted(logits_RV, rows), rows)
+        temperatures_R = self._column(rows, lambda row: row.temperature, np.float32)
+        tokens_R = self.pick(
+            wanted_RV,
+            self._form.tensor(np.array([row.seed for row in rows], np.uint64).view(np.int64)),
+            self._form.tensor(np.array([row.position for row in rows], np.uint32).view(np.int32)),
+            self._form.tensor(np.array([row.choice for row in rows], np.uint32).view(np.int32)),
+            temperatures_R,
+            self._floors(wanted_RV, rows, temperatures_R),
+        )
+        told = [index for index, row in enumerate(rows) if row.logprobs is not None]
+        drawn = [Sampled(token) for token in self.bring(tokens_R).wait().tolist()]
+        if told:
+            scored = self._scored(logits_RV, np.array(told, np.int32), tokens_R, [rows[i].logprobs or 0 for i in told])
+            for index, one in zip(told, scored, strict=True):
+                drawn[index] = one
+        return drawn
+
+    def token_logprobs(self, logits_RV: Tensor, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
+        """See ``Ops.token_logprobs``."""
+        rows = len(logits_RV)
+        every = np.arange(rows, dtype=np.int32)
+        return self._scored(logits_RV.contiguous(), every, self._form.integers(tokens_R), [top] * rows)
+
+    def gumbel(self, seed: int, position: int, choice: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The noise that ``sample`` adds for each of these token ids (tests and tools)."""
+        seeds, out_N = self._form.tensor(np.array([seed], np.uint64).view(np.int64)), self._form.empty((ids.size,))
+        counters = [self._form.tensor(np.array([word], np.uint32).view(np.int32)) for word in (position, choice)]
+        grid = (triton.cdiv(ids.size, BLOCK),)
+        noise[grid](seeds, *counters, self._form.integers(ids), out_N, ids.size, BLOCK=BLOCK, **UNFUSED)
+        return np.asarray(out_N.cpu().numpy(), np.float32).reshape(ids.shape)
+
+    def _adjusted(self, logits_RV: Tensor, rows: list[SampleRow]) -> Tensor:
+        """Logits after bias, penalties and bans: a copy where there are any."""
+        biases = self._entries(rows, _biases)
+        prompts = self._entries(rows, _prompt_penalties)
+        outputs = self._entries(rows, _output_penalties)
+        bans = self._entries(rows, lambda row: (row.banned_ids, np.zeros((len(row.banned_ids), 1))))
+        if not any((biases, prompts, outputs, bans)):
+            return logits_RV
+        x_RV = logits_RV.clone()
+        if biases is not None:
+            x_RV[biases.rows_E, biases.ids_E] += biases.values_E[:, 0]
+        # Tokens of both prompt and answer are penalised once, from what they were.
+        penalised = [(own, x_RV[own.rows_E, own.ids_E]) for own in (prompts, outputs) if own is not None]
+        for own, before_E in penalised:
+            by_E, less_E = own.values_E.unbind(1)
+            x_RV[own.rows_E, own.ids_E] = torch.where(before_E > 0, before_E / by_E, before_E * by_E) - less_E
+        if bans is not None:
+            x_RV[bans.rows_E, bans.ids_E] = -torch.inf
+        return x_RV
+
+    def _masked(self, x_RV: Tensor, rows: list[SampleRow]) -> Tensor:
+        """Minus infinity for what the rows' masks do not allow: a copy where there are any."""
+        masks = {index: row.allowed for index, row in enumerate(rows) if row.allowed is not None}
+        if not masks:
+            return x_RV
+        words_MW = self._form.tensor(np.stack(list(masks.values())).view(np.int32))
+        rows_M, x_RV = self._form.integers(np.array(list(masks), np.int32)), x_RV.clone()
+        block = _block(x_RV.shape[1])
+        masked[(len(masks), triton.cdiv(x_RV.shape[1], block))](
+            x_RV, rows_M, words_MW, VOCABULARY=x_RV.shape[1], BLOCK=block, **UNFUSED
+        )
+        return x_RV
+
+    def _floors(self, x_RV: Tensor, rows: list[SampleRow], temperatures_R: Tensor) -> Tensor | None:
+        """int64 [R]: the least place that each row may draw; None where every row may draw all."""
+        some = [index for index, row in enumerate(rows) if _is_filtered(row, x_RV.shape[1])]
+        if not some:
+            return None
+        filtered = [rows[index] for index in some]
+        floors_R = torch.zeros((len(rows),), dtype=torch.int64, device=x_RV.device)
+        vocabulary = x_RV.shape[1]
+        floors[(len(some),)](
+            x_RV, self._form.integers(np.array(some, np.int32)), temperatures_R,
+            self._column(filtered, lambda row: row.top_k if row.top_k and row.top_k < vocabulary else 0, np.int64),
+            self._column(filtered, lambda row: row.top_p, np.float64),
+            self._column(filtered, lambda row: row.min_p, np.float32), floors_R, VOCABULARY=vocabulary,
+            ID_BITS=_id_bits(vocabulary), BLOCK=_block(vocabulary), num_warps=16, **UNFUSED,
+        )  # fmt: skip
+        return floors_R
+
+    def _scored(self, logits_RV: Tensor, rows_L: NDArray[np.int32], tokens_R: Tensor, tops: list[int]) -> list[Sampled]:
+        """Log-probabilities of tokens under some rows, with as many of the likeliest as each wants."""
+        vocabulary, count, most = logits_RV.shape[1], len(rows_L), min(max(tops), logits_RV.shape[1])
+        own, (top_L, log_L) = self._form.integers(rows_L), (self._form.empty((count,)) for _ in range(2))
+        normalisers[(count,)](
+            logits_RV, own, top_L, log_L, VOCABULARY=vocabulary, BLOCK=_block(vocabulary), num_warps=16, **UNFUSED
+        )
+        x_LV, tokens_L = logits_RV.index_select(0, own), tokens_R.index_select(0, own)
+        ids_LK = torch.cat([tokens_L[:, None].long(), _likeliest(x_LV, most)], dim=1)
+        logprobs_LK = (x_LV.gather(1, ids_LK) - top_L[:, None]) - log_L[:, None]
+        answers = zip(ids_LK.tolist(), logprobs_LK.tolist(), tops, strict=True)
+        return [
+            Sampled(ids[0], logprobs[0], tuple(zip(ids[1 : top + 1], logprobs[1 : top + 1], strict=True)))
+            for ids, logprobs, top in answers
+        ]
+
+    def _column(self, rows: list[SampleRow], of: Callable[[SampleRow], float], dtype: type[np.generic]) -> Tensor:
+        return self._form.tensor(np.array([of(row) for row in rows], dtype))
+
+    def _entries(
+        self, rows: list[SampleRow], of: Callable[[SampleRow], tuple[NDArray[Any], NDArray[Any]]]
+    ) -> Entries | None:
+        """What ``of`` says of each row: ids, each once, and numbers [ids, ...] that go with them."""
+        found = [of(row) for row in rows]
+        counts = [len(ids) for ids, _ in found]
+        if not sum(counts):
+            return None
+        owners = np.repeat(np.arange(len(rows)), counts)
+        width = max(values.shape[1] for _, values in found)
+        values = np.concatenate([values for ids, values in found if len(ids)]).reshape(-1, width)
+        ids = np.concatenate([ids for ids, _ in found]).astype(np.int64)
+        return Entries(
+            self._form.tensor(owners.astype(np.int64)),
+            self._form.tensor(ids),
+            self._form.tensor(values.astype(np.float32)),
+        )
+
+
+def _biases(row: SampleRow) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Biases of one id count together."""
+    ids, places = np.unique(row.bias_ids, return_inverse=True)
+    return ids, np.bincount(places, row.bias_values.astype(np.float64), minlength=len(ids))[:, None]
+
+
+def _prompt_penalties(row: SampleRow) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What ids of the prompt are divided by, or multiplied by below 0, and what is subtracted then."""
+    if row.repetition_penalty == 1.0:
+        return np.empty(0, np.int32), np.empty((0, 2))
+    return row.prompt_ids, np.tile([row.repetition_penalty, 0.0], (len(row.prompt_ids), 1))
+
+
+def _output_penalties(row: SampleRow) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The same of ids of the answer."""
+    if row.repetition_penalty == 1.0 and row.frequency_penalty == 0.0 and row.presence_penalty == 0.0:
+        return np.empty(0, np.int32), np.empty((0, 2))
+    less = row.frequency_penalty * row.output_counts + row.presence_penalty * (row.output_counts > 0)
+    return row.output_ids, np.stack([np.full(len(less), row.repetition_penalty), less], axis=1)
+
+
+def _is_filtered(row: SampleRow, vocabulary: int) -> bool:
+    fewer = row.top_k is not None and 0 < row.top_k < vocabulary
+    return row.temperature >= GREEDY_BELOW and (fewer or row.top_p < 1.0 or row.min_p > 0.0)
+
+
+def _check(row: SampleRow, vocabulary: int) -> None:
+    """Raises ValueError for ids or a mask that do not fit."""
+    for ids in (row.output_ids, row.prompt_ids, row.bias_ids, row.banned_ids):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+            raise ValueError(f"ids from {ids.min()} to {ids.max()} are outside the vocabulary of {vocabulary} tokens")
+    if row.allowed is not None and len(row.allowed) != triton.cdiv(vocabulary, 32):
+        raise ValueError(f"a mask of {vocabulary} tokens has a bit for every token, 32 a word; got {len(row.allowed)}")
+
+
+def _likeliest(x_LV: Tensor, count: int) -> Tensor:
+    """Ids of the largest logits, ties to the lower id."""
+    bits_LV = (x_LV + 0.0).view(torch.int32)
+    order_LV = (bits_LV ^ ((bits_LV >> 31) & _LOW31)).long() << 31
+    ids_V = torch.arange(x_LV.shape[1], device=x_LV.device)
+    return _LOW31 - (torch.topk(order_LV | (_LOW31 - ids_V), count, dim=1).values & _LOW31)
+
+
+def _block(vocabulary: int) -> int:
+    return min(BLOCK, int(triton.next_power_of_2(vocabulary)))
+
+
+def _id_bits(vocabulary: int) -> int:
+    return max(1, (vocabulary - 1).bit_length())

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.reference.attention import ReferenceKv
-from penstock.kernels.triton.arithmetic import UNFUSED, sigmoid
-from penstock.kernels.triton.form import TritonForm
+from penstock.kernels.triton.numerics import UNFUSED, TritonForm, sigmoid
 from penstock.kernels.triton.rope import SEQUENCES, sequence_of
 from penstock.kernels.triton.rows import lined, stride_of
 

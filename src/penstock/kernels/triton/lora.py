@@ -28,10 +28,9 @@ from torch import Tensor
 
 from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.operands import PackedLinear, StepBatch
-from penstock.kernels.triton.arithmetic import UNFUSED, rounded
-from penstock.kernels.triton.experts import Groups, group_of, rows_of
-from penstock.kernels.triton.form import TritonForm
 from penstock.kernels.triton.matmul import FEW_ROWS, Tile, ends_tensor, one, tile_of, whole
+from penstock.kernels.triton.moe import Groups, group_of, rows_of
+from penstock.kernels.triton.numerics import UNFUSED, TritonForm, rounded
 from penstock.kernels.triton.plain import PlainWeights, plain_step
 
 MOST_PARTS = 4

@@ -18,8 +18,8 @@ from quant_cases import FORMATS, matrix_of
 from penstock.kernels.compressed_gpu import compress_for_gpu
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, Gate, KvShape, StepBatch, segment_ends
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.triton import fused_products, fusing
-from penstock.kernels.triton.fusing import FusingOps
+from penstock.kernels.triton import fusion
+from penstock.kernels.triton.fusion import FusingOps
 from penstock.types import SamplingParams
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
@@ -45,8 +45,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return count
 
-    for own in (fused_products.gated_product, fused_products.written_product):
-        monkeypatch.setattr(fusing, own.__name__, counted(own))
+    for own in (fusion.gated_product, fusion.written_product):
+        monkeypatch.setattr(fusion, own.__name__, counted(own))
     return seen
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.operands import LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER
-from penstock.kernels.triton.arithmetic import rounded
+from penstock.kernels.triton.numerics import rounded
 
 _LEAST = tl.constexpr(LEAST_EXPONENT)
 _MOST = tl.constexpr(MOST_EXPONENT)

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.quantization import E2M1, SUPER_COLUMNS, Minimum, QuantFormat, QuantizedMatrix, Scale
-from penstock.kernels.triton.form import TritonForm, dot
 from penstock.kernels.triton.matmul import Operand, ends_tensor, multiply, tile_of
+from penstock.kernels.triton.numerics import TritonForm, dot
 from penstock.kernels.triton.plain import adopt
 
 LOOKED_UP = tl.constexpr(0)
