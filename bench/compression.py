@@ -57,7 +57,9 @@ def coder_figures(weight: NDArray[np.uint16], family: str) -> dict[str, float]:
     matrix = compression.compress(weight)
     assert matrix is not None
     encode = min(seconds(lambda: compression.compress(weight)) for _ in range(7))
-    decode = min(seconds(lambda: sum(len(part) for part in compression.decoded(matrix, family))) for _ in range(7))
+    decode = min(
+        seconds(lambda: sum(len(part) for part in compression.decoded_panels(matrix, family))) for _ in range(7)
+    )
     return {
         "ratio": matrix.nbytes / weight.nbytes,
         "encode_mbs": weight.nbytes * 1e-6 / encode,

@@ -29,7 +29,7 @@ from penstock.config.schema import EngineSettings
 from penstock.engine.models.registry import build_model
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import BLOCK_KEYS, AttentionSpec, KvShape, Sparse, StepBatch
-from penstock.kernels.reference.attention import chosen_blocks, likings
+from penstock.kernels.reference.attention import block_scores, chosen_blocks
 from penstock.launch.sparse_attention import sparse_of
 from penstock.types import PAGE_TOKENS
 from penstock.weights.inspect import inspect_model
@@ -157,7 +157,7 @@ def _told(
     tile_1MC = torch.zeros((1, HEADS // KV_HEADS * PAGE_TOKENS, DIM))
     q_HC = q_HC.bfloat16().float()
     tile_1MC[0, ::PAGE_TOKENS] = q_HC[group * (HEADS // KV_HEADS) : (group + 1) * (HEADS // KV_HEADS)]
-    read_B = chosen_blocks(likings(tile_1MC, keys_1NC, torch.bfloat16)[:, 0], position, sparse)[0]
+    read_B = chosen_blocks(block_scores(tile_1MC, keys_1NC, torch.bfloat16)[:, 0], position, sparse)[0]
     read_N = read_B.repeat_interleave(BLOCK_KEYS)[: position + 1]
     weights_N = torch.softmax(keys_1NC[0] @ q_HC[head] * SCALE, dim=0)
     own = slice(place, place + run)

@@ -20,7 +20,7 @@ from penstock.kernels.compressed_gpu import compress_for_gpu
 from penstock.kernels.lora import LowRank
 from penstock.kernels.operands import AttentionSpec, KvShape, PackedLinear, StateShape, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantization import Minimum, QuantFormat, QuantizedMatrix, QuantRows, Scale
+from penstock.kernels.quantization import MinimumType, QuantFormat, QuantizedMatrix, QuantRows, ScaleType
 
 EPS = 1e-6
 
@@ -137,7 +137,7 @@ class KernelsOfSome:
 
     def _quantised(self) -> str:
         ops, (n, k), random = self.ops, self.size, np.random.default_rng(20)
-        form = QuantFormat(4, tuple(map(float, range(16))), 128, Scale.F16, Minimum.ZERO_POINT)
+        form = QuantFormat(4, tuple(map(float, range(16))), 128, ScaleType.F16, MinimumType.ZERO_POINT)
         rows = QuantRows(
             random.integers(0, 16, (n, k), np.uint8),
             (random.uniform(0.5, 1.5, (n, -(-k // 128))) * 0.01).astype(np.float16),

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Ops, StepProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 from penstock.types import PAGE_TOKENS
 
 SPARE_BLOCKS = 4
@@ -34,7 +34,9 @@ class Driver:
         rng = np.random.default_rng(7)
         return rng.integers(0, self.vocab, (sequences, tokens)).astype(np.int32)
 
-    def prompt(self, text_N: NDArray[np.int32], start: int, sequence: int, *, draws: bool) -> tuple[StepBatch, Picks]:
+    def prompt(
+        self, text_N: NDArray[np.int32], start: int, sequence: int, *, draws: bool
+    ) -> tuple[StepBatch, GumbelRows]:
         """Tokens from ``start`` on of one sequence."""
         count = len(text_N)
         batch = StepBatch(
@@ -46,7 +48,7 @@ class Driver:
         )
         return batch, self.picks(int(draws), start + count)
 
-    def answers(self, sequences: int, position: int) -> tuple[StepBatch, Picks]:
+    def answers(self, sequences: int, position: int) -> tuple[StepBatch, GumbelRows]:
         """One token of each sequence, all at this position."""
         batch = StepBatch(
             self.texts(sequences, 1)[:, 0].copy(),
@@ -57,9 +59,9 @@ class Driver:
         )
         return batch, self.picks(sequences, position + 1)
 
-    def picks(self, count: int, position: int) -> Picks:
+    def picks(self, count: int, position: int) -> GumbelRows:
         """Half greedy, half at temperature 1."""
-        picks = Picks.empty(count)
+        picks = GumbelRows.empty(count)
         picks.seeds_F[:] = np.arange(count)
         picks.positions_F[:] = position
         picks.temperatures_F[:] = np.arange(count) % 2

@@ -136,12 +136,12 @@ class FreeOrders:
 
 def law1_cost(made: Made, ops: Ops, place: Place, sizes: Sizes, ours: Driver) -> dict[str, float]:
     """Seconds of ours over seconds with free orders: a decode step of batch 16, and a chunk of a prompt."""
-    from penstock.kernels.triton.graphs import AsItIs, CudaGraphs
+    from penstock.kernels.triton.graphs import CudaGraphRunner, EagerRunner
     from penstock.kernels.triton.program import DeviceProgram
 
     free: Any = FreeOrders(ops, place.device)
     theirs = Driver(made, ops, max(sizes.decode), sizes.context + 16)
-    replays = CudaGraphs(place.device) if place.cuda else AsItIs()
+    replays = CudaGraphRunner(place.device) if place.cuda else EagerRunner()
     pick = getattr(ours.program, "pick", None)
     groups = made.spec.kv.layer_groups
     theirs.program = DeviceProgram(

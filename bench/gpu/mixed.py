@@ -14,9 +14,9 @@ from bench.gpu.figures import Check
 from bench.gpu.place import Place
 
 from penstock.kernels.ops import Ops
-from penstock.kernels.page_export import CELLS, PageWriter, WritesPages
+from penstock.kernels.page_export import CELLS, ExportsPages, PageWriter
 from penstock.kernels.reference.attention import ReferenceKv, kv_over
-from penstock.kernels.reference.page_writer import permuted
+from penstock.kernels.reference.page_writer import copy_permuted
 from penstock.types import PAGE_TOKENS
 
 REPEATS = 10
@@ -24,7 +24,7 @@ REPEATS = 10
 
 def measured(driver: Driver, ops: Ops, place: Place, chunk: int) -> tuple[dict[str, Any], Check]:
     """Seconds of a chunk's pages out, of reading a chunk, of both at once; and whether they arrived as they were."""
-    assert isinstance(ops, WritesPages)
+    assert isinstance(ops, ExportsPages)
     shape = driver.made.spec.kv
     pages = max(1, chunk // PAGE_TOKENS)
     kv: ReferenceKv = ops.new_kv(shape, pages=2 * pages)
@@ -67,7 +67,7 @@ def _arrived(writer: PageWriter, kv: ReferenceKv, twins: memoryview, pages: list
     dtype = kv.keys.dtype
     written_PN = torch.frombuffer(twins, dtype=dtype).view(len(host.keys), -1)
     wanted_MN = torch.empty((len(pages), written_PN.shape[1]), dtype=dtype)
-    permuted(host, pages, wanted_MN, max(1, 4 // dtype.itemsize))
+    copy_permuted(host, pages, wanted_MN, max(1, 4 // dtype.itemsize))
     same = torch.equal(written_PN[pages].view(torch.uint8), wanted_MN.view(torch.uint8))
     return Check("pages out of the device, turned", passed=same, found=f"{len(pages)} pages, byte for byte")
 

@@ -18,8 +18,8 @@ from bench.gpu.place import Place
 
 from penstock.engine.models.registry import build_model
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.ops import Captures, Ops
-from penstock.kernels.sampling import Picks
+from penstock.kernels.ops import CapturableProgram, Ops
+from penstock.kernels.sampling import GumbelRows
 from penstock.weights.inspect import for_length, inspect_model, read_outline
 from penstock.weights.load import load_model
 from penstock.weights.manifest import Manifests
@@ -89,11 +89,11 @@ def _start(path: Path, ops: Ops, place: Place, manifests: Manifests) -> dict[str
     read = time.perf_counter()
     model = build_model(loaded, ops, 256)
     program = ops.record(model, kv := ops.new_kv(spec.kv, pages=PAGES))
-    if isinstance(program, Captures) and not place.dry:
+    if isinstance(program, CapturableProgram) and not place.dry:
         program.capture()
     place.wait()
     ready = time.perf_counter()
-    picks = Picks.empty(1)
+    picks = GumbelRows.empty(1)
     program.run(
         StepBatch(
             np.arange(16, dtype=np.int32),

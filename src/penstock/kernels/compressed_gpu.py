@@ -44,7 +44,7 @@ CHUNK_PANELS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class GpuMatrix:
+class GpuCompressedMatrix:
     """A bf16 matrix [n, k] in the three sections of the layout.  Code c from 1 to 15 is exponent base + c."""
 
     n: int
@@ -75,7 +75,7 @@ class GpuMatrix:
         return np.concatenate(list(self.decoded()))
 
 
-AnyCompressed = CompressedMatrix | GpuMatrix
+AnyCompressed = CompressedMatrix | GpuCompressedMatrix
 """A matrix in either layout; each holds what the other does, so either can be made of the other."""
 
 
@@ -99,7 +99,7 @@ def words_bytes(n: int, k: int) -> int:
     return 4 * BLOCK_WORDS * panels_of(n) * column_blocks(k)
 
 
-def compress_for_gpu(weight_NK: NDArray[np.uint16]) -> GpuMatrix | None:
+def compress_for_gpu(weight_NK: NDArray[np.uint16]) -> GpuCompressedMatrix | None:
     """The matrix (bf16 bits), compressed; None if that would not be smaller, or a dictionary too large."""
     n, k = weight_NK.shape
     if n == 0 or k == 0 or table_bytes(n, k) + words_bytes(n, k) >= 2 * n * k:
@@ -117,7 +117,7 @@ def compress_for_gpu(weight_NK: NDArray[np.uint16]) -> GpuMatrix | None:
         if found is None:
             return None
         values.append(found)
-    matrix = GpuMatrix(n, k, base, counts_PS, words_PB, np.concatenate(values))
+    matrix = GpuCompressedMatrix(n, k, base, counts_PS, words_PB, np.concatenate(values))
     return matrix if matrix.nbytes < weight_NK.nbytes else None
 
 

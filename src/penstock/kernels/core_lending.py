@@ -14,7 +14,7 @@ from typing import Protocol
 LINE_BYTES = 64
 
 
-class Cores(Protocol):
+class CoreLending(Protocol):
     """The cores of this process, and of others who have nothing to do."""
 
     def lend(self) -> None:
@@ -30,22 +30,22 @@ class Cores(Protocol):
         ...
 
 
-class KeptCores:
+class NoLending:
     """Nothing is lent and nothing borrowed."""
 
     def lend(self) -> None:
-        """See ``Cores.lend``."""
+        """See ``CoreLending.lend``."""
 
     def take(self) -> None:
-        """See ``Cores.take``."""
+        """See ``CoreLending.take``."""
 
     def borrowed_s(self) -> float:
-        """See ``Cores.borrowed_s``."""
+        """See ``CoreLending.borrowed_s``."""
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class CoreSeats:
     """Cores of one owner: its line, the line of its first seat, how many seats, and the processors they are on."""
 
     owner: int
@@ -54,10 +54,10 @@ class Seats:
     cpus: tuple[int, ...] = ()  # empty: wherever the system decides
 
 
-class LentCores:
+class SharedCores:
     """The C++ kernels' threads, with guests at the cores of others.  One at a time in a process."""
 
-    def __init__(self, memory: mmap.mmap, me: int, own: Seats, loans: Sequence[Seats]) -> None:
+    def __init__(self, memory: mmap.mmap, me: int, own: CoreSeats, loans: Sequence[CoreSeats]) -> None:
         """``memory`` is shared by all who lend; ``me``, 1 to 255, tells borrowers apart."""
         from penstock.kernels import _native  # the reference kernels do without
 
@@ -66,15 +66,15 @@ class LentCores:
         self._guest_seconds = _native.guest_seconds
 
     def lend(self) -> None:
-        """See ``Cores.lend``."""
+        """See ``CoreLending.lend``."""
         self._share.lend()
 
     def take(self) -> None:
-        """See ``Cores.take``."""
+        """See ``CoreLending.take``."""
         self._share.take()
 
     def borrowed_s(self) -> float:
-        """See ``Cores.borrowed_s``."""
+        """See ``CoreLending.borrowed_s``."""
         return self._guest_seconds()
 
     def close(self) -> None:
@@ -82,5 +82,5 @@ class LentCores:
         self._share.close()
 
 
-def _loan(seats: Seats) -> tuple[int, int, int, list[int]]:
+def _loan(seats: CoreSeats) -> tuple[int, int, int, list[int]]:
     return seats.owner, seats.first, seats.count, list(seats.cpus)

@@ -43,11 +43,11 @@ from penstock.kernels.operands import (
     StepBatch,
 )
 from penstock.kernels.quantization import QuantizedMatrix
-from penstock.kernels.sampling import Picks, Sampled, SampleRow
-from penstock.kernels.weight_source import Loading
+from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
+from penstock.kernels.weight_source import WeightLoading
 
 
-class Steps(Protocol):
+class RecordableModel(Protocol):
     """What can be recorded: a model's order of operations.  Both methods call nothing but the given ``Ops``."""
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
@@ -70,7 +70,7 @@ class StepProgram(Protocol):
         batch: StepBatch,
         scored: int,
         rows: list[SampleRow],
-        picks: Picks,
+        picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
         """Compute the batch; the answers of ``rows``; those of ``picks`` stand in their array.
@@ -84,19 +84,21 @@ class StepProgram(Protocol):
         ...
 
     def hidden(self) -> Array:
-        """hidden [R, D] of the last run's wanted rows, valid until the next one; for ``Steps.logits``."""
+        """hidden [R, D] of the last run's wanted rows, valid until the next one; for ``RecordableModel.logits``."""
         ...
 
 
 @runtime_checkable
-class RunsAhead(Protocol):
+class MultiStepProgram(Protocol):
     """What a program has besides, if what one step draws can be the next one's input without going by the host."""
 
-    def runs_ahead(self, batch: StepBatch, picks: Picks) -> bool:
+    def runs_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
         """Can steps like this one follow each other so?  Only where every token of it draws, and by picking."""
         ...
 
-    def run_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> NDArray[np.int32]:
+    def run_ahead(
+        self, picks: GumbelRows, steps: int, batch_of: Callable[[int], StepBatch | None]
+    ) -> NDArray[np.int32]:
         """Up to ``steps`` steps; the tokens they drew, [steps done, F], valid until the next run.
 
         ``batch_of(i)`` is called while step i - 1 is computed and makes the arrays, those of ``picks`` too, those of
@@ -110,7 +112,7 @@ CAPTURE_S = 2.0
 
 
 @runtime_checkable
-class Captures(Protocol):
+class CapturableProgram(Protocol):
     """What a program has besides, if steps of some sizes can be made ready before the first of them is asked for."""
 
     def capture(self, alive: Callable[[], None] | None = None, budget_s: float = CAPTURE_S) -> int:
@@ -135,7 +137,7 @@ class Ops(Protocol):
     kv_layout: str
     """Name of the layout of the bytes in a page; pages pass only between equal layouts of one numerics class."""
 
-    def record(self, steps: Steps, kv: Array, *, tapped: tuple[int, ...] = ()) -> StepProgram:
+    def record(self, steps: RecordableModel, kv: Array, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         """The steps as one program over this KV memory: recorded where the backend can, else run as they are.
 
         ``tapped``: as that of every batch that it will be given.
@@ -190,7 +192,7 @@ class Ops(Protocol):
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> AdapterTable:
         """An empty table of ``slots`` adapters for these products of a model, whatever form their weights have."""
 
-    def loading(self, nbytes: int) -> Loading | None:
+    def loading(self, nbytes: int) -> WeightLoading | None:
         """What reads a model's weights (about ``nbytes`` in memory) straight from files, if this backend can."""
         ...
 

@@ -25,7 +25,7 @@ CELLS = "cells16-1"
 """Of the C++ kernels: ``native``."""
 
 
-class Writing(Protocol):
+class PendingExport(Protocol):
     """Pages on their way."""
 
     @property
@@ -37,13 +37,13 @@ class Writing(Protocol):
 class PageWriter(Protocol):
     """Called by one thread, between two steps."""
 
-    def begin(self, pages: Sequence[int]) -> Writing:
+    def begin(self, pages: Sequence[int]) -> PendingExport:
         """Write these pages as they are now to their twins; does not wait where the device can do it by itself."""
         ...
 
 
 @runtime_checkable
-class WritesPages(Protocol):
+class ExportsPages(Protocol):
     """What a backend has besides, if its pages can leave its device."""
 
     def page_writer(self, kv: Array, memory: memoryview, layout: str) -> PageWriter:
@@ -52,6 +52,6 @@ class WritesPages(Protocol):
         ...
 
 
-def layout_of(numerics: str) -> str:
+def export_layout(numerics: str) -> str:
     """How pages lie in a numerics class: one layout for all kernels of a kind."""
     return CELLS if numerics.startswith("cpp-") else ROWS

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import Ops, Steps
-from penstock.kernels.sampling import Picks, Sampled, SampleRow
+from penstock.kernels.ops import Ops, RecordableModel
+from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 
 
 class RecordingError(Exception):
@@ -22,7 +22,7 @@ class RecordingError(Exception):
 class DirectProgram:
     """See ``ops.StepProgram``: every row draws from stored logits."""
 
-    def __init__(self, ops: Ops, steps: Steps, kv: Array) -> None:
+    def __init__(self, ops: Ops, steps: RecordableModel, kv: Array) -> None:
         self._ops = ops
         self._steps = steps
         self._kv = kv
@@ -33,7 +33,7 @@ class DirectProgram:
         batch: StepBatch,
         scored: int,
         rows: list[SampleRow],
-        picks: Picks,
+        picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
         """See ``StepProgram.run``."""

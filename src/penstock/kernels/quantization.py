@@ -28,7 +28,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 """Values of the four bits of MXFP4 (OCP Microscaling Formats 1.0)."""
 
 
-class Scale(IntEnum):
+class ScaleType(IntEnum):
     """How scales are written; the last two as integers that are multiplied by an fp16 number of a super-block."""
 
     F16 = 0
@@ -39,7 +39,7 @@ class Scale(IntEnum):
     I8_OF_F16 = 5
 
 
-class Minimum(IntEnum):
+class MinimumType(IntEnum):
     """What is added to scale times value."""
 
     NONE = 0
@@ -49,12 +49,12 @@ class Minimum(IntEnum):
 
 
 _DTYPES = {
-    Scale.F16: np.dtype(np.float16),
-    Scale.BF16: np.dtype(ml_dtypes.bfloat16),
-    Scale.F32: np.dtype(np.float32),
-    Scale.E8M0: np.dtype(np.uint8),
-    Scale.U8_OF_F16: np.dtype(np.uint8),
-    Scale.I8_OF_F16: np.dtype(np.int8),
+    ScaleType.F16: np.dtype(np.float16),
+    ScaleType.BF16: np.dtype(ml_dtypes.bfloat16),
+    ScaleType.F32: np.dtype(np.float32),
+    ScaleType.E8M0: np.dtype(np.uint8),
+    ScaleType.U8_OF_F16: np.dtype(np.uint8),
+    ScaleType.I8_OF_F16: np.dtype(np.int8),
 }
 
 
@@ -65,13 +65,13 @@ class QuantFormat:
     bits: int  # 4, 5, 6 or 8
     values: tuple[float, ...]  # of every code, 2 ** bits; bf16 holds each
     group: int  # columns that share a scale: 16 or a multiple of 32
-    scale: Scale
-    minimum: Minimum = Minimum.NONE
+    scale: ScaleType
+    minimum: MinimumType = MinimumType.NONE
 
     @property
     def has_super(self) -> bool:
         """Are scales integers of a super-block?"""
-        return self.scale in (Scale.U8_OF_F16, Scale.I8_OF_F16)
+        return self.scale in (ScaleType.U8_OF_F16, ScaleType.I8_OF_F16)
 
     def table(self) -> NDArray[Any]:
         """The values as bf16.  Raises ValueError if it does not hold one of them."""
@@ -84,8 +84,8 @@ class QuantFormat:
 
     def bits_a_weight(self) -> float:
         """What a weight takes, its share of the numbers included."""
-        own = 8 * _DTYPES[self.scale].itemsize + {Minimum.NONE: 0, Minimum.F16: 16}.get(self.minimum, 8)
-        supers = (16 + 16 * (self.minimum is Minimum.U8_OF_F16)) if self.has_super else 0
+        own = 8 * _DTYPES[self.scale].itemsize + {MinimumType.NONE: 0, MinimumType.F16: 16}.get(self.minimum, 8)
+        supers = (16 + 16 * (self.minimum is MinimumType.U8_OF_F16)) if self.has_super else 0
         return float(self.bits + own / self.group + supers / SUPER_COLUMNS)
 
 
@@ -126,7 +126,7 @@ class QuantizedMatrix:
 
     def dequantised(self) -> NDArray[np.float32]:
         """The weights [N, K], columns where they belong; for tests, and where no kernel reads the codes."""
-        weights_NK = dequantised(self.whole(), self.format)
+        weights_NK = dequantized(self.whole(), self.format)
         if self.order is None:
             return weights_NK
         placed_NK = np.empty_like(weights_NK)
@@ -144,12 +144,12 @@ class QuantizedMatrix:
         return QuantizedMatrix(len(rows), self.k, self.format, read, self.order)
 
 
-def counted(bits: int, offset: int) -> tuple[float, ...]:
+def integer_values(bits: int, offset: int) -> tuple[float, ...]:
     """Values of codes that are integers from -offset on."""
     return tuple(float(code - offset) for code in range(1 << bits))
 
 
-def fits(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
+def fits_kernels(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
     """Can these matrices, one below the other and cut at these columns, be multiplied as they are?"""
     whole = all(part.n % PANEL_ROWS == 0 for part in parts[:-1]) and all(end % UNIT_COLUMNS == 0 for end in ends)
     groups = (min(part.format.group, part.k) for part in parts)
@@ -163,9 +163,9 @@ def _same_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
     return np.array_equal(one.order, other.order)
 
 
-def numbers(rows: QuantRows, form: QuantFormat) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+def scales_and_minimums(rows: QuantRows, form: QuantFormat) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     """Scales and minimums [N, G] in fp32."""
-    if form.scale is Scale.E8M0:
+    if form.scale is ScaleType.E8M0:
         scales = np.ldexp(np.float32(1), rows.scales_NG.astype(np.int32) - 127).astype(np.float32)
         scales[rows.scales_NG == 255] = np.nan
     else:
@@ -176,17 +176,17 @@ def numbers(rows: QuantRows, form: QuantFormat) -> tuple[NDArray[np.float32], ND
     if rows.minimums_NG is None:
         return scales, None
     minimums = rows.minimums_NG.astype(np.float32)
-    if form.minimum is Minimum.ZERO_POINT:
+    if form.minimum is MinimumType.ZERO_POINT:
         minimums = -(scales * minimums)
     if rows.super_minimums_NB is not None:
         minimums = -(minimums * _spread(rows.super_minimums_NB, each, scales.shape[1]))
     return scales, minimums
 
 
-def dequantised(rows: QuantRows, form: QuantFormat) -> NDArray[np.float32]:
+def dequantized(rows: QuantRows, form: QuantFormat) -> NDArray[np.float32]:
     """The weights [N, K]; for tests, and where no kernel reads the codes."""
     k = rows.codes_NK.shape[1]
-    scales, minimums = numbers(rows, form)
+    scales, minimums = scales_and_minimums(rows, form)
     weights = np.array(form.values, np.float32)[rows.codes_NK]
     group = min(form.group, k)
     weights *= np.repeat(scales, group, axis=1)[:, :k]
@@ -195,10 +195,10 @@ def dequantised(rows: QuantRows, form: QuantFormat) -> NDArray[np.float32]:
     return weights
 
 
-def records(rows: QuantRows, form: QuantFormat) -> NDArray[np.uint8]:
+def panel_records(rows: QuantRows, form: QuantFormat) -> NDArray[np.uint8]:
     """The numbers of whole panels as the kernels read them (cpp/quantized/quantized.hpp), one record after another."""
     scales = _by_panel(rows.scales_NG.astype(_DTYPES[form.scale], copy=False))
-    kind = np.float16 if form.minimum is Minimum.F16 else np.uint8
+    kind = np.float16 if form.minimum is MinimumType.F16 else np.uint8
     minimums = None if rows.minimums_NG is None else _by_panel(rows.minimums_NG.astype(kind, copy=False))
     if rows.super_scales_NB is None:
         return np.concatenate([scales, *([] if minimums is None else [minimums])], axis=2).reshape(-1)
@@ -215,7 +215,7 @@ def records(rows: QuantRows, form: QuantFormat) -> NDArray[np.uint8]:
     return np.concatenate(parts, axis=2).reshape(-1)
 
 
-def padded(rows: QuantRows) -> QuantRows:
+def padded_rows(rows: QuantRows) -> QuantRows:
     """The same with rows of zeros up to a whole panel."""
     missing = -len(rows.codes_NK) % PANEL_ROWS
     if missing == 0:

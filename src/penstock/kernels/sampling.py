@@ -43,7 +43,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class GumbelRows:
     """F rows that draw from all tokens by temperature alone: the largest logit, or logit / temperature + noise.
 
     Their logits need never be stored.  ``tokens_F`` receives the tokens.
@@ -56,7 +56,7 @@ class Picks:
     tokens_F: NDArray[np.int32]
 
     @classmethod
-    def empty(cls, count: int) -> Picks:
+    def empty(cls, count: int) -> GumbelRows:
         """Room for so many rows, zeroed."""
         return cls(
             np.zeros(count, np.uint64),

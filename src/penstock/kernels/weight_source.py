@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie, and what fills a model's weights from there: a backend's ``Loading``."""
+"""Where the bytes of a tensor lie, and what fills a model's weights from there: a backend's ``WeightLoading``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECE_BYTES = 256 << 10
 """Checksums are made of pieces of about so many bytes, or of one panel of a matrix if that is longer
 (docs/format.md)."""
 
-Watch = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) every now and then; what it raises ends the load."""
 
 
@@ -40,7 +40,7 @@ class LoadFailed(KernelError):  # noqa: N818 - as its siblings in ``errors``
         self.reason = reason
 
 
-class Loading(Protocol):
+class WeightLoading(Protocol):
     """All weights of one model: named first, then read by ``run`` in one pass."""
 
     def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
@@ -60,7 +60,7 @@ class Loading(Protocol):
         """
         ...
 
-    def run(self, threads: int, watch: Watch) -> dict[str, Any]:
+    def run(self, threads: int, watch: ProgressCallback) -> dict[str, Any]:
         """Read everything; the weights by name.  No thread is left afterwards.
 
         Raises LoadFailed, and what ``watch`` raises.

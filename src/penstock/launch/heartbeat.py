@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from penstock.config.schema import Loan
-from penstock.kernels.core_lending import LINE_BYTES, LentCores, Seats
+from penstock.kernels.core_lending import LINE_BYTES, CoreSeats, SharedCores
 from penstock.types import Role, WorkerId, WorkerState
 
 SLOT_BYTES = 512
@@ -147,10 +147,10 @@ class CoreBoard:
     """
 
     def __init__(self, lends: Mapping[WorkerId, int]) -> None:
-        self._seats: dict[WorkerId, Seats] = {}
+        self._seats: dict[WorkerId, CoreSeats] = {}
         lines = 0
         for worker, count in lends.items():
-            self._seats[worker] = Seats(lines, lines + 1, count)
+            self._seats[worker] = CoreSeats(lines, lines + 1, count)
             lines += 1 + count
         self._map = mmap.mmap(-1, max(1, lines) * LINE_BYTES)
         self._words = memoryview(self._map).cast("I")
@@ -166,14 +166,14 @@ class CoreBoard:
                 if self._words[self._line(line)] & 0xFF == self._numbers[worker]:
                     self._words[self._line(line)] = 0
 
-    def share(self, worker: WorkerId, loans: Iterable[Loan]) -> LentCores:
+    def share(self, worker: WorkerId, loans: Iterable[Loan]) -> SharedCores:
         """This worker's part; to be called in its process."""
         borrowed = [
-            Seats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)
+            CoreSeats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)
             for loan in loans
             for seats in [self._seats[loan.lender]]
         ]
-        return LentCores(self._map, self._numbers[worker], self._seats[worker], borrowed)
+        return SharedCores(self._map, self._numbers[worker], self._seats[worker], borrowed)
 
     @staticmethod
     def _line(number: int) -> int:

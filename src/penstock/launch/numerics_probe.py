@@ -18,7 +18,7 @@ from typing import IO
 from penstock import sidecar
 from penstock.errors import KernelError, PenstockError
 from penstock.kernels.ops import Ops
-from penstock.kernels.page_export import WritesPages, layout_of
+from penstock.kernels.page_export import ExportsPages, export_layout
 from penstock.kernels.select import make_ops
 
 ASK_S = 120.0
@@ -80,8 +80,8 @@ def checked(ops: Ops, reads: str, writes: str, *, twins: bool) -> str:
     Raises KernelError if they cannot."""
     if ops.numerics != reads:
         raise KernelError(f"prompts should be read in the numerics class {reads}, and these kernels are {ops.numerics}")
-    layout = layout_of(writes)
-    if layout != layout_of(reads) and not (twins and isinstance(ops, WritesPages)):
+    layout = export_layout(writes)
+    if layout != export_layout(reads) and not (twins and isinstance(ops, ExportsPages)):
         raise KernelError(f"kernels {reads} cannot write pages for {writes}")
     return layout
 

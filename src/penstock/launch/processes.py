@@ -36,7 +36,7 @@ from penstock.engine.models.registry import build_model, build_pooling_model
 from penstock.engine.runner.lora import LoraLimits, LoraManager
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.intake.service import ModelIntake
-from penstock.kernels.core_lending import Cores, KeptCores
+from penstock.kernels.core_lending import CoreLending, NoLending
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
@@ -242,9 +242,9 @@ class Workers:
         layout = checked(ops, *classes, twins=self._plan.on_device(place)) if reads else ""
         return mixed_numerics(*classes), layout
 
-    def _shared_cores(self, config: WorkerConfig, place: WorkerPlan) -> Cores:
+    def _shared_cores(self, config: WorkerConfig, place: WorkerPlan) -> CoreLending:
         if not place.lends and not place.loans:
-            return KeptCores()
+            return NoLending()
         return self._cores.share(config.worker, config.loans)
 
     def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:

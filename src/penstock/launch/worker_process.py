@@ -36,10 +36,10 @@ from penstock.engine.service.remote_encoder import RemoteEncoders
 from penstock.engine.service.worker_service import WorkerService
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Grammars
-from penstock.kernels.core_lending import Cores
+from penstock.kernels.core_lending import CoreLending
 from penstock.kernels.operands import Array
-from penstock.kernels.ops import CAPTURE_S, Captures, Ops, StepProgram
-from penstock.kernels.page_export import WritesPages
+from penstock.kernels.ops import CAPTURE_S, CapturableProgram, Ops, StepProgram
+from penstock.kernels.page_export import ExportsPages
 from penstock.kv.checksum import PageSeal, PageSeals
 from penstock.kv.connectors.base import PageCarrier
 from penstock.kv.connectors.inline import CurveCarrier
@@ -87,7 +87,7 @@ class Inheritance:
     keys: Keys
     slot: Slot
     adapters: LoraManager  # those of the start are in memory
-    cores: Cores
+    cores: CoreLending
     vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
     gateways: Mapping[str, Slot]  # of this host: a process that was replaced is known before it says a word
     drafts: Loaded | None = None  # the head or model that guesses tokens ahead
@@ -224,7 +224,7 @@ def _runner(
 def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:
     """With its most frequent steps captured, where that can be done: a start that gets on is not taken to hang.
     Those are steps that write answers: whoever only reads prompts has none."""
-    if isinstance(program, Captures):
+    if isinstance(program, CapturableProgram):
         begun = time.monotonic()
         count = program.capture(inherited.slot.getting_on, CAPTURE_S if inherited.twins is None else 0.0)
         log.info("steps of %d sizes made ready in %.2f s", count, time.monotonic() - begun)
@@ -240,7 +240,7 @@ def _hand_over(
     sender = HandOverSender(config.hand_over, carrier, config.incarnation)
     writer = None
     if inherited.twins is not None:
-        writer = cast(WritesPages, ops).page_writer(kv, own.buffer, inherited.twins)
+        writer = cast(ExportsPages, ops).page_writer(kv, own.buffer, inherited.twins)
     return TransferEnds(identity, sender, HandOverReceiver(config.hand_over, carrier), writer, inherited.vocab)
 
 

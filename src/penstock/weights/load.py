@@ -34,7 +34,7 @@ from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
-from penstock.kernels.weight_source import LoadFailed, Loading, StoredTensor, Watch
+from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor, WeightLoading
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES, Checkpoint
@@ -69,7 +69,7 @@ class Packing:
         self._ops = ops
         self._dequantised: list[str] = []
 
-    def all(self, weights: Sequence[Matrix | Vector], threads: int, progress: Watch) -> dict[str, Any]:
+    def all(self, weights: Sequence[Matrix | Vector], threads: int, progress: ProgressCallback) -> dict[str, Any]:
         """Weights by name.  Raises ModelError, and what ``progress`` raises; then the others are left undone."""
         packed: dict[str, Any] = {}
         small = [weight for weight in weights if _numbers(weight) < LARGE]
@@ -273,7 +273,7 @@ def load_model(
     path: str | Path,
     spec: ModelSpec,
     ops: Ops,
-    progress: Watch | None = None,
+    progress: ProgressCallback | None = None,
     *,
     threads: int = 1,
     manifests: Manifests | None = None,
@@ -307,7 +307,7 @@ class _Load:
     """One load: ``found`` says afterwards what every tensor of the checkpoint is."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: WeightLayout, ops: Ops, memory: Memory | None, progress: Watch
+        self, checkpoint: Checkpoint, layout: WeightLayout, ops: Ops, memory: Memory | None, progress: ProgressCallback
     ) -> None:
         self._checkpoint = checkpoint
         self._weights = layout.weights
@@ -357,7 +357,7 @@ class _Load:
         """To the log: what was not taken as it is stored."""
         self._packing.tell(spec.quantization)
 
-    def _read(self, loading: Loading, threads: int) -> dict[str, Any]:
+    def _read(self, loading: WeightLoading, threads: int) -> dict[str, Any]:
         try:
             return loading.run(threads, self._progress)
         except LoadFailed as error:
@@ -413,7 +413,7 @@ class _Load:
 class _Meter:
     """Hashes each tensor once, drops its pages, and reports how far the reading is."""
 
-    def __init__(self, load: _Load, checkpoint: Checkpoint, progress: Watch) -> None:
+    def __init__(self, load: _Load, checkpoint: Checkpoint, progress: ProgressCallback) -> None:
         self._load = load
         self._checkpoint = checkpoint
         self._progress = progress
@@ -430,7 +430,7 @@ class _Meter:
         self._progress(self._done, self._total)
 
 
-def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: Loading) -> bool:
+def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoading) -> bool:
     """Name the weight's parts to the backend; False if it must be made of arrays."""
     if not all(part.is_whole and checkpoint.is_plain(part.tensor) for part in weight.parts):
         return False

@@ -17,7 +17,7 @@ from penstock.kernels import _native
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 Parts = list[tuple[int, int, int]]
 """Tokens [start, end) of each named sequence."""
@@ -59,5 +59,5 @@ def _hidden(ops: Any, program: Any, batch: StepBatch) -> NDArray[np.float32]:
     """Of all tokens of a step."""
     tokens_T = (batch.positions_T * 7 % 40).astype(np.int32)
     wanted_R = np.arange(len(tokens_T), dtype=np.int32)
-    program.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), len(wanted_R), [], Picks.empty(0))
+    program.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), len(wanted_R), [], GumbelRows.empty(0))
     return np.array(ops.to_numpy(program.hidden()))

@@ -69,7 +69,7 @@ class Trapped:
         self.runs = 0
 
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """See ``Replays.run``."""
+        """See ``GraphRunner.run``."""
         self.runs += 1
         with nobody_waits():
             return work()

@@ -17,7 +17,7 @@ from kernel_cases import NATIVE, assert_same_bits, make, normal
 
 from penstock.config.schema import Loan
 from penstock.kernels import _native
-from penstock.kernels.core_lending import LINE_BYTES, LentCores, Seats
+from penstock.kernels.core_lending import LINE_BYTES, CoreSeats, SharedCores
 from penstock.kernels.operands import segment_ends
 from penstock.launch.heartbeat import CoreBoard
 from penstock.types import WorkerId
@@ -38,7 +38,7 @@ class Rig:
     def __init__(self, seats: int) -> None:
         self.memory = mmap.mmap(-1, 16 * LINE_BYTES)
         self.words = memoryview(self.memory).cast("I")
-        self.cores = LentCores(self.memory, 1, Seats(0, 1, 1), [Seats(2, 3, seats)])
+        self.cores = SharedCores(self.memory, 1, CoreSeats(0, 1, 1), [CoreSeats(2, 3, seats)])
 
     def busy(self, busy: bool) -> None:
         self.words[2 * 16] = busy
@@ -191,9 +191,9 @@ def test_cores_are_lent_between_processes() -> None:
 def test_lines_that_are_not_there_are_refused() -> None:
     memory = mmap.mmap(-1, 4 * LINE_BYTES)
     with pytest.raises(ValueError, match="no such seats"):
-        LentCores(memory, 1, Seats(0, 1, 1), [Seats(2, 3, 2)])
+        SharedCores(memory, 1, CoreSeats(0, 1, 1), [CoreSeats(2, 3, 2)])
     with pytest.raises(ValueError, match="from 1 to 255"):
-        LentCores(memory, 256, Seats(0, 1, 1), [])
+        SharedCores(memory, 256, CoreSeats(0, 1, 1), [])
     with pytest.raises(ValueError, match="no such line"):
-        LentCores(memory, 1, Seats(4, 1, 1), [])
+        SharedCores(memory, 1, CoreSeats(4, 1, 1), [])
     assert np.frombuffer(memory, np.uint32).sum() == 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.triton import weights
-from penstock.kernels.triton.weights import DeviceLoading
+from penstock.kernels.triton.weights import DeviceWeightLoading
 from penstock.kernels.weight_source import LoadFailed, StoredTensor
 from penstock.weights.compression.format import Original, checksum, checksum_text
 
@@ -67,7 +67,7 @@ def test_weights_of_all_types_and_their_checksums(
         stored[name] = (array, tensor)
         return tensor
 
-    loading = DeviceLoading(CPU, compute, kept)
+    loading = DeviceWeightLoading(CPU, compute, kept)
     loading.matrix("large", [put("a", "bf16", 900, 500), put("b", "bf16", 41, 500)], (250, 500))
     loading.matrix("mixed", [put("c", "fp32", 5, 7), put("d", "fp16", 3, 7)], None)
     loading.matrix("wide", [put("f", "fp32", 700, 300)], None)
@@ -100,7 +100,7 @@ def test_what_was_read_goes_when_it_is_packed(descriptor: int, monkeypatch: pyte
         alive.append(sum(one() is not None for one in memory))
         return kept(matrix_NK.double(), segments)
 
-    loading = DeviceLoading(CPU, torch.float32, copied)
+    loading = DeviceWeightLoading(CPU, torch.float32, copied)
     monkeypatch.setattr(loading, "_empty", take)
     for index, name in enumerate("abc"):
         loading.matrix(name, [StoredTensor(name, descriptor, 100 * index, 5, 5, "fp32")], None)
@@ -122,7 +122,7 @@ def test_a_checkpoint_in_fp32_never_lies_there_whole(descriptor: int, monkeypatc
         return made
 
     monkeypatch.setattr(torch, "empty", counted)
-    loading = DeviceLoading(CPU, torch.bfloat16, kept)
+    loading = DeviceWeightLoading(CPU, torch.bfloat16, kept)
     for index in range(4):
         loading.matrix(str(index), [StoredTensor(str(index), descriptor, index << 20, 512, 512, "fp32")], None)
     assert sum(asked) == 4 * 512 * 512 * 2
@@ -137,7 +137,7 @@ def test_a_device_holds_no_more_than_the_compute_type(descriptor: int) -> None:
     rows = np.random.default_rng(1).standard_normal((8, 4096, 2048), np.float32)
     os.pwrite(descriptor, rows.tobytes(), 0)
     cuda = torch.device("cuda")
-    loading = DeviceLoading(cuda, torch.bfloat16, kept)
+    loading = DeviceWeightLoading(cuda, torch.bfloat16, kept)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for index in range(8):
@@ -151,7 +151,7 @@ def test_a_device_holds_no_more_than_the_compute_type(descriptor: int) -> None:
 
 def test_a_file_that_is_too_short_is_named(descriptor: int) -> None:
     os.pwrite(descriptor, bytes(100), 0)
-    loading = DeviceLoading(CPU, torch.bfloat16, kept)
+    loading = DeviceWeightLoading(CPU, torch.bfloat16, kept)
     loading.matrix("w", [StoredTensor("t", descriptor, 0, 10, 10, "bf16")], None)
     with pytest.raises(LoadFailed, match="'t': the file is too short"):
         loading.run(2, nothing)
@@ -159,7 +159,7 @@ def test_a_file_that_is_too_short_is_named(descriptor: int) -> None:
 
 def test_who_watches_can_end_it(descriptor: int) -> None:
     os.pwrite(descriptor, bytes(400), 0)
-    loading = DeviceLoading(CPU, torch.bfloat16, kept)
+    loading = DeviceWeightLoading(CPU, torch.bfloat16, kept)
     loading.matrix("w", [StoredTensor("t", descriptor, 0, 10, 10, "fp32")], None)
 
     def stop(done: int, total: int) -> None:
@@ -170,4 +170,4 @@ def test_who_watches_can_end_it(descriptor: int) -> None:
 
 
 def test_compressed_weights_come_as_arrays() -> None:
-    assert not DeviceLoading(CPU, torch.bfloat16, kept).compressed("w", [], None)
+    assert not DeviceWeightLoading(CPU, torch.bfloat16, kept).compressed("w", [], None)

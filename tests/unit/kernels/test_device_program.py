@@ -15,14 +15,14 @@ from torch import Tensor
 
 from penstock.engine.runner import input_batch
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.ops import Captures, RunsAhead
+from penstock.kernels.ops import CapturableProgram, MultiStepProgram
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import REFERENCE, TRITON
 from penstock.kernels.triton import attention
-from penstock.kernels.triton.graphs import MOST_REFUSALS, AsItIs, Captured, CudaGraphs, Work
+from penstock.kernels.triton.graphs import MOST_REFUSALS, CapturedGraph, CudaGraphRunner, EagerRunner, Work
 from penstock.kernels.triton.program import TRIED_PROMPTS, DeviceProgram
-from penstock.kernels.triton.staging import DeviceArrays, Draws, StepShape, buckets, by_group, fill
+from penstock.kernels.triton.staging import DeviceArrays, DeviceGumbelRows, StepShape, buckets, by_group, fill
 from penstock.types import SamplingParams
 from penstock.weights import sizes as weights_sizes
 from runner_bench import RunnerBench
@@ -45,8 +45,8 @@ class HostPick:
 
     ops: Any
 
-    def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
-        picks = Picks(
+    def __call__(self, logits_RV: Tensor, draws: DeviceGumbelRows) -> Tensor:
+        picks = GumbelRows(
             draws.seeds_R.numpy().view(np.uint64),
             draws.positions_R.numpy().view(np.uint32),
             draws.choices_R.numpy().view(np.uint32),
@@ -120,7 +120,7 @@ def test_captured_steps_write_what_steps_as_they_are_write(folder: Path) -> None
     for grant in (1, 2):
         assert told(own, 12, grant)[:3] == told(plain, 12, 1)[:3]
     replays = program.replays
-    assert isinstance(replays, CudaGraphs)
+    assert isinstance(replays, CudaGraphRunner)
     assert len(replays) > 0
     assert replays.refused is None
 
@@ -159,13 +159,13 @@ def test_a_run_ahead_ends_where_the_table_is_too_narrow(folder: Path, monkeypatc
 def test_what_a_program_offers_is_what_it_can_do(folder: Path) -> None:
     bench = bench_of(folder, REFERENCE, "fp32", device=True)
     program = bench.runner.program
-    assert isinstance(program, RunsAhead)
-    assert isinstance(program, Captures)
-    assert not isinstance(DirectProgram(bench.ops, bench.model, bench.kv), RunsAhead)
+    assert isinstance(program, MultiStepProgram)
+    assert isinstance(program, CapturableProgram)
+    assert not isinstance(DirectProgram(bench.ops, bench.model, bench.kv), MultiStepProgram)
     assert program.capture(budget_s=60.0) == 3  # of 1, 2 and 4 rows
     one = StepBatch(*(np.zeros(1, np.int32),) * 2, np.array([0, 1], np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32))  # fmt: skip # noqa: E501
-    assert program.runs_ahead(one, Picks.empty(1))
-    assert not program.runs_ahead(one, Picks.empty(0))  # its row draws from logits
+    assert program.runs_ahead(one, GumbelRows.empty(1))
+    assert not program.runs_ahead(one, GumbelRows.empty(0))  # its row draws from logits
 
 
 def test_prompts_are_tried_in_one_page(folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_plan_of_memory_counts_what_attention_keeps() -> None:
     assert weights_sizes.PARTITION_KEYS == attention.PARTITION_KEYS
 
 
-class Counting(AsItIs):
+class Counting(EagerRunner):
     """Remembers which shapes were asked for."""
 
     def __init__(self) -> None:
@@ -206,18 +206,18 @@ def test_what_cannot_be_captured_is_one_size_before_it_is_all(caplog: pytest.Log
     """The reason is that of the work, not that of a capture which ends because of it."""
     graph, out = Nothing(), (torch.zeros(1),)
 
-    def capture(work: Work) -> Captured:
+    def capture(work: Work) -> CapturedGraph:
         try:
             work()
         finally:
             if broken:
                 raise RuntimeError("the capture ended too soon")
-        return Captured(graph, out)
+        return CapturedGraph(graph, out)
 
     def fail() -> tuple[Tensor, ...]:
         raise RuntimeError("it looks at numbers")
 
-    graphs = CudaGraphs(CPU, capture)
+    graphs = CudaGraphRunner(CPU, capture)
     broken = False
     for _ in range(3):
         graphs.run("good", lambda: out)
@@ -259,7 +259,7 @@ def test_padding_repeats_the_shortest_sequence() -> None:
         np.arange(15, dtype=np.int32).reshape(3, 5),
         np.array([2, 0], np.int32),
     )
-    picks = Picks.empty(1)
+    picks = GumbelRows.empty(1)
     picks.seeds_F[:], picks.positions_F[:], picks.choices_F[:], picks.temperatures_F[:] = 2**64 - 3, 41, 2, 0.5
     shape = StepShape(4, 4, 4, 8)
     words = np.full(shape.words, -1, np.int32)
@@ -280,7 +280,7 @@ def test_padding_repeats_the_shortest_sequence() -> None:
     assert own.tokens_T.tolist() == [21, 22, 23, 22]
     longer = StepBatch(*(np.zeros(3, np.int32),) * 2, np.array([0, 3], np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32))  # fmt: skip # noqa: E501
     with pytest.raises(ValueError, match="one token a sequence"):
-        fill(words, shape, longer, Picks.empty(1))
+        fill(words, shape, longer, GumbelRows.empty(1))
     with pytest.raises(ValueError, match="does not fit"):
         fill(words, StepShape(4, 4, 1, 8), own_batch, picks)
 

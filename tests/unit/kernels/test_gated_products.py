@@ -24,7 +24,7 @@ from penstock.kernels.operands import (
 )
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 WIDTH = 160
 INNER = 176
@@ -64,8 +64,8 @@ def check(ops: Any, block: GatedBlock, *, nodes: int) -> None:
     assert recorded.step.nodes == nodes
     for rows in ROWS:
         batch = batch_of(rows)
-        recorded.run(batch, 0, [], Picks.empty(rows))
-        direct.run(batch, 0, [], Picks.empty(rows))
+        recorded.run(batch, 0, [], GumbelRows.empty(rows))
+        direct.run(batch, 0, [], GumbelRows.empty(rows))
         assert_same_bits(recorded.hidden(), direct.hidden(), f"{rows} rows")
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.operands import AttentionSpec, StepBatch
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 UNTIL = 1100  # 2 partitions of 512 keys and a part, which ends within a block of 64 and within a page
 BEGIN = 1104
@@ -123,7 +123,7 @@ def test_recorded_steps_have_the_bits_of_direct_ones(family: str, compute: str) 
     )
     early = replace(story.batch([(0, 0, 30)]), sample_rows_R=np.empty(0, np.int32))
     with pytest.raises(ValueError, match="must reach the keys"):
-        run.run(early, 0, [], Picks.empty(0))
+        run.run(early, 0, [], GumbelRows.empty(0))
 
 
 def test_arguments_without_sense_are_refused() -> None:

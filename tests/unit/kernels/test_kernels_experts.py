@@ -33,7 +33,7 @@ from penstock.kernels.operands import (
 )
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 ROUTINGS = {
     "mixtral": Routing(experts=8, top_k=2, normalised=True),
@@ -339,7 +339,7 @@ def test_recorded_as_run(family: str, compute: str) -> None:
         )))  # fmt: skip
         answers = []
         for program in (recorded, direct):
-            picks = Picks.empty(2)
+            picks = GumbelRows.empty(2)
             picks.temperatures_F[1] = 1.0
             program.run(batch, 1, [], picks)
             answers.append((np.array(program.hidden()), picks.tokens_F.tolist()))

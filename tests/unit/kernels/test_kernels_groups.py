@@ -16,7 +16,7 @@ from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 from penstock.kv_spec import EVERYTHING, MOST_PADDING, Reach, layer_groups
 
 HEADS = Heads(4, 2, 16)
@@ -104,7 +104,7 @@ def test_recorded_layers_have_the_bits_of_direct_ones(family: str, compute: str)
             batch = layers.batch(start, end)
             tokens_T = (batch.positions_T * 7 % 40).astype(np.int32)
             wanted_R = np.arange(end - start, dtype=np.int32)
-            program.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), end - start, [], Picks.empty(0))
+            program.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), end - start, [], GumbelRows.empty(0))
             hidden[index].append(np.array(ops.to_numpy(program.hidden())))
     for got, wanted in zip(*hidden, strict=True):
         assert_same_bits(got, wanted)

@@ -13,7 +13,7 @@ from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, AttentionSpec, GivenRows, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 WIDTH, HEAD, TOKENS = 32, 16, 21
 INV_FREQ = 1e4 ** -(np.arange(8) / 8)
@@ -105,7 +105,7 @@ def test_a_recorded_step_sees_what_a_direct_one_sees(ops: Any) -> None:
     seen = batch(turns(), GivenRows(rows_G, ops.hidden(normal(8, 3, WIDTH))))
 
     def hidden(way: Any, batch: StepBatch) -> Any:
-        way.run(batch, TOKENS, [], Picks.empty(0))
+        way.run(batch, TOKENS, [], GumbelRows.empty(0))
         return np.array(ops.to_numpy(way.hidden()))
 
     want = hidden(direct, seen)
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused(family: str, compute: str) -> None:
     assert isinstance(program, RecordedProgram)
 
     def run(batch: StepBatch) -> None:
-        program.run(batch, TOKENS, [], Picks.empty(0))
+        program.run(batch, TOKENS, [], GumbelRows.empty(0))
 
     ahead = turns()
     ahead[3, 1] = 4

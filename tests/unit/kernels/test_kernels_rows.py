@@ -16,7 +16,7 @@ from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, Array, Gate, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 WIDTH = 52
 
@@ -165,14 +165,14 @@ class EveryRowOperation:
         return logits_RV
 
 
-def drawn_by(program: Any, batch: StepBatch, picks: Picks) -> tuple[NDArray[np.float32], list[int]]:
+def drawn_by(program: Any, batch: StepBatch, picks: GumbelRows) -> tuple[NDArray[np.float32], list[int]]:
     """Hidden states of the wanted rows, and the tokens of the picks."""
     program.run(batch, 1, [], picks)
     return np.array(program.hidden()), picks.tokens_F.tolist()
 
 
-def new_picks(count: int) -> Picks:
-    picks = Picks.empty(count)
+def new_picks(count: int) -> GumbelRows:
+    picks = GumbelRows.empty(count)
     picks.seeds_F[:], picks.temperatures_F[:] = np.arange(count), np.arange(count) % 3 / 2
     return picks
 
@@ -193,4 +193,4 @@ def test_recorded_as_run(family: str, compute: str) -> None:
         assert got[1] == want[1]
     late = StepBatch(*(np.array(x, np.int32) for x in ([0], [40], [0, 1], [[0, 1, 2]], [0])))
     with pytest.raises(ValueError, match="positions must reach"):
-        recorded.run(late, 1, [], Picks.empty(0))
+        recorded.run(late, 1, [], GumbelRows.empty(0))

@@ -15,7 +15,7 @@ from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, KvShape, StateShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 WITH_TRITON = [*EVERY, *(pytest.param(*pair, marks=pytest.mark.long) for pair in TRITONS if INTERPRETED)]
 """On a GPU memory is not the host's: there ``test_triton_states`` asks."""
@@ -203,7 +203,9 @@ def test_recorded_steps_have_the_bits_of_direct_ones(family: str, compute: str) 
             batch = delta.batch([(0, start, end)])
             tokens_T = (batch.positions_T * 7 % 40).astype(np.int32)
             wanted_R = np.arange(end - start if start else 0, dtype=np.int32)
-            program.run(replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), len(wanted_R), [], Picks.empty(0))
+            program.run(
+                replace(batch, tokens_T=tokens_T, sample_rows_R=wanted_R), len(wanted_R), [], GumbelRows.empty(0)
+            )
         hidden.append(np.array(ops.to_numpy(program.hidden())))
     assert_same_bits(*hidden)
 

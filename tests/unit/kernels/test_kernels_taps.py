@@ -11,7 +11,7 @@ from kernel_cases import EVERY, NATIVE, SLOW_PAIRS, assert_same_bits, make, norm
 from penstock.kernels.operands import Array, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 WIDTH, VOCAB = 32, 40
 TAPPED = (0, 1)
@@ -65,7 +65,7 @@ def test_features_come_in_and_taps_go_out(family: str, compute: str) -> None:
         told = []
         for program in (recorded, direct):
             batch.taps_RW.fill(np.nan)
-            picks = Picks.empty(len(wanted))
+            picks = GumbelRows.empty(len(wanted))
             program.run(batch, 0, [], picks)
             assert_same_bits(batch.taps_RW, wanted_RW)
             told.append(picks.tokens_F.tolist())
@@ -83,6 +83,6 @@ def test_a_step_without_what_was_recorded_is_refused(family: str, compute: str) 
         replace(batch, taps_RW=np.zeros((1, WIDTH), np.float32)),
     ):
         with pytest.raises(ValueError, match=r"features|taps"):
-            program.run(wrong, 0, [], Picks.empty(1))
-    program.run(replace(batch, taps_RW=None), 0, [], Picks.empty(1))
-    program.run(batch, 0, [], Picks.empty(1))
+            program.run(wrong, 0, [], GumbelRows.empty(1))
+    program.run(replace(batch, taps_RW=None), 0, [], GumbelRows.empty(1))
+    program.run(batch, 0, [], GumbelRows.empty(1))

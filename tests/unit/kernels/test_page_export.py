@@ -11,7 +11,7 @@ from kernel_cases import COMPUTE, TRITONS, families, make, normal, on_gpu
 
 from penstock.errors import KernelError
 from penstock.kernels.operands import KvShape, StateShape, StepBatch
-from penstock.kernels.page_export import CELLS, ROWS, WritesPages, layout_of
+from penstock.kernels.page_export import CELLS, ROWS, ExportsPages, export_layout
 from penstock.kernels.select import REFERENCE
 from penstock.kv_spec import EVERYTHING, Reach
 from penstock.types import PAGE_TOKENS
@@ -112,7 +112,7 @@ def test_rows_stay_rows():
 def test_the_gpus_backend_writes_them_too(pair: tuple[str, str]):
     """On a GPU: beside what is computed, and done when it says so."""
     ops, shape = make(*pair), SHAPES["heads"]
-    assert isinstance(ops, WritesPages)
+    assert isinstance(ops, ExportsPages)
     kv, memory = filled(ops, shape), bytearray(PAGES * ops.page_bytes(shape))
     writing = ops.page_writer(kv, memoryview(memory), CELLS).begin([2])
     if on_gpu(ops):
@@ -136,6 +136,6 @@ def test_what_cannot_be_written_is_refused():
 
 def test_a_class_tells_its_layout():
     for family in families():
-        assert layout_of(make(family, "bf16").numerics) == CELLS == make(family, "bf16").kv_layout[: len(CELLS)]
-    assert layout_of(make(REFERENCE, "bf16").numerics) == ROWS == make(REFERENCE, "bf16").kv_layout[: len(ROWS)]
-    assert layout_of("triton-1-sm90-3.6.0-torch2.11.0-bf16") == ROWS
+        assert export_layout(make(family, "bf16").numerics) == CELLS == make(family, "bf16").kv_layout[: len(CELLS)]
+    assert export_layout(make(REFERENCE, "bf16").numerics) == ROWS == make(REFERENCE, "bf16").kv_layout[: len(ROWS)]
+    assert export_layout("triton-1-sm90-3.6.0-torch2.11.0-bf16") == ROWS

@@ -12,7 +12,7 @@ from quant_cases import FORMATS, matrix_of
 
 from penstock.kernels import _native
 from penstock.kernels.operands import segment_ends
-from penstock.kernels.quantization import QuantFormat, QuantizedMatrix, Scale
+from penstock.kernels.quantization import QuantFormat, QuantizedMatrix, ScaleType
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 70, 200)
 TOLERANCE = {"bf16": 2e-3, "fp32": 2e-5}
@@ -124,7 +124,7 @@ def test_shapes_that_units_do_not_fit_are_left_to_others() -> None:
     orders = [np.random.default_rng(seed).permutation(64).astype(np.int32) for seed in (0, 1)]
     assert ops.pack_quantised([matrix_of(form, 16, 64, order=order)[0] for order in orders]) is None
     assert ops.pack_quantised([matrix_of(form, 16, 64, order=order)[0] for order in (orders[0], None)]) is None
-    odd = QuantFormat(8, form.values, 24, Scale.F16)
+    odd = QuantFormat(8, form.values, 24, ScaleType.F16)
     assert ops.pack_quantised([matrix_of(odd, 16, 96)[0]]) is None
 
 
@@ -143,4 +143,4 @@ def test_wrong_arrays_are_refused() -> None:
     with pytest.raises(ValueError, match="the parts must have all rows"):
         kernels.linear(x, weights, out.astype(np.float32), False)
     with pytest.raises(ValueError, match="values that bf16 holds"):
-        QuantFormat(4, tuple(float(i) + 0.001 for i in range(16)), 32, Scale.F16).table()
+        QuantFormat(4, tuple(float(i) + 0.001 for i in range(16)), 32, ScaleType.F16).table()

@@ -17,7 +17,7 @@ from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks, SampleRow
+from penstock.kernels.sampling import GumbelRows, SampleRow
 
 WIDTH = 32
 
@@ -53,8 +53,8 @@ def batch_of(tokens: list[int], wanted: list[int]) -> StepBatch:
     )
 
 
-def picks_of(rows: list[tuple[int, float]]) -> Picks:
-    picks = Picks.empty(len(rows))
+def picks_of(rows: list[tuple[int, float]]) -> GumbelRows:
+    picks = GumbelRows.empty(len(rows))
     for index, (seed, temperature) in enumerate(rows):
         picks.seeds_F[index], picks.temperatures_F[index], picks.positions_F[index] = seed, temperature, 7 + index
     return picks
@@ -131,11 +131,11 @@ def test_a_row_draws_the_same_token_either_way(family: str, compute: str, rows: 
     batch = batch_of(list(range(rows)), list(range(rows)))
     picks = picks_of(ways)
     assert program.run(batch, 0, [], picks) == []
-    from_logits = program.run(batch, 0, picks.rows(), Picks.empty(0))
+    from_logits = program.run(batch, 0, picks.rows(), GumbelRows.empty(0))
     assert picks.tokens_F.tolist() == [one.token for one in from_logits]
     for listed in range(1, rows):
         mixed = picks_of(ways)
-        rest = Picks(*(column[listed:] for column in (
+        rest = GumbelRows(*(column[listed:] for column in (
             mixed.seeds_F, mixed.positions_F, mixed.choices_F, mixed.temperatures_F, mixed.tokens_F
         )))  # fmt: skip
         drawn = program.run(batch, 0, mixed.rows()[:listed], rest)
@@ -163,7 +163,7 @@ def test_scaled_and_capped_logits_are_picked_from(family: str, compute: str, sca
         program.run(batch, 0, [], got)
         direct.run(batch, 0, [], want)
         assert got.tokens_F.tolist() == want.tokens_F.tolist()
-        from_logits = program.run(batch, 0, want.rows(), Picks.empty(0))
+        from_logits = program.run(batch, 0, want.rows(), GumbelRows.empty(0))
         assert [one.token for one in from_logits] == want.tokens_F.tolist()
 
 
@@ -174,7 +174,7 @@ def test_the_arena_grows_and_stays(family: str, compute: str) -> None:
     program = ops.record(steps, kv)
     sizes = []
     for count in (1, 100, 3, 100, 60):
-        program.run(batch_of([token % 64 for token in range(count)], [0]), 1, [], Picks.empty(0))
+        program.run(batch_of([token % 64 for token in range(count)], [0]), 1, [], GumbelRows.empty(0))
         np.testing.assert_array_equal(program.hidden(), ops.to_numpy(ops.embed(steps.table, np.zeros(1, np.int32))))
         sizes.append(program.step.arena_bytes)
     assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4]
@@ -236,6 +236,8 @@ def test_indices_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="no row of the step"):
         program.run(batch_of([1], [1]), 0, [], picks_of([(0, 0.0)]))
     with pytest.raises(ValueError, match="a draw for every row"):
-        program.run(batch_of([1], [0]), 0, [], Picks.empty(0))
+        program.run(batch_of([1], [0]), 0, [], GumbelRows.empty(0))
     with pytest.raises(ValueError, match="page outside"):
-        program.run(StepBatch(*(np.array(x, np.int32) for x in ([1], [0], [0, 1], [[4]], [0]))), 1, [], Picks.empty(0))
+        program.run(
+            StepBatch(*(np.array(x, np.int32) for x in ([1], [0], [0, 1], [[4]], [0]))), 1, [], GumbelRows.empty(0)
+        )

@@ -31,7 +31,7 @@ from test_kernels_latent import Latent, LatentStory
 
 from penstock.kernels.operands import AttentionSpec, KvShape, Sparse, StepBatch
 from penstock.kernels.reference.backend import ReferenceOps
-from penstock.kernels.triton.attention import Tile, TritonAttention
+from penstock.kernels.triton.attention import AttentionTile, TritonAttention
 
 LATENT = Latent(3, 30, 16, 6)
 APART = Latent(3, 30, 22, 6)  # values that are not a power of two are read by themselves
@@ -158,16 +158,18 @@ def test_what_the_kernels_leave_to_others(ops: Any) -> None:
 @pytest.mark.parametrize(
     ("sharing", "key_dim", "value_dim", "wanted"),
     [
-        (4, 128, 128, Tile(4, 16, 128, 16, value_block=128, stages=2, shared=False)),
-        (1, 64, 64, Tile(1, 64, 64, 16, value_block=64, stages=2, shared=False)),
-        (5, 80, 80, Tile(8, 8, 64, 16, value_block=128, stages=2, shared=False)),
-        (128, 576, 512, Tile(64, 1, 512, 64, value_block=512, stages=2, shared=True)),
+        (4, 128, 128, AttentionTile(4, 16, 128, 16, value_block=128, stages=2, shared=False)),
+        (1, 64, 64, AttentionTile(1, 64, 64, 16, value_block=64, stages=2, shared=False)),
+        (5, 80, 80, AttentionTile(8, 8, 64, 16, value_block=128, stages=2, shared=False)),
+        (128, 576, 512, AttentionTile(64, 1, 512, 64, value_block=512, stages=2, shared=True)),
     ],
 )
-def test_tiles_of_models_as_they_are(sharing: int, key_dim: int, value_dim: int, wanted: Tile) -> None:
+def test_tiles_of_models_as_they_are(sharing: int, key_dim: int, value_dim: int, wanted: AttentionTile) -> None:
     shape = KvShape(layers=1, kv_heads=1, key_dim=key_dim, value_dim=value_dim, shared=key_dim != value_dim)
-    assert Tile.of(sharing, shape, torch.bfloat16, 227 << 10) == wanted
-    assert Tile.of(sharing, shape, torch.bfloat16, 163 << 10) == replace(wanted, stages=1 if wanted.shared else 2)
+    assert AttentionTile.of(sharing, shape, torch.bfloat16, 227 << 10) == wanted
+    assert AttentionTile.of(sharing, shape, torch.bfloat16, 163 << 10) == replace(
+        wanted, stages=1 if wanted.shared else 2
+    )
 
 
 @pytest.mark.cuda

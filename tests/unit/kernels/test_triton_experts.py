@@ -17,7 +17,7 @@ from penstock.kernels.operands import SILU, SWIGLU_OAI, Routing, Score, segment_
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.triton import compressed as triton_compressed
 from penstock.kernels.triton import moe as grouping
-from penstock.kernels.triton.moe import Groups
+from penstock.kernels.triton.moe import ExpertGroups
 
 LONG = [pytest.mark.long] if INTERPRETED else []
 ROUTINGS = {
@@ -54,7 +54,7 @@ def test_columns_are_put_in_order_a_slice_at_a_time(share: int, monkeypatch: pyt
     random = np.random.default_rng(5)
     x = torch.from_numpy(normal(1, 30 // share, 16))
     orders_EK = torch.from_numpy(random.permuted(np.tile(np.arange(16), (4, 1)), axis=1))
-    groups = Groups.of(torch.from_numpy(random.integers(0, 4, 30).astype(np.int32)), 4)
+    groups = ExpertGroups.of(torch.from_numpy(random.integers(0, 4, 30).astype(np.int32)), 4)
     monkeypatch.setattr(grouping, "INDEX_BYTES", 8 * 16 * 7)  # of seven pairs
     got = grouping.ordered(x, orders_EK, groups, share)
     wanted = np.stack([x[pair // share][orders_EK[expert]] for pair, expert in enumerate(groups.experts_P)])

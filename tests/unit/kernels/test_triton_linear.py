@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed_gpu import GpuMatrix, compress_for_gpu
+from penstock.kernels.compressed_gpu import GpuCompressedMatrix, compress_for_gpu
 from penstock.kernels.native import compression
 from penstock.kernels.operands import PackedLinear, segment_ends
-from penstock.kernels.quantization import E2M1, QuantFormat, Scale
+from penstock.kernels.quantization import E2M1, QuantFormat, ScaleType
 
 SHARED_BYTES = 227 << 10
 """Of one program on an H200."""
@@ -40,9 +40,9 @@ FEWER = (1, 66)
 LONG = [pytest.mark.long] if INTERPRETED else []
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FLOATS = {
-    "fp8 by blocks": QuantFormat(8, tuple(map(float, E4M3)), 128, Scale.F32),
-    "fp8 by rows": QuantFormat(8, tuple(map(float, E4M3)), 1 << 20, Scale.BF16),
-    "mxfp4": QuantFormat(4, E2M1, 32, Scale.E8M0),
+    "fp8 by blocks": QuantFormat(8, tuple(map(float, E4M3)), 128, ScaleType.F32),
+    "fp8 by rows": QuantFormat(8, tuple(map(float, E4M3)), 1 << 20, ScaleType.BF16),
+    "mxfp4": QuantFormat(4, E2M1, 32, ScaleType.E8M0),
 }
 
 
@@ -125,7 +125,7 @@ def rough(n: int, k: int, seed: int = 1) -> NDArray[Any]:
     return weight
 
 
-def gpu(weight: NDArray[Any]) -> GpuMatrix:
+def gpu(weight: NDArray[Any]) -> GpuCompressedMatrix:
     matrix = compress_for_gpu(weight.view(np.uint16))
     assert matrix is not None
     assert len(matrix.values)

@@ -12,8 +12,8 @@ from kernel_cases import NATIVE, TRITONS, assert_same_bits, make, normal
 from test_kernels_sampling import BASE, RULES, ids_of, mask_of
 
 from penstock.kernels.reference.sampling import kept_ids, sample_row
-from penstock.kernels.sampling import Picks, SampleRow, gumbel
-from penstock.kernels.triton.sampling import TritonHead
+from penstock.kernels.sampling import GumbelRows, SampleRow, gumbel
+from penstock.kernels.triton.sampling import TritonSampler
 
 EXTREMES = (1_459_666, 1_786_955)
 """Ids with the least and the largest noise of two million, at position 9 of seed 5."""
@@ -27,25 +27,25 @@ def ops() -> Any:
 
 
 @pytest.fixture(scope="module")
-def head(ops: Any) -> TritonHead:
-    return TritonHead(ops.form)
+def head(ops: Any) -> TritonSampler:
+    return TritonSampler(ops.form)
 
 
-def columns(ops: Any, picks: Picks) -> list[Any]:
+def columns(ops: Any, picks: GumbelRows) -> list[Any]:
     """As ``pick`` wants them."""
     bits = (picks.seeds_F.view(np.int64), picks.positions_F.view(np.int32), picks.choices_F.view(np.int32))
     return [torch.from_numpy(column).to(ops.device) for column in (*bits, picks.temperatures_F)]
 
 
-def some_picks(count: int) -> Picks:
-    picks = Picks.empty(count)
+def some_picks(count: int) -> GumbelRows:
+    picks = GumbelRows.empty(count)
     picks.seeds_F[:] = [seed * 0x1234567890ABCDEF % 2**64 for seed in range(count)]
     picks.positions_F[:], picks.choices_F[:] = np.arange(count) + 2**31 - 2, np.arange(count) % 3
     picks.temperatures_F[:] = np.arange(count) % 3 * 0.7
     return picks
 
 
-def test_noise_has_the_bits_of_the_cpu(head: TritonHead) -> None:
+def test_noise_has_the_bits_of_the_cpu(head: TritonSampler) -> None:
     native = make(*NATIVE[0])
     for seed, position, choice, ids in (
         (0xF123456789ABCDEF, 2**32 - 1, 3, np.arange(3000, dtype=np.int32) * 77),
@@ -57,14 +57,14 @@ def test_noise_has_the_bits_of_the_cpu(head: TritonHead) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 33, 5003])
-def test_picks_are_those_of_the_cpu(ops: Any, head: TritonHead, vocabulary: int) -> None:
+def test_picks_are_those_of_the_cpu(ops: Any, head: TritonSampler, vocabulary: int) -> None:
     logits, picks = normal(3, 6, vocabulary) * 2, some_picks(6)
     logits[:, ::2] = np.round(logits[:, ::2])  # ties
     tokens_R = head.pick(ops.hidden(logits), *columns(ops, picks))
     assert head.bring(tokens_R).wait().tolist() == [one.token for one in make(*NATIVE[0]).sample(logits, picks.rows())]
 
 
-def test_nothing_is_drawn_that_is_no_number(ops: Any, head: TritonHead) -> None:
+def test_nothing_is_drawn_that_is_no_number(ops: Any, head: TritonSampler) -> None:
     logits = np.array([[np.nan, 2, -np.inf, 2, 1], [-np.inf, np.nan, -np.inf, -3, np.nan]], np.float32)
     picks = some_picks(2)
     picks.temperatures_F[:] = (0, 1)
@@ -72,7 +72,7 @@ def test_nothing_is_drawn_that_is_no_number(ops: Any, head: TritonHead) -> None:
 
 
 @pytest.mark.parametrize("rule", [pytest.param(r, marks=[] if r in QUICK else pytest.mark.long) for r in RULES])
-def test_rules_in_one_call(ops: Any, head: TritonHead, rule: str) -> None:
+def test_rules_in_one_call(ops: Any, head: TritonSampler, rule: str) -> None:
     """Rows with and without a rule and a mask beside each other; none minds."""
     draws, vocabulary = 3, 101
     logits = normal(21, draws, vocabulary) * 3
@@ -87,7 +87,7 @@ def test_rules_in_one_call(ops: Any, head: TritonHead, rule: str) -> None:
 
 
 @pytest.mark.long
-def test_ties_go_to_the_lower_id(ops: Any, head: TritonHead) -> None:
+def test_ties_go_to_the_lower_id(ops: Any, head: TritonSampler) -> None:
     logits = np.array([[1, 3, 3, 0, 3, 3, 2, 3]], np.float32)
     for limits in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}, {"top_k": 4, "top_p": 0.6}):
         rows = [SampleRow(seed, 3, 0, 1.0, **limits) for seed in range(12)]
@@ -95,7 +95,7 @@ def test_ties_go_to_the_lower_id(ops: Any, head: TritonHead) -> None:
         assert drawn <= set(kept_ids(logits[0].astype(np.float64), rows[0]).tolist())
 
 
-def test_what_does_not_fit_is_refused(ops: Any, head: TritonHead) -> None:
+def test_what_does_not_fit_is_refused(ops: Any, head: TritonSampler) -> None:
     logits_RV = ops.hidden(np.zeros((1, 65), np.float32))
     with pytest.raises(ValueError, match="from 3 to 65 are outside the vocabulary of 65"):
         head.sample(logits_RV, [replace(BASE, banned_ids=ids_of(3, 65))])
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(ops: Any, head: TritonHead) -> None:
 def test_picks_are_captured_and_come_back_by_themselves() -> None:
     """One graph, other logits: the tokens of the CPU; the host waits for nothing but their arrival."""
     ops = make(*TRITONS[1])
-    head, picks, logits = TritonHead(ops.form), some_picks(32), normal(4, 2, 32, 128_256) * 3
+    head, picks, logits = TritonSampler(ops.form), some_picks(32), normal(4, 2, 32, 128_256) * 3
     held_RV, device = ops.hidden(logits[0]), columns(ops, picks)
     head.pick(held_RV, *device)
     graph = torch.cuda.CUDAGraph()

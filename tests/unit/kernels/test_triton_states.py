@@ -20,7 +20,7 @@ from test_kernels_states import CELL, STATES, Delta, Stack, wanted
 from penstock.kernels.operands import StateShape, StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.reference.backend import ReferenceOps
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.triton.program import DeviceProgram
 
 LENGTHS = (34, 3)
@@ -90,7 +90,7 @@ def test_a_program_brings_the_pages_of_states() -> None:
             batch = story.batch([(0, start, end), (1, 0, 1)] if start == 34 else [(0, start, end)])
             rows_R = np.arange(len(batch.positions_T), dtype=np.int32)
             batch = replace(batch, tokens_T=(batch.positions_T * 7 % 40).astype(np.int32), sample_rows_R=rows_R)
-            program.run(batch, 0, [], Picks.empty(len(rows_R)))
+            program.run(batch, 0, [], GumbelRows.empty(len(rows_R)))
         hidden.append(np.array(ops.to_numpy(program.hidden())))
     assert_same_bits(*hidden)
 

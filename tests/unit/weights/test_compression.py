@@ -61,7 +61,7 @@ def test_coders_agree_and_decoders_give_back_the_weights(shape: tuple[int, int],
         np.testing.assert_array_equal(getattr(ours, section), getattr(oracle, section), err_msg=section)
     np.testing.assert_array_equal(format.decode_reference(ours), weight)
     for family in families():
-        rows = [part.copy() for part in compression.decoded(oracle, family)]
+        rows = [part.copy() for part in compression.decoded_panels(oracle, family)]
         np.testing.assert_array_equal(np.concatenate(rows), weight, err_msg=family)
 
 
@@ -73,7 +73,9 @@ def test_every_window_of_exponents_has_a_code(low: int) -> None:
     assert not matrix.escapes.size
     assert format.is_exponent_code(matrix.base, matrix.step)
     for family in families():
-        np.testing.assert_array_equal(np.concatenate([p.copy() for p in compression.decoded(matrix, family)]), weight)
+        np.testing.assert_array_equal(
+            np.concatenate([p.copy() for p in compression.decoded_panels(matrix, family)]), weight
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +84,7 @@ def test_any_matrix_comes_back(data: st.DataObject, n: int, k: int) -> None:
     pool = data.draw(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=30))
     weight = np.random.default_rng(n * k).choice(np.array(pool, np.uint16), (n, k))
     matrix = native(weight)
-    np.testing.assert_array_equal(np.concatenate([p.copy() for p in compression.decoded(matrix)]), weight)
+    np.testing.assert_array_equal(np.concatenate([p.copy() for p in compression.decoded_panels(matrix)]), weight)
 
 
 def test_gaussian_weights_take_at_most_71_percent() -> None:

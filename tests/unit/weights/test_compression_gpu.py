@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock import kernels
 from penstock.cli.main import main
 from penstock.errors import KernelError, ModelError
-from penstock.kernels.compressed_gpu import MAX_VALUES, GpuMatrix, compress_for_gpu
+from penstock.kernels.compressed_gpu import MAX_VALUES, GpuCompressedMatrix, compress_for_gpu
 from penstock.kernels.native import compression
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.checkpoint_reader import Checkpoint
@@ -36,7 +36,7 @@ def gaussian(n: int, k: int, seed: int = 0) -> NDArray[np.uint16]:
     return values.astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
-def coded(weight: NDArray[np.uint16]) -> GpuMatrix:
+def coded(weight: NDArray[np.uint16]) -> GpuCompressedMatrix:
     matrix = compress_for_gpu(weight)
     assert matrix is not None
     return matrix
@@ -57,9 +57,9 @@ def test_any_weights_come_back(n: int, k: int, seed: int, data: st.DataObject) -
         assert -(-n // 16) * -(-k // 64) * 1536 > 0.97 * 2 * n * k
         return
     np.testing.assert_array_equal(matrix.whole(), weight)
-    small = compression.for_cpu(matrix)
+    small = compression.cpu_layout(matrix)
     if small is not None:
-        again = compression.for_gpu(small)
+        again = compression.gpu_layout(small)
         assert again is not None
         for one, other in zip(format.sections(matrix), format.sections(again), strict=True):
             assert bytes(one) == bytes(other)
@@ -109,7 +109,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def test_without_the_extension_a_model_for_processors_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = compression.for_cpu(coded(gaussian(64, 512)))
+    small = compression.cpu_layout(coded(gaussian(64, 512)))
     assert small is not None
     monkeypatch.delattr(kernels, "compression")
     monkeypatch.setitem(sys.modules, "penstock.kernels.native.compression", None)

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from penstock.errors import ModelError
 from penstock.kernels import _native
 from penstock.kernels.native.backend import NativeOps, families
-from penstock.kernels.quantization import dequantised
+from penstock.kernels.quantization import dequantized
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.gguf.quants import GGUF_QUANTS
@@ -58,7 +58,7 @@ def test_blocks_say_what_the_formats_package_reads(name: str) -> None:
         raw[:, :, 0] = rng.integers(100, 140, raw.shape[:2])
     raw = raw.reshape(9, -1)
     wanted = gguf.quants.dequantize(raw, kind)
-    np.testing.assert_array_equal(dequantised(own.rows(raw), own.format), wanted)
+    np.testing.assert_array_equal(dequantized(own.rows(raw), own.format), wanted)
 
 
 @pytest.fixture(scope="module")

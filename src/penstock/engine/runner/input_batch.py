@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.core.plan import SampledTokens
 from penstock.kernels.operands import Array, GivenRows, StepBatch
-from penstock.kernels.sampling import Picks, Sampled, SampleRow
+from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
 
@@ -176,7 +176,7 @@ class InputBatch:
         self.picked: list[TokenSpan] = []
         self.scored = 0
         self.batch = StepBatch(self._tokens, self._positions, self._starts, self._table.reshape(0, 0), self._tokens)
-        self.picks = Picks.empty(0)
+        self.picks = GumbelRows.empty(0)
 
     # --- anew ---------------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class InputBatch:
         return np.array(scored + listed + picked, np.int32)
 
     def _fill_picks(self) -> None:
-        self.picks = picks = Picks.empty(sum(len(span.draws) for span in self.picked))
+        self.picks = picks = GumbelRows.empty(sum(len(span.draws) for span in self.picked))
         begin = 0
         for span in self.picked:
             sampling, positions = span.answer.request.sampling, span.draws
@@ -346,7 +346,7 @@ class InputBatch:
         self.batch.tokens_T[:] = [span.tokens[0] for span in self.spans]
 
     def ahead(self, step: int) -> StepBatch | None:
-        """The batch of the ``step``-th of several steps whose tokens the host has not seen (``RunsAhead``)."""
+        """The batch of the ``step``-th of several steps whose tokens the host has not seen (``MultiStepProgram``)."""
         return self.batch if step == 0 or self._move() else None
 
     def take_ahead(self, tokens_NF: NDArray[np.int32]) -> None:

@@ -20,7 +20,7 @@ from penstock.engine.runner.lora import LoraManager
 from penstock.engine.runner.sampling_state import MaskThreads, MaskWait, SamplingStates, no_grammars
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import Ops, RunsAhead, StepProgram
+from penstock.kernels.ops import MultiStepProgram, Ops, StepProgram
 from penstock.kv_spec import blocks_of
 from penstock.types import PAGE_TOKENS, Grammar, RequestId
 
@@ -195,7 +195,7 @@ class ModelRunner:
     def _run_ahead(self, steps: int) -> int:
         """Steps that the program can take without the host in between; how many it took."""
         arrays, program = self._arrays, self._program()
-        if not arrays.only_picks or not isinstance(program, RunsAhead):
+        if not arrays.only_picks or not isinstance(program, MultiStepProgram):
             return 0
         if not program.runs_ahead(arrays.batch, arrays.picks):
             return 0

@@ -32,7 +32,7 @@ from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.validation import invalid_first_token
-from penstock.kernels.page_export import PageWriter, Writing
+from penstock.kernels.page_export import PageWriter, PendingExport
 from penstock.kv.transfer.events import (
     FirstToken,
     Granted,
@@ -250,7 +250,7 @@ class OfferPage(Protocol):
 class _Batch:
     """What becomes known with a step, once its pages are written."""
 
-    writing: Writing
+    writing: PendingExport
     offers: list[Offer]
     ends: list[tuple[TokenItem, int]] = field(default_factory=list[tuple[TokenItem, int]])  # first token; of tokens
 

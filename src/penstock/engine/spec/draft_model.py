@@ -32,8 +32,8 @@ from penstock.engine.core.request import Request
 from penstock.engine.models.eagle import EagleHead
 from penstock.engine.models.interface import Model
 from penstock.kernels.operands import KvShape, StepBatch
-from penstock.kernels.ops import Ops, Steps
-from penstock.kernels.sampling import Picks
+from penstock.kernels.ops import Ops, RecordableModel
+from penstock.kernels.sampling import GumbelRows
 from penstock.types import PAGE_TOKENS, RequestId
 
 SLOT_TOKENS = 1024
@@ -123,8 +123,8 @@ class DraftSource(Protocol):
     kv: KvShape
     vocab: int  # tokens below are read
     ids_V: NDArray[np.int32] | None  # tokens of what is guessed; None: the same
-    first: Steps  # reads what is fed
-    further: Steps | None  # reads a guess and what was said with it; None: the first reads guesses, too
+    first: RecordableModel  # reads what is fed
+    further: RecordableModel | None  # reads a guess and what was said with it; None: the first reads guesses, too
 
     def follow(self, wanted: bool) -> None:
         """Whether guesses will be asked for after the next step; before it is called, none will be."""
@@ -146,8 +146,8 @@ class EagleSource:
         self.kv = head.kv
         self.vocab = vocab
         self.ids_V = head.ids_V
-        self.first: Steps = head.first
-        self.further: Steps | None = head.further
+        self.first: RecordableModel = head.first
+        self.further: RecordableModel | None = head.further
         self._source = source
         self._taps: HiddenStates = {}
 
@@ -180,8 +180,8 @@ class DraftModelSource:
         self.kv = kv
         self.vocab = vocab
         self.ids_V: NDArray[np.int32] | None = None
-        self.first: Steps = model
-        self.further: Steps | None = None
+        self.first: RecordableModel = model
+        self.further: RecordableModel | None = None
 
     def follow(self, wanted: bool) -> None:
         """See ``DraftSource.follow``."""
@@ -229,7 +229,7 @@ class Drafter:
         kv = ops.new_kv(guide.kv, pages=places * SLOT_PAGES)
         self._first = ops.record(guide.first, kv)
         self._further = self._first if guide.further is None else ops.record(guide.further, kv)
-        self._steps: dict[int, tuple[StepBatch, Picks]] = {}  # of further guesses, by the number of requests
+        self._steps: dict[int, tuple[StepBatch, GumbelRows]] = {}  # of further guesses, by the number of requests
         self.seconds = (0.0, 0.0)  # of the last call: the first guess, and all further ones
 
     def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
@@ -290,10 +290,10 @@ class Drafter:
             one.context.end += count
         return self._ids(picks.tokens_F)
 
-    def _picks(self, fed: list[_Fed]) -> Picks:
+    def _picks(self, fed: list[_Fed]) -> GumbelRows:
         """How the token after each row's is drawn: as its model will, but for what bends the odds."""
         samplings = [one.row.request.sampling for one in fed]
-        return Picks(
+        return GumbelRows(
             np.array([sampling.seed for sampling in samplings], np.uint64),
             np.array([one.row.start + 1 for one in fed], np.uint32),
             np.array([sampling.choice for sampling in samplings], np.uint32),
@@ -333,7 +333,7 @@ class Drafter:
             one.context.ahead[:] = said[:-1]
         return tokens_SK
 
-    def _step_of(self, last: list[_Fed]) -> tuple[StepBatch, Picks]:
+    def _step_of(self, last: list[_Fed]) -> tuple[StepBatch, GumbelRows]:
         """The arrays of a further guess, for one more row of each."""
         count = len(last)
         fresh = self._picks(last)

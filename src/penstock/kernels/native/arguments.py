@@ -141,7 +141,7 @@ def draw_row(row: SampleRow) -> _native.DrawRow:
     return draw
 
 
-def sampled(rows: list[SampleRow], answers: list[_native.Answer]) -> list[Sampled]:
+def sampled_tokens(rows: list[SampleRow], answers: list[_native.Answer]) -> list[Sampled]:
     """The kernels' answers to these rows."""
     return [
         Sampled(token) if row.logprobs is None else Sampled(token, logprob, tuple(top))

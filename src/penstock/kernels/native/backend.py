@@ -36,13 +36,13 @@ from penstock.kernels.native.arguments import (
     gate_words,
     packed_experts,
     routing_words,
-    sampled,
+    sampled_tokens,
 )
-from penstock.kernels.native.compression import for_cpu
+from penstock.kernels.native.compression import cpu_layout
 from penstock.kernels.native.lora import NativeAdapters
 from penstock.kernels.native.memory import StepBuffers, WeightArena
-from penstock.kernels.native.program import recorded
-from penstock.kernels.native.weights import Backend, CompressedPlaces, NativeLoading, pack
+from penstock.kernels.native.program import record_steps
+from penstock.kernels.native.weights import CompressedBuffers, LoadingBackend, NativeWeightLoading, pack_quantized
 from penstock.kernels.operands import (
     SILU,
     Activation,
@@ -56,7 +56,7 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import Ops, StepProgram, Steps
+from penstock.kernels.ops import Ops, RecordableModel, StepProgram
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
@@ -114,10 +114,10 @@ class NativeOps(Ops):
         self._states = _native.StateKernels(family, compute_dtype)
         _native.set_threads(threads)
 
-    def record(self, steps: Steps, kv: NativeKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
+    def record(self, steps: RecordableModel, kv: NativeKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         """Steps that look into arrays run as they are."""
         try:
-            return recorded(steps, self.family, self.compute_dtype, kv, tapped)
+            return record_steps(steps, self.family, self.compute_dtype, kv, tapped)
         except RecordingError as error:
             log.warning("steps are computed operation by operation, which is slower: %s", error)
             return DirectProgram(self, steps, kv)
@@ -143,10 +143,10 @@ class NativeOps(Ops):
         ends = segments or (parts[0].k,)
         if not self._keeps_compressed(parts, ends):
             return None
-        own = [matrix for part in parts if (matrix := for_cpu(part)) is not None]
+        own = [matrix for part in parts if (matrix := cpu_layout(part)) is not None]
         if len(own) < len(parts):
             return None
-        weight = CompressedPlaces(self._arena, own, ends)
+        weight = CompressedBuffers(self._arena, own, ends)
         for part, place in zip(own, weight.places, strict=True):
             place.counts[:], place.blocks[:], place.escapes[:] = part.counts, part.blocks, part.escapes
         return weight.finish()
@@ -165,14 +165,14 @@ class NativeOps(Ops):
     def pack_quantised(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        return pack(self._arena, parts, segments or (parts[0].k,), threads)
+        return pack_quantized(self._arena, parts, segments or (parts[0].k,), threads)
 
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> NativeAdapters:
         return NativeAdapters(sites, slots, self._per_cell)
 
-    def loading(self, nbytes: int) -> NativeLoading:
+    def loading(self, nbytes: int) -> NativeWeightLoading:
         self._arena.reserve(nbytes)
-        return NativeLoading(Backend(self._arena, self._per_cell, self._keeps_compressed, self.vector))
+        return NativeWeightLoading(LoadingBackend(self._arena, self._per_cell, self._keeps_compressed, self.vector))
 
     def vector(self, weight_D: Array) -> Array:
         return np.ascontiguousarray(weight_D, dtype=np.float32)
@@ -470,7 +470,7 @@ class NativeOps(Ops):
 
     def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
         """Temperatures below 1e-5 count as 0."""
-        return sampled(rows, self._kernels.sample(logits_RV, [draw_row(row) for row in rows]))
+        return sampled_tokens(rows, self._kernels.sample(logits_RV, [draw_row(row) for row in rows]))
 
     def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
         answers = self._kernels.score_tokens(logits_RV, tokens_R, top)

@@ -21,13 +21,13 @@ from penstock.kernels.compressed import (
     compressed_bytes,
     panels_of,
 )
-from penstock.kernels.compressed_gpu import AnyCompressed, GpuMatrix, compress_for_gpu
+from penstock.kernels.compressed_gpu import AnyCompressed, GpuCompressedMatrix, compress_for_gpu
 
 ESCAPE_PADDING = 64
 """Bytes that the kernels may read behind the last escape."""
 
 DECODED_BYTES = 1 << 20
-"""bf16 bytes that ``decoded`` makes at a time, so that whoever reads them finds them in a cache."""
+"""bf16 bytes that ``decoded_panels`` makes at a time, so that whoever reads them finds them in a cache."""
 
 
 def compress(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
@@ -44,7 +44,7 @@ def compress(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
     return CompressedMatrix(n, k, base, step, counts, blocks, escapes)
 
 
-def decoded(matrix: CompressedMatrix, family: str | None = None) -> Iterator[NDArray[np.uint16]]:
+def decoded_panels(matrix: CompressedMatrix, family: str | None = None) -> Iterator[NDArray[np.uint16]]:
     """Rows of the matrix as bf16 bits, some at a time from the first to the last; each array is valid until the next.
 
     Raises KernelError if the sections contradict each other.
@@ -59,19 +59,19 @@ def decoded(matrix: CompressedMatrix, family: str | None = None) -> Iterator[NDA
         yield part
 
 
-def for_cpu(matrix: AnyCompressed) -> CompressedMatrix | None:
+def cpu_layout(matrix: AnyCompressed) -> CompressedMatrix | None:
     """The same weights in the CPU's layout; None where that would not be smaller than plain ones."""
-    return compress(matrix.whole()) if isinstance(matrix, GpuMatrix) else matrix
+    return compress(matrix.whole()) if isinstance(matrix, GpuCompressedMatrix) else matrix
 
 
-def for_gpu(matrix: AnyCompressed) -> GpuMatrix | None:
+def gpu_layout(matrix: AnyCompressed) -> GpuCompressedMatrix | None:
     """The same weights in the GPU's layout; None where that would not be smaller than plain ones.
 
     Raises KernelError if the sections contradict each other.
     """
-    if isinstance(matrix, GpuMatrix):
+    if isinstance(matrix, GpuCompressedMatrix):
         return matrix
-    return compress_for_gpu(np.concatenate([rows.copy() for rows in decoded(matrix)]))
+    return compress_for_gpu(np.concatenate([rows.copy() for rows in decoded_panels(matrix)]))
 
 
 def native_weights(

@@ -21,7 +21,7 @@ from penstock.kernels.native.arguments import (
     draw_row,
     gate_words,
     routing_words,
-    sampled,
+    sampled_tokens,
 )
 from penstock.kernels.operands import (
     SILU,
@@ -35,12 +35,12 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import Ops, Steps
+from penstock.kernels.ops import Ops, RecordableModel
 from penstock.kernels.program import RecordingError
-from penstock.kernels.sampling import Picks, Sampled, SampleRow
+from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 
 
-class Value:
+class SymbolicArray:
     """An array that will be there in every run, by its number.  Nothing can be learnt from it."""
 
     __slots__ = ("slot",)
@@ -81,75 +81,82 @@ class RecordingOps:
     def __getattr__(self, name: str) -> NoReturn:
         raise RecordingError(f"{name} cannot be recorded")
 
-    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> Value:
+    def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> SymbolicArray:
         """See ``Ops.embed``."""
         if cast(object, tokens_T) is not self.tokens:
             raise RecordingError("only the step's own tokens are looked up")
-        hidden_TD = Value(self.step.embed(table.data))
+        hidden_TD = SymbolicArray(self.step.embed(table.data))
         if scale != 1.0:
             self.scale(hidden_TD, scale)
         return hidden_TD
 
-    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: Value) -> None:
+    def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: SymbolicArray) -> None:
         """See ``Ops.embed_add``."""
         if positions_T is not self.batch.positions_T:
             raise RecordingError("only the step's own positions are looked up")
-        self.add(hidden_TD, Value(self.step.positions(table.data)))
+        self.add(hidden_TD, SymbolicArray(self.step.positions(table.data)))
 
-    def place_rows(self, hidden_TD: Value, batch: StepBatch) -> None:
+    def place_rows(self, hidden_TD: SymbolicArray, batch: StepBatch) -> None:
         """See ``Ops.place_rows``."""
         if batch is not self.batch:
             raise RecordingError("only the step's own rows are given")
         self.step.place_rows(hidden_TD.slot)
 
-    def features(self, batch: StepBatch, width: int) -> Value:
+    def features(self, batch: StepBatch, width: int) -> SymbolicArray:
         """See ``Ops.features``."""
         self._check(batch, self.kv)
-        return Value(self.step.features(width))
+        return SymbolicArray(self.step.features(width))
 
-    def tap(self, hidden_TD: Value, batch: StepBatch, place: int) -> None:
+    def tap(self, hidden_TD: SymbolicArray, batch: StepBatch, place: int) -> None:
         """See ``Ops.tap``."""
         self._check(batch, self.kv)
         self.step.tap(hidden_TD.slot, place)
 
-    def rms_norm(self, hidden_TD: Value, weight_D: Array, eps: float) -> Value:
+    def rms_norm(self, hidden_TD: SymbolicArray, weight_D: Array, eps: float) -> SymbolicArray:
         """See ``Ops.rms_norm``."""
-        return Value(self.step.rms_norm(hidden_TD.slot, weight_D, eps))
+        return SymbolicArray(self.step.rms_norm(hidden_TD.slot, weight_D, eps))
 
-    def norm_add(self, hidden_TD: Value, x_TD: Value, weight_D: Array, eps: float) -> None:
+    def norm_add(self, hidden_TD: SymbolicArray, x_TD: SymbolicArray, weight_D: Array, eps: float) -> None:
         """See ``Ops.norm_add``."""
         self.step.norm_add(x_TD.slot, weight_D, eps, hidden_TD.slot)
 
-    def layer_norm(self, hidden_TD: Value, weight_D: Array, bias_D: Array | None, eps: float) -> Value:
+    def layer_norm(self, hidden_TD: SymbolicArray, weight_D: Array, bias_D: Array | None, eps: float) -> SymbolicArray:
         """See ``Ops.layer_norm``."""
-        return Value(self.step.layer_norm(hidden_TD.slot, weight_D, bias_D, eps))
+        return SymbolicArray(self.step.layer_norm(hidden_TD.slot, weight_D, bias_D, eps))
 
-    def layer_norm_in_place(self, hidden_TD: Value, weight_D: Array, bias_D: Array | None, eps: float) -> None:
+    def layer_norm_in_place(self, hidden_TD: SymbolicArray, weight_D: Array, bias_D: Array | None, eps: float) -> None:
         """See ``Ops.layer_norm_in_place``."""
         self.step.layer_norm_in_place(hidden_TD.slot, weight_D, bias_D, eps)
 
-    def linear(self, x_TK: Value, weight: PackedLinear) -> Value:
+    def linear(self, x_TK: SymbolicArray, weight: PackedLinear) -> SymbolicArray:
         """See ``Ops.linear``."""
-        return Value(self.step.linear(x_TK.slot, weight.data))
+        return SymbolicArray(self.step.linear(x_TK.slot, weight.data))
 
-    def linear_add(self, x_TK: Value, weight: PackedLinear, hidden_TN: Value) -> None:
+    def linear_add(self, x_TK: SymbolicArray, weight: PackedLinear, hidden_TN: SymbolicArray) -> None:
         """See ``Ops.linear_add``."""
         self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
 
     def lora_add(
-        self, x_TK: Value, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Value, *, wanted: bool
+        self,
+        x_TK: SymbolicArray,
+        batch: StepBatch,
+        adapters: AdapterTable,
+        site: int,
+        out_TN: SymbolicArray,
+        *,
+        wanted: bool,
     ) -> None:
         """See ``Ops.lora_add``; whose rows they are is known of ``x_TK``."""
         self._check(batch, self.kv)
         self.step.lora_add(x_TK.slot, adapters.data, site, out_TN.slot)
 
-    def norm_heads(self, x_TN: Value, weight_C: Array, eps: float, *, first: int, count: int) -> None:
+    def norm_heads(self, x_TN: SymbolicArray, weight_C: Array, eps: float, *, first: int, count: int) -> None:
         """See ``Ops.norm_heads``."""
         self.step.norm_heads(x_TN.slot, weight_C, eps, first, count)
 
     def rope_and_write(
         self,
-        qkv_TN: Value,
+        qkv_TN: SymbolicArray,
         rope: _native.Rope | None,
         kv: NativeKv,
         layer: int,
@@ -158,16 +165,16 @@ class RecordingOps:
         heads: int,
         kv_heads: int,
         q_scale: Array | None = None,
-    ) -> Value:
+    ) -> SymbolicArray:
         """See ``Ops.rope_and_write``."""
         self._check(batch, kv)
         if kv_heads != kv.shape.kv_heads:
             raise RecordingError(f"the KV memory has {kv.shape.kv_heads} heads, not {kv_heads}")
-        return Value(self.step.rope_and_write(qkv_TN.slot, rope, q_scale, layer, heads))
+        return SymbolicArray(self.step.rope_and_write(qkv_TN.slot, rope, q_scale, layer, heads))
 
     def latent_write(
         self,
-        latent_TC: Value,
+        latent_TC: SymbolicArray,
         rope: _native.Rope,
         kv: NativeKv,
         layer: int,
@@ -181,81 +188,94 @@ class RecordingOps:
         self.step.latent_write(latent_TC.slot, norm, eps, rope, layer)
 
     def latent_query(
-        self, q_TN: Value, absorb: PackedLinear, rope: _native.Rope, kv: NativeKv, batch: StepBatch, *, heads: int
-    ) -> Value:
+        self,
+        q_TN: SymbolicArray,
+        absorb: PackedLinear,
+        rope: _native.Rope,
+        kv: NativeKv,
+        batch: StepBatch,
+        *,
+        heads: int,
+    ) -> SymbolicArray:
         """See ``Ops.latent_query``."""
         self._check(batch, kv)
-        return Value(self.step.latent_query(q_TN.slot, absorb.data, rope, heads))
+        return SymbolicArray(self.step.latent_query(q_TN.slot, absorb.data, rope, heads))
 
-    def heads_linear(self, x_THK: Value, weight: PackedLinear, *, heads: int) -> Value:
+    def heads_linear(self, x_THK: SymbolicArray, weight: PackedLinear, *, heads: int) -> SymbolicArray:
         """See ``Ops.heads_linear``."""
-        return Value(self.step.heads_linear(x_THK.slot, weight.data, heads))
+        return SymbolicArray(self.step.heads_linear(x_THK.slot, weight.data, heads))
 
     def paged_attention(
         self,
-        q_THC: Value,
+        q_THC: SymbolicArray,
         kv: NativeKv,
         layer: int,
         batch: StepBatch,
         spec: AttentionSpec,
-    ) -> Value:
+    ) -> SymbolicArray:
         """See ``Ops.paged_attention``."""
         self._check(batch, kv)
-        return Value(self.step.attention(q_THC.slot, layer, attention_rule(spec)))
+        return SymbolicArray(self.step.attention(q_THC.slot, layer, attention_rule(spec)))
 
-    def gated(self, gate_up_T2I: Value, kind: Gate = SILU) -> Value:
+    def gated(self, gate_up_T2I: SymbolicArray, kind: Gate = SILU) -> SymbolicArray:
         """See ``Ops.gated``."""
-        return Value(self.step.gated(gate_up_T2I.slot, gate_words(kind)))
+        return SymbolicArray(self.step.gated(gate_up_T2I.slot, gate_words(kind)))
 
-    def activate(self, x_TI: Value, kind: Activation, alpha: float = 1.0) -> Value:
+    def activate(self, x_TI: SymbolicArray, kind: Activation, alpha: float = 1.0) -> SymbolicArray:
         """See ``Ops.activate``."""
-        return Value(self.step.activate(x_TI.slot, ACTIVATIONS[kind], alpha))
+        return SymbolicArray(self.step.activate(x_TI.slot, ACTIVATIONS[kind], alpha))
 
-    def route(self, logits_TE: Value, routing: Routing, bias_E: Array | None = None) -> Routes:
+    def route(self, logits_TE: SymbolicArray, routing: Routing, bias_E: Array | None = None) -> Routes:
         """See ``Ops.route``."""
-        return Routes(Value(self.step.route(logits_TE.slot, routing_words(routing), bias_E)), routing.top_k)
+        return Routes(SymbolicArray(self.step.route(logits_TE.slot, routing_words(routing), bias_E)), routing.top_k)
 
-    def experts_add(self, x_TK: Value, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Value) -> None:
+    def experts_add(
+        self, x_TK: SymbolicArray, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: SymbolicArray
+    ) -> None:
         """See ``Ops.experts_add``."""
         self.step.experts_add(x_TK.slot, routes.data.slot, experts.data, gate_words(kind), hidden_TD.slot)
 
-    def add(self, hidden_TD: Value, x_TD: Value) -> None:
+    def add(self, hidden_TD: SymbolicArray, x_TD: SymbolicArray) -> None:
         """See ``Ops.add``."""
         self.step.add(x_TD.slot, hidden_TD.slot)
 
-    def add_bias(self, x_TN: Value, bias_N: Array) -> None:
+    def add_bias(self, x_TN: SymbolicArray, bias_N: Array) -> None:
         """See ``Ops.add_bias``."""
         self.step.add_bias(x_TN.slot, bias_N)
 
-    def scale(self, x_TN: Value, factor: float) -> None:
+    def scale(self, x_TN: SymbolicArray, factor: float) -> None:
         """See ``Ops.scale``."""
         self.step.form(x_TN.slot, factor, 0.0)
 
-    def softcap(self, x_TN: Value, cap: float) -> None:
+    def softcap(self, x_TN: SymbolicArray, cap: float) -> None:
         """See ``Ops.softcap``."""
         self.step.form(x_TN.slot, 1.0, cap)
 
-    def gated_norm(self, x_TN: Value, gate_TM: Value, weight_C: Array, eps: float, *, first: int) -> Value:
+    def gated_norm(
+        self, x_TN: SymbolicArray, gate_TM: SymbolicArray, weight_C: Array, eps: float, *, first: int
+    ) -> SymbolicArray:
         """See ``Ops.gated_norm``."""
-        return Value(self.step.gated_norm(x_TN.slot, gate_TM.slot, first, weight_C, eps))
+        return SymbolicArray(self.step.gated_norm(x_TN.slot, gate_TM.slot, first, weight_C, eps))
 
-    def sigmoid_gated(self, x_TN: Value, gate_TN: Value) -> Value:
+    def sigmoid_gated(self, x_TN: SymbolicArray, gate_TN: SymbolicArray) -> SymbolicArray:
         """See ``Ops.sigmoid_gated``."""
-        return Value(self.step.sigmoid_gated(x_TN.slot, gate_TN.slot))
+        return SymbolicArray(self.step.sigmoid_gated(x_TN.slot, gate_TN.slot))
 
-    def gated_add(self, hidden_TD: Value, x_TD: Value, gate_T1: Value) -> None:
+    def gated_add(self, hidden_TD: SymbolicArray, x_TD: SymbolicArray, gate_T1: SymbolicArray) -> None:
         """See ``Ops.gated_add``."""
         self.step.gated_add(x_TD.slot, gate_T1.slot, hidden_TD.slot)
 
-    def causal_conv(self, x_TN: Value, weight_KC: Array, kv: NativeKv, layer: int, batch: StepBatch) -> Value:
+    def causal_conv(
+        self, x_TN: SymbolicArray, weight_KC: Array, kv: NativeKv, layer: int, batch: StepBatch
+    ) -> SymbolicArray:
         """See ``Ops.causal_conv``."""
         self._check(batch, kv)
-        return Value(self.step.causal_conv(x_TN.slot, weight_KC, layer))
+        return SymbolicArray(self.step.causal_conv(x_TN.slot, weight_KC, layer))
 
     def delta_rule(
         self,
-        qkv_TC: Value,
-        gates_TN: Value,
+        qkv_TC: SymbolicArray,
+        gates_TN: SymbolicArray,
         kv: NativeKv,
         layer: int,
         batch: StepBatch,
@@ -264,16 +284,16 @@ class RecordingOps:
         shifts_H: Array,
         beta: int,
         decay: int,
-    ) -> Value:
+    ) -> SymbolicArray:
         """See ``Ops.delta_rule``."""
         self._check(batch, kv)
-        return Value(self.step.delta_rule(qkv_TC.slot, gates_TN.slot, (beta, decay), rates_H, shifts_H, layer))
+        return SymbolicArray(self.step.delta_rule(qkv_TC.slot, gates_TN.slot, (beta, decay), rates_H, shifts_H, layer))
 
-    def rows(self, x_TD: Value, rows_R: NDArray[np.int32]) -> Value:
+    def rows(self, x_TD: SymbolicArray, rows_R: NDArray[np.int32]) -> SymbolicArray:
         """See ``Ops.rows``."""
         if cast(object, rows_R) is not self.wanted:
             raise RecordingError("only the step's wanted rows are picked out")
-        return Value(self.step.wanted_rows(x_TD.slot))
+        return SymbolicArray(self.step.wanted_rows(x_TD.slot))
 
     def _check(self, batch: StepBatch, kv: NativeKv) -> None:
         if batch is not self.batch or kv is not self.kv:
@@ -285,14 +305,14 @@ class RecordedProgram:
 
     def __init__(self, step: _native.RecordedStep) -> None:
         self.step = step
-        self._inputs: tuple[StepBatch, Picks, _native.StepInputs] | None = None
+        self._inputs: tuple[StepBatch, GumbelRows, _native.StepInputs] | None = None
 
     def run(
         self,
         batch: StepBatch,
         scored: int,
         rows: list[SampleRow],
-        picks: Picks,
+        picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
         """See ``StepProgram.run``."""
@@ -300,7 +320,7 @@ class RecordedProgram:
         if known is None or known[0] is not batch or known[1] is not picks:
             known = self._inputs = (batch, picks, _inputs_of(batch, picks))
         answers = self.step.run(known[2], scored, [draw_row(row) for row in rows], ready)
-        return sampled(rows, answers) if rows else []
+        return sampled_tokens(rows, answers) if rows else []
 
     def hidden(self) -> NDArray[np.float32]:
         """See ``StepProgram.hidden``."""
@@ -315,24 +335,24 @@ class RecordedProgram:
         return out_RV
 
 
-def recorded(
-    steps: Steps, family: str, compute_dtype: str, kv: NativeKv, tapped: tuple[int, ...] = ()
+def record_steps(
+    steps: RecordableModel, family: str, compute_dtype: str, kv: NativeKv, tapped: tuple[int, ...] = ()
 ) -> RecordedProgram:
     """The steps over this KV memory as a program.  Raises RecordingError."""
     recorder = RecordingOps(family, compute_dtype, kv, tapped)
     ops = cast(Ops, recorder)
     try:
         hidden_RD = steps.forward(ops, recorder.batch, kv)
-        if not isinstance(hidden_RD, Value):
+        if not isinstance(hidden_RD, SymbolicArray):
             raise RecordingError("forward gave no array for the wanted rows")
-        logits_RV = steps.logits(ops, Value(recorder.step.drawn_rows(hidden_RD.slot)))
+        logits_RV = steps.logits(ops, SymbolicArray(recorder.step.drawn_rows(hidden_RD.slot)))
         recorder.step.finish(logits_RV.slot)
     except ValueError as error:  # operations in an order that is not kept
         raise RecordingError(str(error)) from error
     return RecordedProgram(recorder.step)
 
 
-def _inputs_of(batch: StepBatch, picks: Picks) -> _native.StepInputs:
+def _inputs_of(batch: StepBatch, picks: GumbelRows) -> _native.StepInputs:
     table_SP = np.ascontiguousarray(batch.table_SP, np.int32)
     inputs = _native.StepInputs(
         batch.tokens_T, batch.positions_T, batch.starts_S1, table_SP, batch.sample_rows_R, batch.turns_T3

@@ -25,18 +25,18 @@ from penstock.kernels.quantization import (
     SUPER_COLUMNS,
     UNIT_COLUMNS,
     QuantizedMatrix,
-    fits,
-    padded,
-    records,
+    fits_kernels,
+    padded_rows,
+    panel_records,
 )
-from penstock.kernels.weight_source import LoadFailed, StoredTensor, Watch
+from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor
 
 WATCH_EVERY_S = 0.05
 """How often the caller is told how far it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class LoadingBackend:
     """What loading needs of a backend."""
 
     arena: WeightArena
@@ -45,10 +45,10 @@ class Backend:
     vector: Callable[[NDArray[Any]], Any]
 
 
-class NativeLoading:
+class NativeWeightLoading:
     """See ``stored.Loading``."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: LoadingBackend) -> None:
         self._backend = backend
         self._native = _native.Loading()
         self._names: list[str] = []
@@ -86,7 +86,7 @@ class NativeLoading:
         ends = segments or (matrices[0].k,)
         if not self._backend.keeps_compressed(matrices, ends):
             return False
-        weight = CompressedPlaces(self._backend.arena, matrices, ends)
+        weight = CompressedBuffers(self._backend.arena, matrices, ends)
         counted = np.zeros(sum(panels_of(matrix.n) for matrix in matrices), np.uint32)
         panel = 0
         for (stored, matrix), place in zip(parts, weight.places, strict=True):
@@ -100,7 +100,7 @@ class NativeLoading:
         self._finish[name] = lambda: weight.finish(counted)
         return True
 
-    def run(self, threads: int, watch: Watch) -> dict[str, Any]:
+    def run(self, threads: int, watch: ProgressCallback) -> dict[str, Any]:
         """See ``stored.Loading.run``."""
         total = self._native.all_bytes()
         try:
@@ -127,7 +127,7 @@ class NativeLoading:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SectionBuffers:
     """Where the sections of one part go."""
 
     counts: NDArray[np.uint32]
@@ -135,7 +135,7 @@ class Place:
     escapes: NDArray[np.uint8]
 
 
-class CompressedPlaces:
+class CompressedBuffers:
     """One weight that stays compressed: memory for its parts, one below the other, to be filled and finished."""
 
     def __init__(self, arena: WeightArena, parts: list[CompressedMatrix], ends: tuple[int, ...]) -> None:
@@ -143,12 +143,12 @@ class CompressedPlaces:
         self._ends = ends
         self._blocks = arena.bytes(sum(part.blocks.nbytes for part in parts))
         self._escapes = arena.bytes(sum(part.escapes.nbytes for part in parts) + ESCAPE_PADDING)
-        self.places: list[Place] = []
+        self.places: list[SectionBuffers] = []
         block = escape = 0
         for part in parts:
             blocks = self._blocks[block : (block := block + part.blocks.nbytes)]
             escapes = self._escapes[escape : (escape := escape + part.escapes.nbytes)]
-            self.places.append(Place(np.zeros_like(part.counts), blocks, escapes))
+            self.places.append(SectionBuffers(np.zeros_like(part.counts), blocks, escapes))
 
     def finish(self, counted: NDArray[np.uint32] | None = None) -> PackedLinear:
         """``counted``: escapes of each panel by its planes, if known.  Raises KernelError if sections contradict."""
@@ -178,9 +178,11 @@ CODES_AT_A_TIME = 1 << 20
 """Weights that a thread unpacks at once: what it works on stays in its cache."""
 
 
-def pack(arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...], threads: int) -> PackedLinear | None:
+def pack_quantized(
+    arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...], threads: int
+) -> PackedLinear | None:
     """The matrices, one below the other; None unless they fit."""
-    if not fits(parts, ends):
+    if not fits_kernels(parts, ends):
         return None
     n, k = sum(part.n for part in parts), parts[0].k
     weights = _native.QuantWeights(n, k, list(ends))
@@ -209,7 +211,7 @@ def pack(arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...]
 def _room(arena: WeightArena, part: QuantizedMatrix) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     panels, form = -(-part.n // PANEL_ROWS), part.format
     codes = arena.bytes(panels * (part.k // UNIT_COLUMNS) * 64 * form.bits)
-    record = records(padded(part.read(0, 1)), form)
+    record = panel_records(padded_rows(part.read(0, 1)), form)
     wide = SUPER_COLUMNS if form.has_super else form.group
     assert len(record) % -(-part.k // wide) == 0
     return codes, arena.bytes(panels * len(record))
@@ -222,9 +224,9 @@ def _jobs(part: QuantizedMatrix, codes: NDArray[np.uint8], numbers: NDArray[np.u
     codes_PB, numbers_PB = codes.reshape(panels, -1), numbers.reshape(panels, -1)
 
     def job(first: int) -> None:
-        read = padded(part.read(first, min(part.n, first + rows)))
+        read = padded_rows(part.read(first, min(part.n, first + rows)))
         own = slice(first // PANEL_ROWS, (first + len(read.codes_NK)) // PANEL_ROWS)
         _native.pack_codes(np.ascontiguousarray(read.codes_NK), part.format.bits, codes_PB[own].reshape(-1))
-        numbers_PB[own] = records(read, part.format).reshape(len(numbers_PB[own]), -1)
+        numbers_PB[own] = panel_records(read, part.format).reshape(len(numbers_PB[own]), -1)
 
     return [lambda first=first: job(first) for first in range(0, part.n, rows)]  # type: ignore[misc]

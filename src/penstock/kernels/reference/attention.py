@@ -63,7 +63,7 @@ def _power(biased: Tensor) -> Tensor:
 BLOCK_PAGES = BLOCK_KEYS // PAGE_TOKENS
 
 
-def likings(q_GMC: Tensor, k_GNC: Tensor, dtype: torch.dtype) -> Tensor:
+def block_scores(q_GMC: Tensor, k_GNC: Tensor, dtype: torch.dtype) -> Tensor:
     """How much each position of a tile likes each whole block before its end, [G, 16, blocks]; mean keys are rounded
     to ``dtype`` as keys are.  A group's rows are its heads, one after another."""
     groups, keys, dims = k_GNC.shape
@@ -93,7 +93,7 @@ def read_keys(q_GMC: Tensor, k_GNC: Tensor, first: int, sparse: Sparse, dtype: t
     groups, keys = k_GNC.shape[:2]
     read_GSN = torch.ones((groups, PAGE_TOKENS, keys), dtype=torch.bool, device=k_GNC.device)
     if sparse.thins(first + PAGE_TOKENS - 1):
-        liked_GSB = likings(q_GMC, k_GNC, dtype)
+        liked_GSB = block_scores(q_GMC, k_GNC, dtype)
         for own in range(PAGE_TOKENS):
             read_GB = chosen_blocks(liked_GSB[:, own], first + own, sparse)
             read_GSN[:, own] = read_GB.repeat_interleave(BLOCK_KEYS, dim=1)[:, :keys]
@@ -254,7 +254,7 @@ def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, spec
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
+class UncachedAttention:
     """See ``Ops.attention``."""
 
     heads: int

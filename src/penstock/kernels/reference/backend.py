@@ -39,19 +39,26 @@ from penstock.kernels.operands import (
     StepBatch,
     numerics_with,
 )
-from penstock.kernels.ops import Ops, StepProgram, Steps
+from penstock.kernels.ops import Ops, RecordableModel, StepProgram
 from penstock.kernels.page_export import PageWriter
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.quantization import QuantizedMatrix
-from penstock.kernels.reference.attention import Once, ReferenceKv, ReferenceRope, attend_tile, kv_over, rotated
-from penstock.kernels.reference.experts import Chosen, ReferenceExperts, mixed, route
+from penstock.kernels.reference.attention import (
+    ReferenceKv,
+    ReferenceRope,
+    UncachedAttention,
+    attend_tile,
+    kv_over,
+    rotated,
+)
+from penstock.kernels.reference.experts import ChosenExperts, ReferenceExperts, choose_experts, expert_sums
 from penstock.kernels.reference.lora import ReferenceAdapters, lora_add
 from penstock.kernels.reference.page_writer import TorchPageWriter
 from penstock.kernels.reference.sampling import sample_row, with_logprobs
 from penstock.kernels.reference.states import causal_conv, delta_rule
 from penstock.kernels.reference.tiles import (
     RowTiles,
-    TorchForm,
+    TorchContext,
     activated,
     arithmetic_of,
     gated,
@@ -63,7 +70,7 @@ from penstock.kernels.reference.tiles import (
     softcapped,
 )
 from penstock.kernels.sampling import Sampled, SampleRow
-from penstock.kernels.weight_source import Loading
+from penstock.kernels.weight_source import WeightLoading
 from penstock.kv_spec import blocks_of
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
@@ -87,13 +94,13 @@ class ReferenceOps(Ops):
         self.kv_layout = f"plain-1-{self.kv_dtype}"
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # a library may cut K by threads
-        self.context = TorchForm(self.device, COMPUTE_TYPES[compute_dtype], RowTiles(self.device))
+        self.context = TorchContext(self.device, COMPUTE_TYPES[compute_dtype], RowTiles(self.device))
         self._coded = kv_dtype is not None
 
     def page_writer(self, kv: ReferenceKv, memory: memoryview, layout: str) -> PageWriter:
         return TorchPageWriter(kv, memory, layout)
 
-    def record(self, steps: Steps, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
+    def record(self, steps: RecordableModel, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         """Run as they are."""
         return DirectProgram(self, steps, kv)
 
@@ -137,7 +144,7 @@ class ReferenceOps(Ops):
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> AdapterTable:
         return ReferenceAdapters(sites, slots, self.pack_linear)
 
-    def loading(self, nbytes: int) -> Loading | None:
+    def loading(self, nbytes: int) -> WeightLoading | None:
         """It cannot."""
         return None
 
@@ -308,12 +315,12 @@ class ReferenceOps(Ops):
         return torch.cat(products, dim=1).to(self.context.dtype)
 
     def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> Routes:
-        rows = [route(row_1E, routing, bias_E) for row_1E in logits_TE.clone()[:, None]]
+        rows = [choose_experts(row_1E, routing, bias_E) for row_1E in logits_TE.clone()[:, None]]
         ids_TK, weights_TK = torch.cat([row.ids for row in rows]), torch.cat([row.weights for row in rows])
-        return Routes(Chosen(ids_TK, weights_TK), routing.top_k)
+        return Routes(ChosenExperts(ids_TK, weights_TK), routing.top_k)
 
     def experts_add(self, x_TK: Tensor, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Tensor) -> None:
-        hidden_TD += mixed(
+        hidden_TD += expert_sums(
             x_TK, routes.data, experts, linear=self.linear, gated=lambda wide_RN: self.gated(wide_RN, kind)
         )
 
@@ -415,7 +422,7 @@ class ReferenceOps(Ops):
         rows_T: NDArray[np.int32] | None = None,
         bias_HR: Tensor | None = None,
     ) -> Tensor:
-        once = Once(heads, kv_heads, AttentionSpec(scale, window=window, softcap=softcap), causal, bias_HR)
+        once = UncachedAttention(heads, kv_heads, AttentionSpec(scale, window=window, softcap=softcap), causal, bias_HR)
         return once.attend(qkv_TN, starts_S1, rope, rows_T, self.context.dtype)
 
     def _places(self, kv: ReferenceKv, layer: int, batch: StepBatch) -> tuple[int, tuple[Tensor, Tensor]]:

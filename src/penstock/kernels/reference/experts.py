@@ -26,14 +26,14 @@ class ReferenceExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenExperts:
     """``Routes.data``: ids [T, k], best first, and their weights."""
 
     ids: Tensor
     weights: Tensor
 
 
-def route(logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> Chosen:
+def choose_experts(logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> ChosenExperts:
     """See ``Ops.route``."""
     scores_TE = _scores(logits_TE, how)
     by_score = bias_E is not None or how.pairs
@@ -48,12 +48,12 @@ def route(logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> Chosen:
         weights_TK = torch.softmax(logits_TE.gather(1, ids_TK), dim=1)
     elif how.normalised:
         weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
-    return Chosen(ids_TK, weights_TK * how.factor)
+    return ChosenExperts(ids_TK, weights_TK * how.factor)
 
 
-def mixed(
+def expert_sums(
     x_TK: Tensor,
-    chosen: Chosen,
+    chosen: ChosenExperts,
     experts: PackedExperts,
     *,
     linear: Callable[[Tensor, PackedLinear], Tensor],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.page_export import CELLS, ROWS, Writing
+from penstock.kernels.page_export import CELLS, ROWS, PendingExport
 from penstock.kernels.reference.attention import ReferenceKv
 from penstock.types import PAGE_TOKENS
 
@@ -54,27 +54,27 @@ class TorchPageWriter:
         most = max(1, min(pages, STAGED_BYTES // (numbers * dtype.itemsize)))
         self._staged_MN = torch.empty((most, numbers), dtype=dtype, device=device)
 
-    def begin(self, pages: Sequence[int]) -> Writing:
+    def begin(self, pages: Sequence[int]) -> PendingExport:
         """See ``PageWriter.begin``."""
         if self._stream is None:
             self._write(pages)
-            return Written()
+            return FinishedExport()
         self._stream.wait_stream(torch.cuda.current_stream(self._kv.keys.device))
         with torch.cuda.stream(self._stream):
             self._write(pages)
             event = _CUDA.Event()
             event.record(self._stream)
-        return UnderWay(event)
+        return EventExport(event)
 
     def _write(self, pages: Sequence[int]) -> None:
         for begin in range(0, len(pages), len(self._staged_MN)):
             some = pages[begin : begin + len(self._staged_MN)]
-            permuted(self._kv, some, self._staged_MN[: len(some)], self._per_cell)
+            copy_permuted(self._kv, some, self._staged_MN[: len(some)], self._per_cell)
             for place, page in enumerate(some):
                 self._twins_PN[page].copy_(self._staged_MN[place], non_blocking=self._stream is not None)
 
 
-def permuted(kv: ReferenceKv, pages: Sequence[int], into_MN: Tensor, per_cell: int) -> None:
+def copy_permuted(kv: ReferenceKv, pages: Sequence[int], into_MN: Tensor, per_cell: int) -> None:
     """Whole pages, all layers of each, as cells of ``per_cell`` numbers; 0: as rows, which they are."""
     shape = kv.shape
     index = _on_device(pages, kv.keys.device)
@@ -101,14 +101,14 @@ def _on_device(pages: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(pages, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
-class Written:
-    """See ``Writing``: at once."""
+class FinishedExport:
+    """See ``PendingExport``: at once."""
 
     over = True
 
 
-class UnderWay:
-    """See ``Writing``."""
+class EventExport:
+    """See ``PendingExport``."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -57,7 +57,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchForm:
+class TorchContext:
     """What all parts of one backend share."""
 
     device: torch.device

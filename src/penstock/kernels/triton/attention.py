@@ -37,7 +37,7 @@ from torch import Tensor
 from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv
 from penstock.kernels.triton.fp8_kv import numbers_of, scaled
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm, dot, rounded, tanh
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext, dot, rounded, tanh
 from penstock.kernels.triton.rope import PAGE, exponents_of, places_of, sequence_of, strides_of
 from penstock.types import PAGE_TOKENS
 
@@ -294,7 +294,7 @@ JOINED_HEADS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class AttentionTile:
     """How a model's attention is cut; see ``attention``."""
 
     group: int  # query heads, a power of two
@@ -306,7 +306,7 @@ class Tile:
     shared: bool  # values are the first columns of keys, and all of them are in one program: nothing is read for them
 
     @classmethod
-    def of(cls, sharing: int, shape: KvShape, dtype: torch.dtype, memory: int = ENOUGH_BYTES) -> Tile:
+    def of(cls, sharing: int, shape: KvShape, dtype: torch.dtype, memory: int = ENOUGH_BYTES) -> AttentionTile:
         """For so many query heads to a key-value head.  Numbers of 4 bytes leave room for smaller tiles only.
 
         ``memory``: of a program; with enough of it latent keys are copied ahead, which changes no bit.
@@ -345,7 +345,7 @@ def shared_memory(device: torch.device) -> int:
 class TritonAttention:
     """``Ops.paged_attention``."""
 
-    def __init__(self, form: TritonForm, *, apart: bool | None = None) -> None:
+    def __init__(self, form: TritonContext, *, apart: bool | None = None) -> None:
         """``apart``: always or never, for tests."""
         self._form = form
         self._apart = apart
@@ -392,7 +392,7 @@ class TritonAttention:
         places = places_of(self._form, kv, layer, batch)
         keys, values = kv.keys[:, places.layer], kv.values[:, places.layer]
         (tokens, heads, value_dim), kv_heads = out_THV.shape, kv.shape.kv_heads
-        tile = Tile.of(heads // kv_heads, kv.shape, self._form.dtype, shared_memory(self._form.device))
+        tile = AttentionTile.of(heads // kv_heads, kv.shape, self._form.dtype, shared_memory(self._form.device))
         reach = masks["UNTIL"] or places.table_SP.shape[1] * PAGE_TOKENS
         partitions = triton.cdiv(reach, PARTITION_KEYS)
         apart = self._are_apart(tokens, heads * value_dim, partitions)

@@ -31,8 +31,8 @@ from penstock.kernels.operands import (
     StepBatch,
     numerics_with,
 )
-from penstock.kernels.ops import StepProgram, Steps
-from penstock.kernels.quantization import QuantizedMatrix, fits
+from penstock.kernels.ops import RecordableModel, StepProgram
+from penstock.kernels.quantization import QuantizedMatrix, fits_kernels
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.reference.tiles import numpy_of
@@ -40,12 +40,12 @@ from penstock.kernels.sampling import Sampled, SampleRow
 from penstock.kernels.triton.attention import TritonAttention
 from penstock.kernels.triton.compressed import compressed_weights, fits_gpu, workspace_of
 from penstock.kernels.triton.fusion import FusedSteps
-from penstock.kernels.triton.graphs import AsItIs, CudaGraphs
+from penstock.kernels.triton.graphs import CudaGraphRunner, EagerRunner
 from penstock.kernels.triton.linear import WeightForm, device_matrix, for_gpu
 from penstock.kernels.triton.lora import TritonAdapters
 from penstock.kernels.triton.matmul import multiply
-from penstock.kernels.triton.moe import Experts, chosen_experts, stacked_experts
-from penstock.kernels.triton.numerics import TritonForm, numerics_of
+from penstock.kernels.triton.moe import GroupedExperts, chosen_experts, stacked_experts
+from penstock.kernels.triton.numerics import TritonContext, numerics_of
 from penstock.kernels.triton.plain import PlainWeights
 from penstock.kernels.triton.program import DeviceProgram
 from penstock.kernels.triton.quantized import quantised_weights
@@ -61,11 +61,11 @@ from penstock.kernels.triton.rows import (
     launch_norm,
     lined,
 )
-from penstock.kernels.triton.sampling import TritonHead
-from penstock.kernels.triton.staging import Draws
+from penstock.kernels.triton.sampling import TritonSampler
+from penstock.kernels.triton.staging import DeviceGumbelRows
 from penstock.kernels.triton.states import causal_conv, delta_rule
-from penstock.kernels.triton.weights import DeviceLoading
-from penstock.kernels.weight_source import Loading
+from penstock.kernels.triton.weights import DeviceWeightLoading
+from penstock.kernels.weight_source import WeightLoading
 
 
 class TritonOps(ReferenceOps):
@@ -79,19 +79,19 @@ class TritonOps(ReferenceOps):
         """
         super().__init__(compute_dtype=compute_dtype, device=device, kv_dtype=kv_dtype)
         self.numerics = numerics_with(numerics_of(self.device, compute_dtype), kv_dtype)
-        self.form = TritonForm(self.context)
+        self.form = TritonContext(self.context)
         self.paged = TritonAttention(self.form)
-        self.head = TritonHead(self.form)
+        self.head = TritonSampler(self.form)
         self._workspace: Tensor | None = None
 
-    def record(self, steps: Steps, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
+    def record(self, steps: RecordableModel, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         return DeviceProgram(
             self,
             FusedSteps(steps, self.form),
             kv,
             device=self.device,
             groups=kv.shape.layer_groups,
-            replays=CudaGraphs(self.device) if self.device.type == "cuda" else AsItIs(),
+            replays=CudaGraphRunner(self.device) if self.device.type == "cuda" else EagerRunner(),
             pick=self._picked,
             state_parts=0 if kv.shape.states is None else kv.shape.state_parts,
         )
@@ -134,7 +134,7 @@ class TritonOps(ReferenceOps):
     ) -> PackedLinear | None:
         k = parts[0].k
         ends = tuple(segments or (k,))
-        if not fits(parts, ends):
+        if not fits_kernels(parts, ends):
             return None
         data = quantised_weights(self.form, parts, ends)
         return PackedLinear(n=sum(part.n for part in parts), k=k, segments=ends, data=data, nbytes=data.nbytes)
@@ -157,11 +157,11 @@ class TritonOps(ReferenceOps):
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> TritonAdapters:
         return TritonAdapters(self.form, self.pack_linear, sites, slots)
 
-    def loading(self, nbytes: int) -> Loading:
+    def loading(self, nbytes: int) -> WeightLoading:
         def pack(matrix_NK: Tensor, segments: tuple[int, ...] | None) -> PackedLinear:
             return self.pack_tensor(matrix_NK, segments=segments)
 
-        return DeviceLoading(self.form.device, self.form.dtype, pack)
+        return DeviceWeightLoading(self.form.device, self.form.dtype, pack)
 
     # --- row by row ---------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class TritonOps(ReferenceOps):
         return Routes(chosen_experts(self.form, logits_TE, routing, bias_E), routing.top_k)
 
     def experts_add(self, x_TK: Tensor, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Tensor) -> None:
-        own = Experts(self.form, gated=lambda wide_RN: self.gated(wide_RN, kind))
+        own = GroupedExperts(self.form, gated=lambda wide_RN: self.gated(wide_RN, kind))
         own.add(x_TK, routes.data, experts, hidden_TD)
 
     def routes_to_numpy(self, routes: Routes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -366,5 +366,5 @@ class TritonOps(ReferenceOps):
         """The noise that ``sample`` adds for each of these token ids (tests and tools)."""
         return self.head.gumbel(seed, position, choice, ids)
 
-    def _picked(self, logits_RV: Tensor, draws: Draws) -> Tensor:
+    def _picked(self, logits_RV: Tensor, draws: DeviceGumbelRows) -> Tensor:
         return self.head.pick(logits_RV, draws.seeds_R, draws.positions_R, draws.choices_R, draws.temperatures_R)

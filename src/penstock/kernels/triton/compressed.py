@@ -25,12 +25,12 @@ from penstock.kernels.compressed_gpu import (
     BLOCK_COLUMNS,
     GROUP_COLUMNS,
     MAX_VALUES,
-    GpuMatrix,
+    GpuCompressedMatrix,
     column_blocks,
     stretches_of,
 )
-from penstock.kernels.triton.matmul import Operand, Tile, ends_tensor, multiply, tile_of
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm, dot
+from penstock.kernels.triton.matmul import MatmulTile, Operand, ends_tensor, multiply, tile_of
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext, dot
 from penstock.kernels.triton.plain import adopt, plain_step
 
 UNPACK_ROWS = 256
@@ -195,7 +195,7 @@ def survey_kernel(long_words, short_words, counts, found, blocks, stretches):
 class CompressedWeights:
     """See ``products.WeightForm``."""
 
-    form: TritonForm
+    form: TritonContext
     operands: tuple[Operand, ...]
     workspace: Tensor
     nbytes: int
@@ -260,13 +260,13 @@ class CompressedWeights:
         )  # fmt: skip
 
 
-def workspace_of(form: TritonForm, columns: int) -> Tensor:
+def workspace_of(form: TritonContext, columns: int) -> Tensor:
     """For slabs of matrices with so many columns: at least one tile of any of them."""
     return form.empty((max(SLAB_BYTES // 2, 128 * columns),), torch.bfloat16)
 
 
 def compressed_weights(
-    form: TritonForm, parts: list[GpuMatrix], ends: tuple[int, ...], workspace: Tensor
+    form: TritonContext, parts: list[GpuCompressedMatrix], ends: tuple[int, ...], workspace: Tensor
 ) -> CompressedWeights:
     """The parts, one below the other.  Raises KernelError if one contradicts itself."""
     n, k = sum(part.n for part in parts), parts[0].k
@@ -295,7 +295,7 @@ def fits_gpu(parts: list[tuple[int, int]], ends: tuple[int, ...]) -> bool:
     return whole and words < MAX_WORDS and all(end % GROUP_COLUMNS == 0 for end in ends)
 
 
-def _survey(form: TritonForm, words: Tensor, counts: Tensor, tile: Tile, k: int) -> Tensor:
+def _survey(form: TritonContext, words: Tensor, counts: Tensor, tile: MatmulTile, k: int) -> Tensor:
     """Which tiles [columns of a product, blocks] have escapes.  Raises KernelError if one is not in its dictionary."""
     blocks, stretches = column_blocks(k), stretches_of(k)
     panels = len(counts) // stretches
@@ -306,7 +306,7 @@ def _survey(form: TritonForm, words: Tensor, counts: Tensor, tile: Tile, k: int)
     return _flags(found_PB, tile)
 
 
-def _flags(found_PB: Tensor, tile: Tile) -> Tensor:
+def _flags(found_PB: Tensor, tile: MatmulTile) -> Tensor:
     """By tile, of what is known by panel."""
     each = tile.columns // PANEL_ROWS
     padded_PB = torch.nn.functional.pad(found_PB, (0, 0, 0, -len(found_PB) % each))

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.operands import SILU, Array, Gate, PackedLinear, StepBatch
-from penstock.kernels.ops import Ops, Steps
+from penstock.kernels.ops import Ops, RecordableModel
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.linear import WeightForm
 from penstock.kernels.triton.matmul import (
@@ -46,7 +46,7 @@ from penstock.kernels.triton.matmul import (
     tile_at,
     tile_rows,
 )
-from penstock.kernels.triton.numerics import KIND_NUMBERS, UNFUSED, TritonForm, gate_of, rounded, turned_pair
+from penstock.kernels.triton.numerics import KIND_NUMBERS, UNFUSED, TritonContext, gate_of, rounded, turned_pair
 from penstock.kernels.triton.rope import PAGE, pairs_of, places_of, sequence_of, strides_of
 
 
@@ -202,7 +202,7 @@ def written_product_kernel(
 # --- launching --------------------------------------------------------------------------------------------------------
 
 
-def gated_product(form: TritonForm, x_TK: Tensor, operand: Operand, kind: Gate) -> Tensor:
+def gated_product(form: TritonContext, x_TK: Tensor, operand: Operand, kind: Gate) -> Tensor:
     """compute [T, I]: the gate of x W^T, as ``linear`` and ``gated`` make it."""
     width = operand.n // 2
     out_TI = form.empty((len(x_TK), width), form.dtype)
@@ -217,7 +217,7 @@ def gated_product(form: TritonForm, x_TK: Tensor, operand: Operand, kind: Gate) 
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class WriteSlots:
     """Where the tokens of a step stand."""
 
     positions_T: Tensor
@@ -225,7 +225,7 @@ class Places:
     layer: int  # its place in its pages
 
 
-def slots_of(form: TritonForm, kv: ReferenceKv, layer: int, batch: StepBatch) -> Tensor:
+def slots_of(form: TritonContext, kv: ReferenceKv, layer: int, batch: StepBatch) -> Tensor:
     """int64 [T]: where tokens stand in the pages of a layer's group."""
     places = places_of(form, kv, layer, batch)
     slots_T = form.empty((len(batch.tokens_T),), torch.int64)
@@ -238,7 +238,7 @@ def slots_of(form: TritonForm, kv: ReferenceKv, layer: int, batch: StepBatch) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadLayout:
     """How the outputs of a product are cut, and what turns them."""
 
     query: int
@@ -248,7 +248,13 @@ class Heads:
 
 
 def written_product(
-    form: TritonForm, x_TK: Tensor, operand: Operand, bias_N: Tensor | None, heads: Heads, kv: ReferenceKv, own: Places
+    form: TritonContext,
+    x_TK: Tensor,
+    operand: Operand,
+    bias_N: Tensor | None,
+    heads: HeadLayout,
+    kv: ReferenceKv,
+    own: WriteSlots,
 ) -> Tensor:
     """Queries, compute [T, H, C], of x W^T + bias, whose keys and values go to the pages of ``own.layer``: as
     ``linear``, ``add_bias`` and ``rope_and_write`` make them."""
@@ -273,7 +279,7 @@ def _rows(x_TK: Tensor) -> Tensor:
     return x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
 
 
-def _shape(form: TritonForm, tokens: int, operand: Operand) -> dict[str, Any]:
+def _shape(form: TritonContext, tokens: int, operand: Operand) -> dict[str, Any]:
     """The tile of so many rows, as ``matmul.multiply`` takes it."""
     rows, tile = tile_rows(tokens, operand, form.dtype), operand.tile
     return {
@@ -289,7 +295,7 @@ def _shape(form: TritonForm, tokens: int, operand: Operand) -> dict[str, Any]:
     }
 
 
-def _programs(form: TritonForm, tokens: int, pairs: int, how: dict[str, Any]) -> int:
+def _programs(form: TritonContext, tokens: int, pairs: int, how: dict[str, Any]) -> int:
     tiles = triton.cdiv(tokens, how["ROWS"]) * triton.cdiv(pairs, how["COLUMNS"] // 2)
     return int(tiles if tokens <= FEW_ROWS else min(tiles, multiprocessors(form.device)))
 
@@ -317,17 +323,17 @@ WIDEST_HEAD = 256
 class FusedSteps:
     """See ``ops.Steps``."""
 
-    def __init__(self, steps: Steps, form: TritonForm) -> None:
+    def __init__(self, steps: RecordableModel, form: TritonContext) -> None:
         self._steps = steps
         self._form = form
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        """See ``Steps.forward``."""
+        """See ``RecordableModel.forward``."""
         own = FusingOps(ops, self._form)
         return own.made(self._steps.forward(cast(Ops, own), batch, kv))
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        """See ``Steps.logits``."""
+        """See ``RecordableModel.logits``."""
         own = FusingOps(ops, self._form)
         return own.made(self._steps.logits(cast(Ops, own), hidden_RD))
 
@@ -345,7 +351,7 @@ class _Product:
 class FusingOps:
     """The operations of one step; what is not said here is the backend's own, over products that are made."""
 
-    def __init__(self, ops: Ops, form: TritonForm) -> None:
+    def __init__(self, ops: Ops, form: TritonContext) -> None:
         self._ops = ops
         self._form = form
         self._waiting: _Product | None = None
@@ -405,19 +411,19 @@ class FusingOps:
             operand = _operand(qkv_TN, in_tiles=_lie_in_tiles(kv, heads, kv_heads))
             if operand is not None and heads:
                 self._waiting = None
-                own = Heads(heads, kv_heads, rope, q_scale)
+                own = HeadLayout(heads, kv_heads, rope, q_scale)
                 places = self._places(kv, layer, batch)
                 return written_product(self._form, qkv_TN.x_TK, operand, qkv_TN.bias_N, own, kv, places)
         return self._plainly(
             self._ops.rope_and_write, qkv_TN, rope, kv, layer, batch, heads=heads, kv_heads=kv_heads, q_scale=q_scale
         )
 
-    def _places(self, kv: ReferenceKv, layer: int, batch: StepBatch) -> Places:
+    def _places(self, kv: ReferenceKv, layer: int, batch: StepBatch) -> WriteSlots:
         group, place = kv.shape.places[layer]
         known = self._slots.get(group)
         if known is None or known[0] is not batch:
             known = self._slots[group] = (batch, slots_of(self._form, kv, layer, batch))
-        return Places(self._form.integers(batch.positions_T), known[1], place)
+        return WriteSlots(self._form.integers(batch.positions_T), known[1], place)
 
     def _waits(self, array: Any) -> bool:
         return array is self._waiting and isinstance(array, _Product)

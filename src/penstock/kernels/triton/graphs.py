@@ -29,7 +29,7 @@ Work = Callable[[], tuple[Tensor, ...]]
 """Reads and writes memory that stays where it is; returns what it put out."""
 
 
-class Replays(Protocol):
+class GraphRunner(Protocol):
     """Runs work by its key."""
 
     def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
@@ -37,15 +37,15 @@ class Replays(Protocol):
         ...
 
 
-class AsItIs:
+class EagerRunner:
     """Nothing is captured: for the interpreter, for tests, and to measure what capturing is worth."""
 
     def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
-        """See ``Replays.run``."""
+        """See ``GraphRunner.run``."""
         return work()
 
 
-class Graph(Protocol):
+class ReplayableGraph(Protocol):
     """What was captured."""
 
     def replay(self) -> None:
@@ -54,23 +54,23 @@ class Graph(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedGraph:
     """A graph, and where it puts what."""
 
-    graph: Graph
+    graph: ReplayableGraph
     outputs: tuple[Tensor, ...]
 
 
-class CudaGraphs:
-    """See ``Replays``."""
+class CudaGraphRunner:
+    """See ``GraphRunner``."""
 
-    def __init__(self, device: torch.device, capture: Callable[[Work], Captured] | None = None) -> None:
+    def __init__(self, device: torch.device, capture: Callable[[Work], CapturedGraph] | None = None) -> None:
         """``capture``: by default on the device, on a stream of its own; raises RuntimeError for work that cannot be
         captured."""
         self._device = device
         self._capture_work = capture or _Recorder(device)
         self._seen: set[Hashable] = set()
-        self._captured: dict[Hashable, Captured] = {}
+        self._captured: dict[Hashable, CapturedGraph] = {}
         self._refusals: set[Hashable] = set()
         self.refused: str | None = None  # why something is not captured, the last time
 
@@ -78,7 +78,7 @@ class CudaGraphs:
         return len(self._captured)
 
     def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
-        """See ``Replays.run``."""
+        """See ``GraphRunner.run``."""
         captured = self._captured.get(key)
         if captured is None:
             if self._stays(key):
@@ -96,7 +96,7 @@ class CudaGraphs:
         """Is work of this key not to be captured?"""
         return key in self._refusals or len(self._refusals) >= MOST_REFUSALS or len(self._captured) >= MOST_GRAPHS
 
-    def _capture(self, key: Hashable, work: Work) -> Captured | None:
+    def _capture(self, key: Hashable, work: Work) -> CapturedGraph | None:
         try:
             made = self._captured[key] = self._capture_work(work)
         except RuntimeError as error:
@@ -123,7 +123,7 @@ class _Recorder:
         self._stream: Any = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Work) -> Captured:
+    def __call__(self, work: Work) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
@@ -134,7 +134,7 @@ class _Recorder:
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
-        return Captured(graph, tuple(map(_unowned, outputs)))
+        return CapturedGraph(graph, tuple(map(_unowned, outputs)))
 
 
 class _Place:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed_gpu import AnyCompressed, GpuMatrix
+from penstock.kernels.compressed_gpu import AnyCompressed, GpuCompressedMatrix
 from penstock.kernels.triton.matmul import Operand
-from penstock.kernels.triton.numerics import TritonForm
+from penstock.kernels.triton.numerics import TritonContext
 
 
 class WeightForm(Protocol):
@@ -50,12 +50,12 @@ class WeightForm(Protocol):
 # MERGED: This module imports torch.
 
 
-def for_gpu(part: AnyCompressed) -> GpuMatrix | None:
+def for_gpu(part: AnyCompressed) -> GpuCompressedMatrix | None:
     """In the GPU's layout.  Raises KernelError where it is not and the C++ decoder is not built."""
-    if isinstance(part, GpuMatrix):
+    if isinstance(part, GpuCompressedMatrix):
         return part
     try:
-        from penstock.kernels.native.compression import for_gpu as gpu_layout
+        from penstock.kernels.native.compression import gpu_layout as gpu_layout
     except ImportError as error:
         raise KernelError(
             "weights in the CPU's compressed layout are decoded by the kernel extension, which is not built; build it, "
@@ -64,7 +64,7 @@ def for_gpu(part: AnyCompressed) -> GpuMatrix | None:
     return gpu_layout(part)
 
 
-def device_matrix(form: TritonForm, weight_NK: NDArray[Any]) -> Tensor:
+def device_matrix(form: TritonContext, weight_NK: NDArray[Any]) -> Tensor:
     """In the compute type, on the device.  Raises KernelError for another element type."""
     if weight_NK.dtype == ml_dtypes.bfloat16:
         bits = np.require(weight_NK, requirements=["C", "ALIGNED"]).view(np.int16)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.operands import PackedLinear, StepBatch
-from penstock.kernels.triton.matmul import FEW_ROWS, Tile, ends_tensor, one, tile_of, whole
-from penstock.kernels.triton.moe import Groups, group_of, rows_of
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm, rounded
+from penstock.kernels.triton.matmul import FEW_ROWS, MatmulTile, ends_tensor, one, tile_of, whole
+from penstock.kernels.triton.moe import ExpertGroups, group_of, rows_of
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext, rounded
 from penstock.kernels.triton.plain import PlainWeights, plain_step
 
 MOST_PARTS = 4
@@ -122,14 +122,14 @@ class _Site:
     numbers_SP4: Tensor  # int32: 0, rank, first column, columns; a rank of 0: there is no such part
     scales_SP: Tensor  # fp32
     ends: Tensor
-    tile: Tile  # of down
+    tile: MatmulTile  # of down
 
 
 class TritonAdapters:
     """See ``adapters.AdapterTable``; ``data`` is the packed adapters by slot, which keeps their memory."""
 
     def __init__(
-        self, form: TritonForm, pack: Callable[..., PackedLinear], sites: Sequence[PackedLinear], slots: int
+        self, form: TritonContext, pack: Callable[..., PackedLinear], sites: Sequence[PackedLinear], slots: int
     ) -> None:
         """``pack``: ``Ops.pack_linear``."""
         self.data: list[PackedAdapter | None] = [None] * slots
@@ -137,7 +137,7 @@ class TritonAdapters:
         self._pack = pack
         self._weights = tuple(sites)
         self._sites = tuple(_empty_site(form, weight, slots) for weight in sites)
-        self._grouped: tuple[StepBatch, dict[bool, Groups]] | None = None
+        self._grouped: tuple[StepBatch, dict[bool, ExpertGroups]] | None = None
 
     def pack(self, parts: Mapping[int, Sequence[LowRank]]) -> PackedAdapter:
         """See ``AdapterTable.pack``.  Raises ValueError also for more parts or a larger rank than a slot holds."""
@@ -179,7 +179,7 @@ class TritonAdapters:
             **shape, COLUMNS=UP_COLUMNS, DEPTH=tile.depth, UNIT=RANK_UNIT, num_warps=4, num_stages=2, **UNFUSED,
         )  # fmt: skip
 
-    def _groups(self, batch: StepBatch, *, wanted: bool) -> Groups:
+    def _groups(self, batch: StepBatch, *, wanted: bool) -> ExpertGroups:
         """The rows of a step by slot, found out once a step."""
         if self._grouped is None or self._grouped[0] is not batch:
             self._grouped = (batch, {})
@@ -188,7 +188,7 @@ class TritonAdapters:
             slots_T = _slots(self._form, batch, len(self.data))
             if wanted:
                 slots_T = slots_T[self._form.integers(batch.sample_rows_R).long()]
-            found[wanted] = Groups.of(slots_T, len(self.data), rows=FEW_ROWS)
+            found[wanted] = ExpertGroups.of(slots_T, len(self.data), rows=FEW_ROWS)
         return found[wanted]
 
     def _checked(self, site: int, parts: Sequence[LowRank]) -> list[LowRank]:
@@ -210,7 +210,7 @@ class TritonAdapters:
         return PackedLowRank(down, self._pack(up_NR), part.first, part.scale)
 
 
-def _empty_site(form: TritonForm, weight: PackedLinear, slots: int) -> _Site:
+def _empty_site(form: TritonContext, weight: PackedLinear, slots: int) -> _Site:
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros((slots, MOST_PARTS, *shape), dtype=dtype, device=form.device)
 
@@ -244,7 +244,7 @@ def _memory(weight: PackedLinear) -> Tensor:
     return data.matrix_NK
 
 
-def _slots(form: TritonForm, batch: StepBatch, slots: int) -> Tensor:
+def _slots(form: TritonContext, batch: StepBatch, slots: int) -> Tensor:
     """int32 [T]: the slot of every token, ``slots`` for those without one and those that no sequence owns."""
     starts_S1, tokens = form.integers(batch.starts_S1), len(batch.tokens_T)
     owners_T = torch.searchsorted(

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm, rounded
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext, rounded
 
 FEW_ROWS = 64
 """Up to so many rows every segment has programs of its own: the weight is read by as many multiprocessors as can be."""
@@ -52,7 +52,7 @@ DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class MatmulTile:
     """The part of a tile's shape that the weight decides."""
 
     columns: int  # of the result
@@ -70,7 +70,7 @@ class Operand:
     k: int
     segments: int
     ends: Tensor
-    tile: Tile
+    tile: MatmulTile
     step: Any
     """A Triton function (sums [T, N], x [T, K], arguments, outputs [N], first column, end, DEPTH, EVEN) -> sums."""
 
@@ -78,7 +78,7 @@ class Operand:
     first: int = 0  # its first output's column in the result
 
 
-def tile_of(ends: tuple[int, ...], dtype: torch.dtype, *, group: int | None = None) -> Tile:
+def tile_of(ends: tuple[int, ...], dtype: torch.dtype, *, group: int | None = None) -> MatmulTile:
     """For a weight with these segments.  With a ``group`` no step is in two; it and ``ends`` are multiples of 16 then.
 
     A tile half as wide as the widest instruction can be two instructions tall, which is what reading a prompt from the
@@ -89,10 +89,10 @@ def tile_of(ends: tuple[int, ...], dtype: torch.dtype, *, group: int | None = No
     while group is not None and gcd(aligned, group) % depth:
         depth //= 2
     columns = 128 if dtype == torch.bfloat16 else 64
-    return Tile(columns, depth, aligned, even=aligned % depth == 0, sums=1 if group is None else 2)
+    return MatmulTile(columns, depth, aligned, even=aligned % depth == 0, sums=1 if group is None else 2)
 
 
-def ends_tensor(form: TritonForm, ends: tuple[int, ...]) -> Tensor:
+def ends_tensor(form: TritonContext, ends: tuple[int, ...]) -> Tensor:
     """Begin and ends of the segments on the device."""
     return torch.tensor((0, *ends), dtype=torch.int32, device=form.device)
 
@@ -299,7 +299,7 @@ def join_kernel(parts, out, out_stride, t, n, SEGMENTS: tl.constexpr, BLOCK: tl.
 # --- launching --------------------------------------------------------------------------------------------------------
 
 
-def multiply(form: TritonForm, x_TK: Tensor, operand: Operand, out_TN: Tensor, *, add: bool, heads: int = 1) -> None:
+def multiply(form: TritonContext, x_TK: Tensor, operand: Operand, out_TN: Tensor, *, add: bool, heads: int = 1) -> None:
     """``operand``'s columns of out [T, N] become x W^T, or grow by it; rows of ``out`` may lie apart.
 
     ``heads``: x is [T, H K] and each head has its share of the outputs.
@@ -339,7 +339,7 @@ def tile_rows(t: int, operand: Operand, dtype: torch.dtype) -> int:
     return 4 * FEW_ROWS if tall and t > 2 * FEW_ROWS else 2 * FEW_ROWS
 
 
-def keeps_apart(operand: Operand, tile: Tile) -> bool:
+def keeps_apart(operand: Operand, tile: MatmulTile) -> bool:
     """Are sums that wait to be joined kept in memory?  Narrow tiles have room for all of them in registers."""
     return operand.segments > 2 and tile.columns > 64
 

@@ -5,7 +5,7 @@
     ids [T, k] --sort--> pairs of one expert side by side --tiles--> gate_up, down --> y [T k, D] --join--> hidden
 
 The experts of a layer are made one tall matrix, in which an expert is a band of outputs; where their weights have
-several forms, a matrix for each form (``Stack``), multiplied one after another.  Nothing tells the host who was chosen:
+several forms, a matrix for each form (``StackedOperand``), multiplied one after another.  Nothing tells the host who was chosen:
 the grid follows from what could be needed, by T, k and the number of experts, its programs share the tiles that are,
 and an expert that nobody chose is not read.  A pair's product is a row of ``matmul``, with its tiles and its order; a
 token's experts are joined by ascending id.  So a row's bits do not know who else chose an expert.
@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.operands import PackedExperts, PackedLinear, Routing, Score
-from penstock.kernels.reference.experts import Chosen, ReferenceExperts
+from penstock.kernels.reference.experts import ChosenExperts, ReferenceExperts
 from penstock.kernels.triton.matmul import FEW_ROWS, Operand, keeps_apart, multiprocessors, whole
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext
 
 BESIDE = 2
 """Programs that one multiprocessor has room for."""
@@ -125,7 +125,7 @@ class Stackable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class StackedOperand:
     """Outputs of some experts, one expert below the other."""
 
     operand: Operand
@@ -140,8 +140,8 @@ class TritonExperts:
     """``PackedExperts.data``."""
 
     own: ReferenceExperts
-    gate_up: tuple[Stack, ...]
-    down: tuple[Stack, ...]
+    gate_up: tuple[StackedOperand, ...]
+    down: tuple[StackedOperand, ...]
 
 
 def stacked_experts(own: ReferenceExperts) -> TritonExperts:
@@ -149,7 +149,7 @@ def stacked_experts(own: ReferenceExperts) -> TritonExperts:
     return TritonExperts(own, _stacks(own.gate_up), _stacks(own.down))
 
 
-def _stacks(weights: list[PackedLinear]) -> tuple[Stack, ...]:
+def _stacks(weights: list[PackedLinear]) -> tuple[StackedOperand, ...]:
     kinds: dict[tuple[object, ...], list[int]] = {}
     for expert, weight in enumerate(weights):
         form: Stackable = weight.data
@@ -157,15 +157,17 @@ def _stacks(weights: list[PackedLinear]) -> tuple[Stack, ...]:
     return tuple(stack for own in kinds.values() for stack in _stacks_of(weights, own))
 
 
-def _stacks_of(weights: list[PackedLinear], own: list[int]) -> list[Stack]:
+def _stacks_of(weights: list[PackedLinear], own: list[int]) -> list[StackedOperand]:
     """Of experts whose weights have one form: one stack, or, where it cannot be, one for each."""
     forms: list[Stackable] = [weights[expert].data for expert in own]
     tall = type(forms[0]).stacked(forms) if len(forms[0].operands) == 1 else None
     count = len(weights)
     if tall is not None:
-        return [Stack(tall, _places(tall, own, count), tall.n // len(own), 0, _orders(forms, own, count))]
+        return [StackedOperand(tall, _places(tall, own, count), tall.n // len(own), 0, _orders(forms, own, count))]
     return [
-        Stack(operand, _places(operand, [expert], count), operand.n, operand.first, _orders([form], [expert], count))
+        StackedOperand(
+            operand, _places(operand, [expert], count), operand.n, operand.first, _orders([form], [expert], count)
+        )
         for expert, form in zip(own, forms, strict=True)
         for operand in form.operands
     ]
@@ -184,14 +186,14 @@ def _orders(forms: list[Stackable], own: list[int], count: int) -> Tensor | None
     return None if some is None else torch.stack([known.get(expert, some) for expert in range(count)])  # type: ignore[misc]
 
 
-class Experts:
+class GroupedExperts:
     """Experts of one backend.  ``gated``: its operation."""
 
-    def __init__(self, form: TritonForm, *, gated: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, form: TritonContext, *, gated: Callable[[Tensor], Tensor]) -> None:
         self._form = form
         self._gated = gated
 
-    def add(self, x_TK: Tensor, chosen: Chosen, experts: PackedExperts, hidden_TD: Tensor) -> None:
+    def add(self, x_TK: Tensor, chosen: ChosenExperts, experts: PackedExperts, hidden_TD: Tensor) -> None:
         """See ``Ops.experts_add``."""
         data: TritonExperts = experts.data
         rows, top = chosen.ids.shape
@@ -199,7 +201,7 @@ class Experts:
             return
         own = data.own
         pairs_P = chosen.ids.reshape(-1)
-        groups = Groups.of(pairs_P, experts.count)
+        groups = ExpertGroups.of(pairs_P, experts.count)
         share = top
         if own.weighs_input:
             x_TK = (x_TK.float()[:, None] * chosen.weights[:, :, None]).to(x_TK.dtype).flatten(0, 1)
@@ -216,7 +218,7 @@ class Experts:
             TOP=top, WEIGHS=not own.weighs_input, BLOCK=512, **UNFUSED,
         )  # fmt: skip
 
-    def _product(self, x: Tensor, stacks: tuple[Stack, ...], groups: Groups, share: int) -> Tensor:
+    def _product(self, x: Tensor, stacks: tuple[StackedOperand, ...], groups: ExpertGroups, share: int) -> Tensor:
         """Of all pairs, each with its expert; x has a row for every ``share`` pairs."""
         width = max(stack.first + stack.n for stack in stacks)
         out_PN = self._form.empty((len(groups.order), width))
@@ -228,7 +230,7 @@ class Experts:
             self._multiply(own, stack, groups, each, out_PN)
         return out_PN
 
-    def _multiply(self, x: Tensor, stack: Stack, groups: Groups, share: int, out_PN: Tensor) -> None:
+    def _multiply(self, x: Tensor, stack: StackedOperand, groups: ExpertGroups, share: int, out_PN: Tensor) -> None:
         weight, tile = stack.operand, stack.operand.tile
         tiles = triton.cdiv(stack.n, tile.columns) * groups.bound
         programs = min(tiles, BESIDE * multiprocessors(self._form.device))
@@ -243,7 +245,7 @@ class Experts:
         )  # fmt: skip
 
 
-def ordered(x: Tensor, orders_EK: Tensor, groups: Groups, share: int) -> Tensor:
+def ordered(x: Tensor, orders_EK: Tensor, groups: ExpertGroups, share: int) -> Tensor:
     """A row for each pair, with the columns of its expert; x has a row for every ``share`` pairs.
 
     In slices: an index of 8 bytes for each number would be the largest array of a step.
@@ -259,7 +261,7 @@ def ordered(x: Tensor, orders_EK: Tensor, groups: Groups, share: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ExpertGroups:
     """Pairs (token, slot) by expert; whose expert is not below ``experts`` is left out.  All arrays on the device; the
     numbers follow from shapes alone."""
 
@@ -272,7 +274,7 @@ class Groups:
     bound: int  # tiles that could be needed
 
     @classmethod
-    def of(cls, experts_P: Tensor, experts: int, rows: int | None = None) -> Groups:
+    def of(cls, experts_P: Tensor, experts: int, rows: int | None = None) -> ExpertGroups:
         """Group pairs by their expert.  ``rows`` of a tile: by default more where most experts have many."""
         pairs = len(experts_P)
         if rows is None:
@@ -369,7 +371,7 @@ def route_kernel(
     tl.store(weights + token * TOP + slots_K, weights_K * factor, mask=slots_K < TOP)
 
 
-def chosen_experts(form: TritonForm, logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> Chosen:
+def chosen_experts(form: TritonContext, logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> ChosenExperts:
     """See ``Ops.route``: ids [T, k] int32 and weights [T, k]."""
     rows = len(logits_TE)
     ids_TK, weights_TK = form.empty((rows, how.top_k), torch.int32), form.empty((rows, how.top_k))
@@ -383,4 +385,4 @@ def chosen_experts(form: TritonForm, logits_TE: Tensor, how: Routing, bias_E: Te
             KEPT=how.groups_kept, TOP=how.top_k, WIDTH=triton.next_power_of_2(how.top_k), SCORE=scores[how.score],
             NORMALISED=how.normalised, PAIRS=how.pairs, BIASED=bias_E is not None, **UNFUSED,
         )  # fmt: skip
-    return Chosen(ids_TK, weights_TK)
+    return ChosenExperts(ids_TK, weights_TK)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.operands import Activation
-from penstock.kernels.reference.tiles import TorchForm
+from penstock.kernels.reference.tiles import TorchContext
 
 VERSION = 2
 """Of the kernels' bits: part of the numerics class, raised with every change that a sum could notice."""
@@ -45,10 +45,10 @@ _FP32 = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class TritonForm:
+class TritonContext:
     """What all parts of the backend share."""
 
-    torch: TorchForm
+    torch: TorchContext
 
     @property
     def device(self) -> _Device:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.matmul import Operand, ends_tensor, multiply, tile_of
-from penstock.kernels.triton.numerics import TritonForm, dot
+from penstock.kernels.triton.numerics import TritonContext, dot
 
 
 @triton.jit
@@ -33,12 +33,12 @@ def plain_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EV
 class PlainWeights:
     """See ``products.WeightForm``."""
 
-    form: TritonForm
+    form: TritonContext
     matrix_NK: Tensor
     operands: tuple[Operand, ...]
 
     @classmethod
-    def over(cls, form: TritonForm, matrix_NK: Tensor, ends: tuple[int, ...]) -> PlainWeights:
+    def over(cls, form: TritonContext, matrix_NK: Tensor, ends: tuple[int, ...]) -> PlainWeights:
         """Weights over a matrix on the device, which is not copied."""
         return cls(form, matrix_NK, (plain_operand(form, matrix_NK, ends),))
 
@@ -78,7 +78,7 @@ def adopt(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def plain_operand(form: TritonForm, matrix_NK: Tensor, ends: tuple[int, ...], *, first: int = 0) -> Operand:
+def plain_operand(form: TritonContext, matrix_NK: Tensor, ends: tuple[int, ...], *, first: int = 0) -> Operand:
     """The matrix as something to multiply with; its outputs begin at column ``first`` of the result."""
     n, k = matrix_NK.shape
     tile = tile_of(ends, form.dtype)

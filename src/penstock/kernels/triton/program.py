@@ -27,11 +27,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import CAPTURE_S, Ops, Steps
+from penstock.kernels.ops import CAPTURE_S, Ops, RecordableModel
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks, Sampled, SampleRow
-from penstock.kernels.triton.graphs import AsItIs, Replays
-from penstock.kernels.triton.staging import DeviceArrays, Draws, Pinned, Returned, StepShape, buckets, by_group
+from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
+from penstock.kernels.triton.graphs import EagerRunner, GraphRunner
+from penstock.kernels.triton.staging import (
+    DeviceArrays,
+    DeviceGumbelRows,
+    PinnedArrays,
+    StepShape,
+    TokenReadback,
+    buckets,
+    by_group,
+)
 from penstock.types import PAGE_TOKENS
 
 MOST_ROWS = 256
@@ -45,10 +53,10 @@ TRIED_PROMPTS = ((16, 1), (65, 2 * LEAST_BLOCKS), (129, 1), (257, 2 * LEAST_BLOC
 kernel that prompts take: tiles of all heights, few and many rows to an expert, partitions apart and in turn."""
 
 
-class Pick(Protocol):
+class PickRows(Protocol):
     """Draws by temperature alone, on the device: the very tokens that ``Ops.sample`` draws."""
 
-    def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, logits_RV: Tensor, draws: DeviceGumbelRows) -> Tensor:
         """int32 [R]."""
         ...
 
@@ -59,13 +67,13 @@ class DeviceProgram:
     def __init__(
         self,
         ops: Ops,
-        steps: Steps,
+        steps: RecordableModel,
         kv: Array,
         *,
         device: torch.device,
         groups: int = 1,
-        replays: Replays | None = None,
-        pick: Pick | None = None,
+        replays: GraphRunner | None = None,
+        pick: PickRows | None = None,
         most_rows: int = MOST_ROWS,
         state_parts: int = 0,
     ) -> None:
@@ -78,11 +86,11 @@ class DeviceProgram:
         self.groups = groups
         self._state_parts = state_parts
         self.pick = pick
-        self.replays = AsItIs() if replays is None else replays
+        self.replays = EagerRunner() if replays is None else replays
         self._sizes = tuple(buckets(most_rows))
         self._direct = DirectProgram(ops, steps, kv)
-        self._pinned = Pinned(device)
-        self._returned = Returned(device)
+        self._pinned = PinnedArrays(device)
+        self._returned = TokenReadback(device)
         self._arrays: dict[StepShape, DeviceArrays] = {}  # of captured shapes; they stay
         self._words = torch.empty(0, dtype=torch.int32, device=device)  # of all other shapes, one at a time
         self._hidden: Array = None
@@ -95,7 +103,7 @@ class DeviceProgram:
         batch: StepBatch,
         scored: int,
         rows: list[SampleRow],
-        picks: Picks,
+        picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
         """See ``StepProgram.run``."""
@@ -131,13 +139,15 @@ class DeviceProgram:
 
     # --- several, without the host in between -------------------------------------------------------------------------
 
-    def runs_ahead(self, batch: StepBatch, picks: Picks) -> bool:
-        """See ``RunsAhead.runs_ahead``."""
+    def runs_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
+        """See ``MultiStepProgram.runs_ahead``."""
         every = len(picks.tokens_F) == len(batch.sample_rows_R) == len(batch.tokens_T)
         return every and self.pick is not None and _is_plain(batch) and self._padded(batch) is not None
 
-    def run_ahead(self, picks: Picks, steps: int, batch_of: Callable[[int], StepBatch | None]) -> NDArray[np.int32]:
-        """See ``RunsAhead.run_ahead``."""
+    def run_ahead(
+        self, picks: GumbelRows, steps: int, batch_of: Callable[[int], StepBatch | None]
+    ) -> NDArray[np.int32]:
+        """See ``MultiStepProgram.run_ahead``."""
         count, tokens_R, done = len(picks.tokens_F), None, 0
         for step in range(steps):
             batch = batch_of(step)
@@ -175,7 +185,7 @@ class DeviceProgram:
             if time.monotonic() - begun >= budget_s:
                 break
             for _ in range(2):  # as it is, then captured
-                self.run(_answers(size, LEAST_BLOCKS * self.groups), 0, [], Picks.empty(size))
+                self.run(_answers(size, LEAST_BLOCKS * self.groups), 0, [], GumbelRows.empty(size))
                 alive()
             done += 1
         return done
@@ -185,7 +195,7 @@ class DeviceProgram:
         compiled while requests wait looks like a worker that hangs."""
         row = SampleRow(seed=0, position=0, choice=0, temperature=1.0, top_k=2, top_p=0.5)  # by all kernels of a draw
         for tokens, blocks in TRIED_PROMPTS:
-            self.run(_prompt(tokens, blocks * self.groups, self._state_parts), 0, [row], Picks.empty(0))
+            self.run(_prompt(tokens, blocks * self.groups, self._state_parts), 0, [row], GumbelRows.empty(0))
             self._wait()
             alive()
 
@@ -203,7 +213,7 @@ class DeviceProgram:
         return StepShape(size, size, size, blocks * self.groups, adapted=batch.adapters_S is not None)
 
     def _launch(
-        self, shape: StepShape, batch: StepBatch, picks: Picks, fed: Tensor | None = None
+        self, shape: StepShape, batch: StepBatch, picks: GumbelRows, fed: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Begin a padded step: logits and drawn tokens of its wanted rows.  ``fed``: its tokens are on the device."""
         arrays = self._arrays.get(shape)
@@ -219,7 +229,7 @@ class DeviceProgram:
         self._hidden = hidden_RD[: len(batch.sample_rows_R)]
         return tuple(outputs)
 
-    def _whole(self, batch: StepBatch, scored: int, picks: Picks) -> tuple[Tensor, ...]:
+    def _whole(self, batch: StepBatch, scored: int, picks: GumbelRows) -> tuple[Tensor, ...]:
         """A step as it is; nothing comes of one that draws nothing."""
         shape = StepShape.of(batch)
         if len(self._words) < shape.words:
@@ -241,7 +251,7 @@ class DeviceProgram:
             return hidden_RD, logits_RV
         draws = arrays.draws
         if scored:
-            draws = Draws(
+            draws = DeviceGumbelRows(
                 draws.seeds_R[scored:],
                 draws.positions_R[scored:],
                 draws.choices_R[scored:],

@@ -27,9 +27,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.quantization import E2M1, SUPER_COLUMNS, Minimum, QuantFormat, QuantizedMatrix, Scale
+from penstock.kernels.quantization import E2M1, SUPER_COLUMNS, MinimumType, QuantFormat, QuantizedMatrix, ScaleType
 from penstock.kernels.triton.matmul import Operand, ends_tensor, multiply, tile_of
-from penstock.kernels.triton.numerics import TritonForm, dot
+from penstock.kernels.triton.numerics import TritonContext, dot
 from penstock.kernels.triton.plain import adopt
 
 LOOKED_UP = tl.constexpr(0)
@@ -37,12 +37,12 @@ AFFINE = tl.constexpr(1)  # a code times a number plus a number
 TINY_FLOATS = tl.constexpr(2)  # E2M1
 SMALL_FLOATS = tl.constexpr(3)  # E4M3
 
-E8M0_SCALE = tl.constexpr(int(Scale.E8M0))
-U8_SCALE = tl.constexpr(int(Scale.U8_OF_F16))
-I8_SCALE = tl.constexpr(int(Scale.I8_OF_F16))
-NO_MINIMUM = tl.constexpr(int(Minimum.NONE))
-ZERO_POINT = tl.constexpr(int(Minimum.ZERO_POINT))
-U8_MINIMUM = tl.constexpr(int(Minimum.U8_OF_F16))
+E8M0_SCALE = tl.constexpr(int(ScaleType.E8M0))
+U8_SCALE = tl.constexpr(int(ScaleType.U8_OF_F16))
+I8_SCALE = tl.constexpr(int(ScaleType.I8_OF_F16))
+NO_MINIMUM = tl.constexpr(int(MinimumType.NONE))
+ZERO_POINT = tl.constexpr(int(MinimumType.ZERO_POINT))
+U8_MINIMUM = tl.constexpr(int(MinimumType.U8_OF_F16))
 SUPER = tl.constexpr(SUPER_COLUMNS)
 
 
@@ -173,7 +173,7 @@ class QuantPart:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.optional if array is not None)
 
-    def operand(self, form: TritonForm, k: int, ends: tuple[int, ...], first: int) -> Operand:
+    def operand(self, form: TritonContext, k: int, ends: tuple[int, ...], first: int) -> Operand:
         """To multiply with; its outputs begin at column ``first`` of the result."""
         kind = self.format
         values, factor, offset = _values(kind)
@@ -210,7 +210,7 @@ class QuantPart:
 
     def _numbers(self, ids_T: Tensor) -> tuple[Tensor, Tensor | None]:
         scales_TG = self.scales_NG[ids_T]
-        if self.format.scale is Scale.E8M0:
+        if self.format.scale is ScaleType.E8M0:
             exact = torch.where(scales_TG == 0, 1 << 22, scales_TG.int() << 23).view(torch.float32)
             scales_TG = torch.where(scales_TG == 255, torch.nan, exact)
         scales_TG = scales_TG.float()
@@ -220,7 +220,7 @@ class QuantPart:
         if self.minimums_NG is None:
             return scales_TG, None
         minimums_TG = self.minimums_NG[ids_T].float()
-        if self.format.minimum is Minimum.ZERO_POINT:
+        if self.format.minimum is MinimumType.ZERO_POINT:
             minimums_TG = -(scales_TG * minimums_TG)
         if self.super_minimums_NB is not None:
             minimums_TG = -(minimums_TG * _spread(self.super_minimums_NB[ids_T], each, scales_TG.shape[1]))
@@ -231,7 +231,7 @@ class QuantPart:
 class QuantWeights:
     """See ``products.WeightForm``."""
 
-    form: TritonForm
+    form: TritonContext
     operands: tuple[Operand, ...]
     parts: tuple[QuantPart, ...]
     order_K: Tensor | None  # column i of the codes is column order[i] of the matrix
@@ -273,7 +273,7 @@ class QuantWeights:
         return replace(own, n=own.n * len(forms), arguments=(*arrays, *own.arguments[len(arrays) :]))
 
 
-def quantised_weights(form: TritonForm, matrices: list[QuantizedMatrix], ends: tuple[int, ...]) -> QuantWeights:
+def quantised_weights(form: TritonContext, matrices: list[QuantizedMatrix], ends: tuple[int, ...]) -> QuantWeights:
     """The matrices, one below the other, which must fit (``quantised.fits``); neighbours of one format are one part."""
     k = matrices[0].k
     parts = tuple(_part(form, kind, list(own)) for kind, own in groupby(matrices, key=lambda matrix: matrix.format))
@@ -286,7 +286,7 @@ def quantised_weights(form: TritonForm, matrices: list[QuantizedMatrix], ends: t
     return QuantWeights(form, tuple(operands), parts, order_K, sum(part.nbytes for part in parts))
 
 
-def _part(form: TritonForm, kind: QuantFormat, matrices: list[QuantizedMatrix]) -> QuantPart:
+def _part(form: TritonContext, kind: QuantFormat, matrices: list[QuantizedMatrix]) -> QuantPart:
     rows = [matrix.whole() for matrix in matrices]
 
     def joined(arrays: Sequence[NDArray[Any] | None]) -> Tensor | None:
@@ -341,7 +341,7 @@ def _same(values: NDArray[np.float32], others: NDArray[np.float32]) -> bool:
     )
 
 
-def _tensor(form: TritonForm, array: NDArray[Any]) -> Tensor:
+def _tensor(form: TritonContext, array: NDArray[Any]) -> Tensor:
     """On the device; torch knows no ``ml_dtypes``."""
     if array.dtype == ml_dtypes.bfloat16:
         return form.tensor(array.view(np.int16)).view(torch.bfloat16)

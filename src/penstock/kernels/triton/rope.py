@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.fp8_kv import exponent_of, kept, sizes_of
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm, turned_pair
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext, turned_pair
 from penstock.kernels.triton.rows import lined, stride_of
 from penstock.types import PAGE_TOKENS
 
@@ -205,7 +205,7 @@ def _latent_query(
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TokenPages:
     """Where the tokens of a step stand, on the device."""
 
     positions_T: Tensor
@@ -223,11 +223,11 @@ class Places:
         return max(SEQUENCES, int(triton.next_power_of_2(self.sequences)))
 
 
-def places_of(form: TritonForm, kv: ReferenceKv, layer: int, batch: StepBatch) -> Places:
+def places_of(form: TritonContext, kv: ReferenceKv, layer: int, batch: StepBatch) -> TokenPages:
     """Of a layer's tokens; tensors of the batch are taken as they are."""
     place, table_SP = kv.table(layer, batch)
     positions_T, starts_S1 = form.integers(batch.positions_T), form.integers(batch.starts_S1)
-    return Places(positions_T, starts_S1, form.integers(table_SP), place)
+    return TokenPages(positions_T, starts_S1, form.integers(table_SP), place)
 
 
 def exponents_of(kv: ReferenceKv, layer: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ def pairs_of(rope: ReferenceRope | None, width: int) -> dict[str, Any]:
 
 
 def rope_and_write(
-    form: TritonForm,
+    form: TritonContext,
     qkv_TN: Tensor,
     rope: ReferenceRope | None,
     kv: ReferenceKv,
@@ -290,7 +290,7 @@ def rope_and_write(
 
 
 def latent_write(
-    form: TritonForm,
+    form: TritonContext,
     latent_TC: Tensor,
     rope: ReferenceRope,
     kv: ReferenceKv,
@@ -314,7 +314,7 @@ def latent_write(
 
 
 def latent_query(
-    form: TritonForm,
+    form: TritonContext,
     q_TN: Tensor,
     absorb: PackedLinear,
     rope: ReferenceRope,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from penstock.kernels.reference.sampling import GREEDY_BELOW
 from penstock.kernels.sampling import Sampled, SampleRow
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext
 
 GREEDY = tl.constexpr(1e-5)
 """Below this temperature the most likely token is taken."""
@@ -262,7 +262,7 @@ _LOW31: Final = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class PendingTokens:
     """Tokens on their way to the host."""
 
     tokens: Tensor
@@ -276,7 +276,7 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class LogitEntries:
     """Some numbers of some rows: indices of row and column, each pair once, and what goes with each."""
 
     rows_E: Tensor
@@ -284,10 +284,10 @@ class Entries:
     values_E: Tensor
 
 
-class TritonHead:
+class TritonSampler:
     """See ``ops_head.HeadOps``."""
 
-    def __init__(self, form: TritonForm) -> None:
+    def __init__(self, form: TritonContext) -> None:
         self._form = form
 
     def pick(
@@ -316,7 +316,7 @@ class TritonHead:
             best[(rows,)](best_RB, tokens_R, blocks, ID_BITS=bits, BLOCK=triton.next_power_of_2(blocks), **UNFUSED)
         return tokens_R
 
-    def bring(self, tokens_R: Tensor) -> Brought:
+    def bring(self, tokens_R: Tensor) -> PendingTokens:
         """Send tokens to the host without waiting for them."""
         on_gpu = tokens_R.is_cuda
         host_R = torch.empty(tokens_R.shape, dtype=tokens_R.dtype, pin_memory=on_gpu)
@@ -324,7 +324,7 @@ class TritonHead:
         arrived = torch.cuda.Event() if on_gpu else None
         if arrived is not None:
             arrived.record(torch.cuda.current_stream())
-        return Brought(host_R, arrived)
+        return PendingTokens(host_R, arrived)
 
     def sample(self, logits_RV: Tensor, rows: list[SampleRow]) -> list[Sampled]:
         """See ``Ops.sample``.  ValueError for ids outside the vocabulary, or a mask of another."""
@@ -436,7 +436,7 @@ class TritonHead:
 
     def _entries(
         self, rows: list[SampleRow], of: Callable[[SampleRow], tuple[NDArray[Any], NDArray[Any]]]
-    ) -> Entries | None:
+    ) -> LogitEntries | None:
         """What ``of`` says of each row: ids, each once, and numbers [ids, ...] that go with them."""
         found = [of(row) for row in rows]
         counts = [len(ids) for ids, _ in found]
@@ -446,7 +446,7 @@ class TritonHead:
         width = max(values.shape[1] for _, values in found)
         values = np.concatenate([values for ids, values in found if len(ids)]).reshape(-1, width)
         ids = np.concatenate([ids for ids, _ in found]).astype(np.int64)
-        return Entries(
+        return LogitEntries(
             self._form.tensor(owners.astype(np.int64)),
             self._form.tensor(ids),
             self._form.tensor(values.astype(np.float32)),

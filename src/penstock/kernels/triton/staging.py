@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 
 ALIGNED = 64
 """Words: 256 bytes, as the device's allocator aligns."""
@@ -95,7 +95,7 @@ def _places(shape: StepShape) -> tuple[Places, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class DeviceGumbelRows:
     """How each wanted row draws by temperature alone, on the device; rows that draw otherwise have zeros."""
 
     seeds_R: Tensor  # int64: the 64 bits of the seed
@@ -124,7 +124,7 @@ class DeviceArrays:
             states_SW=cast(Any, own["states"].view(shape.sequences, -1)) if shape.states else None,
             adapters_S=cast(Any, own["slots"]) if shape.adapted else None,
         )
-        self.draws = Draws(
+        self.draws = DeviceGumbelRows(
             own["seeds"].view(torch.int64),
             own["places"],
             own["choices"],
@@ -136,7 +136,7 @@ class DeviceArrays:
         torch.index_select(drawn_R, 0, self.sources_T, out=self._tokens_T)
 
 
-def fill(words: NDArray[np.int32], shape: StepShape, batch: StepBatch, picks: Picks) -> None:
+def fill(words: NDArray[np.int32], shape: StepShape, batch: StepBatch, picks: GumbelRows) -> None:
     """Write a batch to a host's buffer, padded to ``shape``; its last wanted rows are the picks.
 
     Raises ValueError where padding is wanted and a sequence has more than one token, or ``shape`` is too small.
@@ -176,7 +176,7 @@ def fill(words: NDArray[np.int32], shape: StepShape, batch: StepBatch, picks: Pi
     _fill_draws(words, places, wanted, picks)
 
 
-def _fill_draws(words: NDArray[np.int32], places: Places, wanted: int, picks: Picks) -> None:
+def _fill_draws(words: NDArray[np.int32], places: Places, wanted: int, picks: GumbelRows) -> None:
     first = wanted - len(picks.tokens_F)
     columns: tuple[tuple[str, NDArray[Any], int], ...] = (
         ("seeds", picks.seeds_F, 2),
@@ -201,7 +201,7 @@ def by_group(table_SP: NDArray[np.int32], groups: int, blocks: int) -> NDArray[n
     return wide.reshape(sequences, groups * blocks)
 
 
-class Pinned:
+class PinnedArrays:
     """Buffers of the host for copies that the host does not wait for; on the CPU plain memory, copied at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -211,7 +211,7 @@ class Pinned:
         self._copied: list[Any] = [torch.cuda.Event() for _ in range(BUFFERS)] if self._cuda else []
         self._turn = 0
 
-    def fill(self, shape: StepShape, batch: StepBatch, picks: Picks, into: DeviceArrays) -> None:
+    def fill(self, shape: StepShape, batch: StepBatch, picks: GumbelRows, into: DeviceArrays) -> None:
         """The batch is on its way to the device when this returns; its arrays may be overwritten."""
         self._turn = turn = (self._turn + 1) % BUFFERS
         if self._cuda:
@@ -227,7 +227,7 @@ class Pinned:
             self._copied[turn].record()
 
 
-class Returned:
+class TokenReadback:
     """Drawn tokens on their way back: a row of pinned memory a step, and an event behind the last."""
 
     def __init__(self, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.reference.attention import ReferenceKv
-from penstock.kernels.triton.numerics import UNFUSED, TritonForm, sigmoid
+from penstock.kernels.triton.numerics import UNFUSED, TritonContext, sigmoid
 from penstock.kernels.triton.rope import SEQUENCES, sequence_of
 from penstock.kernels.triton.rows import lined, stride_of
 
@@ -184,7 +184,7 @@ def delta_kernel(
 
 
 def causal_conv(
-    form: TritonForm, x_TN: Tensor, weight_KC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch
+    form: TritonContext, x_TN: Tensor, weight_KC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch
 ) -> Tensor:
     own, (taps, channels) = kv.shape.kept_states, weight_KC.shape
     out_TC, x_TN = form.empty((len(x_TN), channels)), lined(x_TN)
@@ -207,7 +207,7 @@ def causal_conv(
 
 
 def delta_rule(
-    form: TritonForm,
+    form: TritonContext,
     qkv_TC: Tensor,
     gates_TN: Tensor,
     kv: ReferenceKv,
@@ -234,7 +234,7 @@ def delta_rule(
     return out_TV
 
 
-def _arrays(form: TritonForm, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _arrays(form: TritonContext, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Positions, starts, pages.  Raises ValueError for a step without pages of states."""
     if batch.states_SW is None:
         raise ValueError("a step of recurrent layers brings the pages of its states")

@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.kernels.compressed import PANEL_ROWS, CompressedMatrix
 from penstock.kernels.host_ops import xxh3_128
 from penstock.kernels.operands import PackedLinear
-from penstock.kernels.weight_source import PIECE_BYTES, LoadFailed, StoredTensor, Watch
+from penstock.kernels.weight_source import PIECE_BYTES, LoadFailed, ProgressCallback, StoredTensor
 
 CHUNK_BYTES = 16 << 20
 """Read, checked and sent at once: long enough for the bus, short enough that reading and sending overlap."""
@@ -112,7 +112,7 @@ class _Chunk:
             self.source.digests[begin // piece] = xxh3_128(own)
 
 
-class DeviceLoading:
+class DeviceWeightLoading:
     """See ``stored.Loading``."""
 
     def __init__(self, device: torch.device, dtype: _Type, pack: Pack) -> None:
@@ -146,7 +146,7 @@ class DeviceLoading:
         """See ``stored.Loading.compressed``: they come as arrays (``Ops.pack_compressed``)."""
         return False
 
-    def run(self, threads: int, watch: Watch) -> dict[str, Any]:
+    def run(self, threads: int, watch: ProgressCallback) -> dict[str, Any]:
         """See ``stored.Loading.run``."""
         total = sum(source.size for source in self._sources)
         work = _Work(deque(chunk for source in self._sources for chunk in source.chunks()))

@@ -30,7 +30,7 @@ from penstock.kernels.compressed_gpu import (
     MAX_BASE,
     MAX_VALUES,
     AnyCompressed,
-    GpuMatrix,
+    GpuCompressedMatrix,
     column_blocks,
     stretches_of,
     table_bytes,
@@ -70,12 +70,12 @@ def decode_parts(matrix: AnyCompressed, where: str) -> Iterator[NDArray[np.uint1
     Raises ModelError, beginning with ``where``, if its sections contradict each other, or nothing here decodes them.
     """
     try:
-        if isinstance(matrix, GpuMatrix):
+        if isinstance(matrix, GpuCompressedMatrix):
             yield from map(np.ascontiguousarray, matrix.decoded())
         else:
             from penstock.kernels.native import compression
 
-            yield from compression.decoded(matrix)
+            yield from compression.decoded_panels(matrix)
     except ImportError as error:
         raise ModelError(
             f"{where}: compressed for processors, and the C++ extension that decodes it is not built ({error}): build "
@@ -107,7 +107,7 @@ def sections_of(raw: memoryview, shape: tuple[int, int], code: tuple[int, int], 
     return CompressedMatrix(n, k, base, step, counts, data[:fixed_bytes], escapes)
 
 
-def gpu_sections_of(raw: memoryview, shape: tuple[int, int], base: int, where: str) -> GpuMatrix:
+def gpu_sections_of(raw: memoryview, shape: tuple[int, int], base: int, where: str) -> GpuCompressedMatrix:
     """The same for a matrix in the layout for GPUs: counts, words, values.
 
     Raises ModelError if the bytes cannot be such a matrix.
@@ -127,12 +127,14 @@ def gpu_sections_of(raw: memoryview, shape: tuple[int, int], base: int, where: s
     raw_words = data[begin:end]
     aligned = raw_words if raw_words.ctypes.data % 4 == 0 else raw_words.copy()
     words = aligned.view(np.uint32)
-    return GpuMatrix(n, k, base, counts_PS, words.reshape(panels_of(n), column_blocks(k), BLOCK_WORDS), values)
+    return GpuCompressedMatrix(
+        n, k, base, counts_PS, words.reshape(panels_of(n), column_blocks(k), BLOCK_WORDS), values
+    )
 
 
 def sections(matrix: AnyCompressed) -> list[memoryview]:
     """What a file holds of it, in order; empty ones are left out."""
-    if isinstance(matrix, GpuMatrix):
+    if isinstance(matrix, GpuCompressedMatrix):
         arrays: tuple[NDArray[Any], ...] = (matrix.counts_PS, matrix.words_PB, matrix.values)
     else:
         arrays = (matrix.counts, matrix.blocks, matrix.escapes)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantization import E2M1, Minimum, QuantFormat, QuantRows, Scale, counted
+from penstock.kernels.quantization import E2M1, MinimumType, QuantFormat, QuantRows, ScaleType, integer_values
 
 Blocks = NDArray[np.uint8]
 """[rows, blocks, bytes of a block]"""
@@ -116,20 +116,20 @@ def _q6_k(blocks: Blocks) -> QuantRows:
     return QuantRows(_flat(nibbles | high << 4), scales, None, _halves(blocks, 208))
 
 
-_SUPER = (Scale.U8_OF_F16, Minimum.U8_OF_F16)
+_SUPER = (ScaleType.U8_OF_F16, MinimumType.U8_OF_F16)
 
 GGUF_QUANTS: Mapping[str, GgufQuant] = MappingProxyType(
     {
-        "Q4_0": GgufQuant(32, 18, QuantFormat(4, counted(4, 8), 32, Scale.F16), _q4_0),
-        "Q4_1": GgufQuant(32, 20, QuantFormat(4, counted(4, 0), 32, Scale.F16, Minimum.F16), _q4_1),
-        "Q5_0": GgufQuant(32, 22, QuantFormat(5, counted(5, 16), 32, Scale.F16), _q5_0),
-        "Q5_1": GgufQuant(32, 24, QuantFormat(5, counted(5, 0), 32, Scale.F16, Minimum.F16), _q5_1),
-        "Q8_0": GgufQuant(32, 34, QuantFormat(8, counted(8, 128), 32, Scale.F16), _q8_0),
-        "IQ4_NL": GgufQuant(32, 18, QuantFormat(4, tuple(map(float, _NON_LINEAR)), 32, Scale.F16), _q4_0),
-        "MXFP4": GgufQuant(32, 17, QuantFormat(4, E2M1, 32, Scale.E8M0), _mxfp4),
-        "Q4_K": GgufQuant(256, 144, QuantFormat(4, counted(4, 0), 32, *_SUPER), _q4_k),
-        "Q5_K": GgufQuant(256, 176, QuantFormat(5, counted(5, 0), 32, *_SUPER), _q5_k),
-        "Q6_K": GgufQuant(256, 210, QuantFormat(6, counted(6, 32), 16, Scale.I8_OF_F16), _q6_k),
+        "Q4_0": GgufQuant(32, 18, QuantFormat(4, integer_values(4, 8), 32, ScaleType.F16), _q4_0),
+        "Q4_1": GgufQuant(32, 20, QuantFormat(4, integer_values(4, 0), 32, ScaleType.F16, MinimumType.F16), _q4_1),
+        "Q5_0": GgufQuant(32, 22, QuantFormat(5, integer_values(5, 16), 32, ScaleType.F16), _q5_0),
+        "Q5_1": GgufQuant(32, 24, QuantFormat(5, integer_values(5, 0), 32, ScaleType.F16, MinimumType.F16), _q5_1),
+        "Q8_0": GgufQuant(32, 34, QuantFormat(8, integer_values(8, 128), 32, ScaleType.F16), _q8_0),
+        "IQ4_NL": GgufQuant(32, 18, QuantFormat(4, tuple(map(float, _NON_LINEAR)), 32, ScaleType.F16), _q4_0),
+        "MXFP4": GgufQuant(32, 17, QuantFormat(4, E2M1, 32, ScaleType.E8M0), _mxfp4),
+        "Q4_K": GgufQuant(256, 144, QuantFormat(4, integer_values(4, 0), 32, *_SUPER), _q4_k),
+        "Q5_K": GgufQuant(256, 176, QuantFormat(5, integer_values(5, 0), 32, *_SUPER), _q5_k),
+        "Q6_K": GgufQuant(256, 210, QuantFormat(6, integer_values(6, 32), 16, ScaleType.I8_OF_F16), _q6_k),
     }
 )
 """Types that can be served, by name."""

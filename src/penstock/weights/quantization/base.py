@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels.quantization import QuantizedMatrix, Scale
+from penstock.kernels.quantization import QuantizedMatrix, ScaleType
 from penstock.weights.safetensors_header import TensorInfo
 
 NUMBERS: Mapping[str, np.dtype[Any]] = MappingProxyType(
@@ -38,8 +38,8 @@ NUMBERS: Mapping[str, np.dtype[Any]] = MappingProxyType(
 )
 """Types of stored tensors as NumPy sees them: floats of 8 bits, and codes, as the bits that they are."""
 
-SCALES: Mapping[str, Scale] = MappingProxyType(
-    {"F16": Scale.F16, "BF16": Scale.BF16, "F32": Scale.F32, "F8_E8M0": Scale.E8M0}
+SCALES: Mapping[str, ScaleType] = MappingProxyType(
+    {"F16": ScaleType.F16, "BF16": ScaleType.BF16, "F32": ScaleType.F32, "F8_E8M0": ScaleType.E8M0}
 )
 """Types that scales may have."""
 
@@ -110,7 +110,7 @@ class Module:
         info = self.stored.info(self.name + end)
         return np.frombuffer(self.stored.raw(info.name), NUMBERS[info.dtype]).reshape(info.shape)
 
-    def scale(self, end: str) -> Scale:
+    def scale(self, end: str) -> ScaleType:
         """How the scales in this tensor are written.  Raises ModelError."""
         return SCALES[self.info(end, *SCALES).dtype]
 

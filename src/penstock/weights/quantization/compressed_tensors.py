@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantization import Minimum, QuantFormat, QuantizedMatrix, QuantRows, counted
+from penstock.kernels.quantization import MinimumType, QuantFormat, QuantizedMatrix, QuantRows, integer_values
 from penstock.weights.config_json import Fields
 from penstock.weights.quantization.base import EVERY_LINEAR, Coded, Module, Scheme, column_order, group_of, unpacked
 from penstock.weights.quantization.fp8_mxfp4 import BESIDE, EightBits
@@ -64,8 +64,8 @@ class Packed(Scheme, frozen=True, kw_only=True):
         words_NW, scales_NG = module.array(self.end), module.array(SCALES)
         order = column_order(module, GROUPS, k, group)
         zeros_NG = None if self.symmetric else self._zeros(module, n)
-        values = counted(bits, 1 << bits - 1 if zeros_NG is None else 0)
-        minimum = Minimum.NONE if zeros_NG is None else Minimum.ZERO_POINT
+        values = integer_values(bits, 1 << bits - 1 if zeros_NG is None else 0)
+        minimum = MinimumType.NONE if zeros_NG is None else MinimumType.ZERO_POINT
         form = QuantFormat(bits, values, group, module.scale(SCALES), minimum)
 
         def read(first: int, stop: int) -> QuantRows:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from penstock.kernels.quantization import (
     E2M1,
     UNIT_COLUMNS,
-    Minimum,
+    MinimumType,
     QuantFormat,
     QuantizedMatrix,
     QuantRows,
-    Scale,
-    counted,
+    ScaleType,
+    integer_values,
 )
 from penstock.weights.config_json import Fields
 from penstock.weights.quantization.base import Coded, Module, Scheme, nibbles
@@ -86,8 +86,8 @@ class EightBits(Scheme, frozen=True, kw_only=True):
         grid = -(-n // rows), -(-k // columns)
         codes_NK, scales_RG = module.array(self.end), module.array(end).reshape(grid)
         zeros_RG = self._zeros(module, end, grid)
-        values = counted(8, 0 if zeros_RG is not None else 128) if self.kind == "int8" else E4M3
-        minimum = Minimum.NONE if zeros_RG is None else Minimum.ZERO_POINT
+        values = integer_values(8, 0 if zeros_RG is not None else 128) if self.kind == "int8" else E4M3
+        minimum = MinimumType.NONE if zeros_RG is None else MinimumType.ZERO_POINT
         form = QuantFormat(8, values, columns, module.scale(end), minimum)
         flip = SIGN if self.kind == "int8" else np.uint8(0)
 
@@ -152,7 +152,7 @@ def _block(stored: Fields) -> tuple[int, int] | None:
 
 MXFP4_SCALES = "_scales"
 BLOCK_BYTES = UNIT_COLUMNS // 2
-MXFP4_FORMAT = QuantFormat(4, E2M1, UNIT_COLUMNS, Scale.E8M0)
+MXFP4_FORMAT = QuantFormat(4, E2M1, UNIT_COLUMNS, ScaleType.E8M0)
 
 
 class Mxfp4(Scheme, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.quantization import Minimum, QuantFormat, QuantizedMatrix, QuantRows, counted
+from penstock.kernels.quantization import MinimumType, QuantFormat, QuantizedMatrix, QuantRows, integer_values
 from penstock.weights.config_json import Fields
 from penstock.weights.quantization.base import Coded, Module, Scheme, column_order, group_of, unpacked
 
@@ -73,8 +73,10 @@ class Gptq(Scheme, frozen=True, kw_only=True):
         zeros_NG = self._zeros(module, bits)
         middle = 1 << bits - 1
         even = bool((zeros_NG == middle).all())
-        values = counted(bits, middle if even else 0)
-        form = QuantFormat(bits, values, group, module.scale(GPTQ_SCALES), Minimum.NONE if even else Minimum.ZERO_POINT)
+        values = integer_values(bits, middle if even else 0)
+        form = QuantFormat(
+            bits, values, group, module.scale(GPTQ_SCALES), MinimumType.NONE if even else MinimumType.ZERO_POINT
+        )
 
         def read(first: int, stop: int) -> QuantRows:
             codes_NK = unpacked(words_WN[:, first:stop].T, bits)
@@ -161,7 +163,7 @@ class Awq(Scheme, frozen=True, kw_only=True):
         words_KW, scales_GN = module.array(self.end), module.array(AWQ_SCALES)
         zeros_GN = _outputs(module.array(AWQ_ZEROS))
         form = QuantFormat(
-            BITS, counted(BITS, 0), group_of(self.group, k), module.scale(AWQ_SCALES), Minimum.ZERO_POINT
+            BITS, integer_values(BITS, 0), group_of(self.group, k), module.scale(AWQ_SCALES), MinimumType.ZERO_POINT
         )
 
         def read(first: int, stop: int) -> QuantRows:

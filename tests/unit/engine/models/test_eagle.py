@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from penstock.engine.models.eagle import build_head
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.program import DirectProgram
-from penstock.kernels.sampling import Picks
+from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import make_ops
 from penstock.weights.eagle import inspect_head, load_head
 from penstock.weights.inspect import inspect_model
@@ -73,7 +73,7 @@ def test_a_head_is_the_formula(tmp_path: Path, recorded: bool) -> None:
     said, logits = oracle(tokens.tolist(), taps)
     kv = ops.new_kv(head.kv, pages=2)
     program = ops.record(head.first, kv) if recorded else DirectProgram(ops, head.first, kv)
-    picks = Picks.empty(TOKENS)
+    picks = GumbelRows.empty(TOKENS)
     for begin, end in ((0, 9), (9, TOKENS)):  # what was read in one step is there in the next
         count = end - begin
         batch = StepBatch(
@@ -84,7 +84,7 @@ def test_a_head_is_the_formula(tmp_path: Path, recorded: bool) -> None:
             np.arange(count, dtype=np.int32),
             features_TW=taps[begin:end],
         )
-        picks = Picks.empty(count)
+        picks = GumbelRows.empty(count)
         program.run(batch, 0, [], picks)
         np.testing.assert_allclose(ops.to_numpy(program.hidden()), said[begin:end].numpy(), rtol=2e-4, atol=2e-4)
         assert picks.tokens_F.tolist() == logits[begin:end].argmax(-1).tolist()

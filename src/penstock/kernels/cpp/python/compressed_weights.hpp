@@ -10,7 +10,7 @@
 namespace penstock {
 
 // A compressed weight over memory that Python owns.  `codes` are (base, step mod 256) a panel; `counted`, if given,
-// are the escapes that a `Loading` counted in the planes of each panel.
+// are the escapes that a `WeightLoading` counted in the planes of each panel.
 struct CompressedWeights {
   In<uint8_t, 1> blocks, escapes;
   std::vector<uint64_t> escape_begin;
