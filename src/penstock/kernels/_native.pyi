@@ -460,7 +460,7 @@ class Arrivals:
 
     def __init__(self, pages: list[memoryview], /) -> None: ...
     def take(self, descriptor: int, patience_s: float, /) -> int:
-        """Until all are there, or one is that should be told of.  How many bytes; 0: none came for ``patience_s``, or
+        """Waits until all pages are here, or one that is due.  Returns bytes; 0: none came for ``patience_s``, or
         it was stopped; -1: the other end has hung up.  OSError."""
 
     def stop(self) -> None:

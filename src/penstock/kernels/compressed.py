@@ -45,7 +45,7 @@ def blocks_bytes(n: int, k: int) -> int:
 
 
 def compressed_bytes(n: int, k: int, escapes: int) -> int:
-    """Bytes of all sections of a matrix with so many escapes."""
+    """Bytes of all sections of a matrix with this number of escapes."""
     return panels_of(n) * 4 + blocks_bytes(n, k) + escapes
 
 

@@ -1,7 +1,8 @@
 """Lending of cores between the workers of one host, as one worker sees it.  The protocol is in
 ``cpp/threads/core_lending.hpp``.
 
-Knows lines of shared memory, not whose they are: ``launch.board`` lays them out.  Imports nothing that starts a thread.
+Knows lines of shared memory, not their owners: ``launch.heartbeat`` lays them out.  Imports nothing that starts a
+thread.
 """
 
 from __future__ import annotations
@@ -15,32 +16,31 @@ LINE_BYTES = 64
 
 
 class CoreLending(Protocol):
-    """The cores of this process, and of others who have nothing to do."""
+    """The cores of this process, and those of idle workers."""
 
     def lend(self) -> None:
-        """There is nothing to do here until ``take``."""
+        """Lend this process's cores until ``take``: it has no work."""
         ...
 
     def take(self) -> None:
-        """There may be something to do.  Waits for what others are just computing here: 1 ms at most."""
+        """Take the cores back before work begins.  Waits for guests that compute here: 1 ms at most."""
         ...
 
     def borrowed_s(self) -> float:
-        """Core-seconds computed at cores of others."""
+        """Core-seconds computed on borrowed cores."""
         ...
 
 
-class NoLending:
-    """Nothing is lent and nothing borrowed."""
+class NoLending(CoreLending):
+    """Lends and borrows nothing."""
 
     def lend(self) -> None:
-        """See ``CoreLending.lend``."""
+        pass
 
     def take(self) -> None:
-        """See ``CoreLending.take``."""
+        pass
 
     def borrowed_s(self) -> float:
-        """See ``CoreLending.borrowed_s``."""
         return 0.0
 
 
@@ -51,11 +51,11 @@ class CoreSeats:
     owner: int
     first: int
     count: int
-    cpus: tuple[int, ...] = ()  # empty: wherever the system decides
+    cpus: tuple[int, ...] = ()  # empty: the system decides
 
 
-class SharedCores:
-    """The C++ kernels' threads, with guests at the cores of others.  One at a time in a process."""
+class SharedCores(CoreLending):
+    """The C++ kernels' threads, with guests on the cores of others.  One at a time in a process."""
 
     def __init__(self, memory: mmap.mmap, me: int, own: CoreSeats, loans: Sequence[CoreSeats]) -> None:
         """``memory`` is shared by all who lend; ``me``, 1 to 255, tells borrowers apart."""
@@ -66,15 +66,12 @@ class SharedCores:
         self._guest_seconds = _native.guest_seconds
 
     def lend(self) -> None:
-        """See ``CoreLending.lend``."""
         self._share.lend()
 
     def take(self) -> None:
-        """See ``CoreLending.take``."""
         self._share.take()
 
     def borrowed_s(self) -> float:
-        """See ``CoreLending.borrowed_s``."""
         return self._guest_seconds()
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ LEAST_RECORD, MOST_RECORD = 97, 128
 
 
 def hash_blocks(parent: bytes, tokens: Sequence[int], first: int, last: int) -> list[bytes]:
-    """See ``kernels.blocks.hash_blocks``."""
+    """``host_ops.hash_blocks`` in Python."""
     if not 0 <= first <= last <= len(tokens):
         raise ValueError(f"no tokens [{first}, {last}) among {len(tokens)}")
     if len(parent) != HASH_BYTES or not isinstance(tokens, (tuple, list)):
@@ -53,12 +53,12 @@ def hash_chain(parent: bytes, tokens: NDArray[np.uint32], out: NDArray[np.uint8]
 
 
 def xxh3_128(data: memoryview) -> bytes:
-    """See ``kernels.sums``."""
+    """XXH3-128 with seed 0: 16 bytes, big-endian."""
     return xxhash.xxh3_128_digest(data)
 
 
 def xxh3_64(data: memoryview, seed: int) -> int:
-    """See ``kernels.sums``."""
+    """XXH3-64 of a small record.  Raises ValueError for another length."""
     if not LEAST_RECORD <= data.nbytes <= MOST_RECORD:
         raise ValueError(f"a record has {LEAST_RECORD} to {MOST_RECORD} bytes")
     return xxhash.xxh3_64_intdigest(data, seed)
@@ -82,7 +82,7 @@ def copy_page(page: memoryview, into: memoryview, suffix: bytes) -> bytes:
 
 
 class Arrivals:
-    """See ``_native.Arrivals``; each page is read once more to be hashed, and all that is at hand is told of."""
+    """Arriving pages, as ``_native.Arrivals``; each page is read once more to be hashed."""
 
     def __init__(self, pages: list[memoryview]) -> None:
         if not all(page.nbytes for page in pages):
@@ -187,7 +187,7 @@ class BlockIndex:
                 self._drop(key, owner)
 
     def has(self, owner: int, block: bytes) -> bool:
-        """Does ``owner`` hold this block?"""
+        """Whether ``owner`` holds this block."""
         return owner in self._owners.get(block[:KEY_BYTES], ())
 
     def match(self, hashes: Sequence[bytes], depths: NDArray[np.int32]) -> None:
@@ -204,7 +204,7 @@ class BlockIndex:
             depths[list(left)] = depth + 1
 
     def blocks(self) -> int:
-        """Different ones that somebody holds."""
+        """The number of distinct blocks held."""
         return len(self._owners)
 
     def memory_bytes(self) -> int:

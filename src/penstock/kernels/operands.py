@@ -1,7 +1,7 @@
 # ruff: noqa: N815  (field names carry shapes)
-"""What operations are given: packed weights, the tokens of a step, the shape of the KV memory.
+"""Arguments of the operations: packed weights, the tokens of a step, the shape of KV memory, gates, routing, attention.
 
-Knows no operation; ``ops`` says what the letters in the names mean.
+Knows no operation; ``ops`` explains the letters in the names.
 """
 
 from __future__ import annotations
@@ -19,30 +19,6 @@ from numpy.typing import NDArray
 from penstock.kv_spec import EVERYTHING, LayerGroup, Reach, layer_groups
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
-# MERGED: What keys and values are kept in: the compute type, or codes of 8 bits.
-# MERGED:
-# MERGED: Codes (``fp8_e4m3``) are the E4M3 numbers of the OCP standard, with one power of two for each token
-# MERGED: and key-value head
-# MERGED: of a layer, for its key and for its value: the least with which the row's largest number does not
-# MERGED: exceed 448.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     a layer in a page | keys [G, 16, C] | values [G, 16, value_dim] | exponents of keys [G, 16] | of
-# MERGED: values [G, 16] |
-# MERGED:
-# MERGED: A byte e of the exponents, 20 to 253, says that a code c stands for E4M3(c) * 2^(e - 135); 255 that
-# MERGED: the row has
-# MERGED: something in it that is no number, or one beyond 1.75 * 2^126, and is NaN to whoever reads it.
-# MERGED: Codes and scale follow
-# MERGED: from that row alone, which is what law 1 asks for, and no number is ever cut off.  As scales are
-# MERGED: powers of two, a code's
-# MERGED: value is exact in the compute type, and it makes no difference to any bit whether keys are scaled or
-# MERGED: their scores,
-# MERGED: values or their weights.  Where values are the beginning of their keys (latent attention), there is
-# MERGED: one exponent for
-# MERGED: both.
-
 LEAST_EXPONENT: Final = 20
 """So that the smallest code is a normal number in bf16."""
 
@@ -52,7 +28,21 @@ NO_NUMBER: Final = 255
 
 @dataclass(frozen=True, slots=True)
 class KvType:
-    """Bytes of one number, and of what a token's row of them has beside."""
+    """Storage of keys and values: bytes of one number, and of a token's row besides its numbers.
+
+    ``fp8_e4m3`` is the E4M3 format of the OCP standard, with one power of two for each token and key-value head of a
+    layer, for its key and for its value: the least with which the row's largest number does not exceed 448.
+
+    ::
+
+        layer in a page | keys [G, 16, C] | values [G, 16, value_dim] | exponents of keys [G, 16] | of values [G, 16] |
+
+    An exponent e, 20 to 253, means that a code c is E4M3(c) * 2^(e - 135); 255 means that the row holds a NaN or a
+    number beyond 1.75 * 2^126, and reads as NaN.  Codes and scale follow from that row alone, as law 1 asks, and no
+    number is cut off.  Scales are powers of two, so a code's value is exact in the compute type, and it makes no
+    difference to any bit whether keys are scaled or their scores, values or their weights.  Where values are the first
+    columns of their keys (latent attention), one exponent serves both.
+    """
 
     number_bytes: int
     row_bytes: int = 0
@@ -108,7 +98,7 @@ class StateShape:
     key_dim: int  # even
     value_dim: int  # a multiple of STATE_UNIT, as are the channels
     taps: int
-    cell: int = STATE_CELL  # a page holds the state behind the last token computed of so many positions
+    cell: int = STATE_CELL  # a page holds the state after the last computed token of this many positions
 
     @property
     def channels(self) -> int:
@@ -146,7 +136,7 @@ class KvShape:
 
     ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
     one head a layer).  ``groups``: layers that share pages; none: all layers stand in one page and read everything.
-    ``states``: what recurrent layers keep beside; layers are then those with keys and values, counted by themselves.
+    ``states``: the states of recurrent layers; ``layers`` then counts only layers with keys and values.
     A state is cut into parts of a page each, and every part is a group behind the others.
     """
 
@@ -216,7 +206,7 @@ class KvShape:
         return self.page_layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
     def head_bytes(self, dtype: str) -> int:
-        """What one token leaves of each key-value head of a layer, kept in a type of ``kv_types.KV_TYPES``."""
+        """What one token leaves of each key-value head of a layer, kept in a type of ``KV_TYPES``."""
         kind = KV_TYPES[dtype]
         widths = (self.key_dim,) if self.shared else (self.key_dim, self.value_dim)
         return sum(width * kind.number_bytes + kind.row_bytes for width in widths)
@@ -259,12 +249,14 @@ class StepBatch:
     turns_T3: NDArray[np.int32] | None = None  # from 0 to the position; None: all three are the position
     given: GivenRows | None = None
     features_TW: NDArray[np.float32] | None = None  # what comes with every token, for steps that read it
-    tapped: tuple[int, ...] = ()  # hidden states behind so many layers are handed out, of the rows above
+    tapped: tuple[int, ...] = ()  # numbers of layers after which the hidden states of the rows above are returned
     taps_RW: NDArray[np.float32] | None = None  # where they go, side by side; None: nothing is handed out
     states_SW: NDArray[np.int32] | None = None
     """Pages of the states of each sequence, where layers keep them: all parts of its ``StateShape.first_cell``, then of
     the next cell, up to that of its last position."""
-    adapters_S: NDArray[np.int32] | None = None  # slot of each sequence's adapter, below 0: none; None: nobody has one
+    adapters_S: NDArray[np.int32] | None = (
+        None  # slot of each sequence's adapter, below 0: none; None: no sequence has one
+    )
 
     def features(self, width: int) -> NDArray[np.float32]:
         """What comes with every token.  Raises ValueError unless it is there, [T, width]."""
@@ -283,9 +275,6 @@ class StepBatch:
         """The columns of one of ``groups`` groups."""
         width = self.table_SP.shape[1] // groups
         return self.table_SP[:, group * width : (group + 1) * width]
-
-
-# MERGED: Kinds of activation and gate: data that layers give to operations, the same for every backend.
 
 
 class Activation(StrEnum):
@@ -318,8 +307,6 @@ SILU = Gate()
 SWIGLU_OAI = Gate(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
 """The gate of gpt-oss (arXiv:2508.10925)."""
 
-
-# MERGED: Routed experts as data: how they are chosen, what was chosen, and their weights.
 
 MAX_EXPERTS = 4096
 
@@ -385,37 +372,29 @@ class PackedExperts:
     nbytes: int
 
 
-# MERGED: Sparse attention as data: which blocks of keys a token reads where it does not read all of them.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     blocks of 64   | sinks | ......... candidates ......... | window, up to the token's own |
-# MERGED:     read           |  all  | those that its queries like best |            all              |
-# MERGED:
-# MERGED: A query likes a block as much as the best of the block's four pages: its product with the mean of
-# MERGED: that page's keys.  Of
-# MERGED: the query heads that share keys the one that likes it most counts, so they read the same blocks.  Of
-# MERGED: blocks that are
-# MERGED: liked equally the earlier one is taken.
-# MERGED:
-# MERGED: The choice is each token's own.  It follows from the token's queries, its position and the keys
-# MERGED: before it, and blocks
-# MERGED: are cut by absolute position: so it is the same however a prompt is cut, whoever computes it,
-# MERGED: whether the token was
-# MERGED: written by a client or by the model (law 1).  That is also why the tokens of an answer are treated
-# MERGED: like those of a
-# MERGED: prompt: what is an answer today is the next turn's prompt.
-# MERGED:
-# MERGED: After MInference (arXiv:2407.02490), Quest (arXiv:2406.10774) and StreamingLLM (arXiv:2309.17453).
-# MERGED: Knows no kernel.
-
 BLOCK_KEYS = 64
 """Keys of a block: what attention reduces at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """How much is read.  ``start`` is a position, everything else counts blocks of 64 keys."""
+    """Sparse attention: the blocks of 64 keys that a token reads.  ``start`` is a position, the rest counts blocks.
+
+    ::
+
+        blocks of 64   | sinks | ........ candidates ........ | window, up to the token's own |
+        read           |  all  | the best-scored ones          |            all               |
+
+    A query's score of a block is the best of the block's four pages: its product with the mean of that page's keys.  Of
+    the query heads that share keys the highest score counts, so they read the same blocks; of equal scores the earlier
+    block wins.
+
+    Each token chooses for itself.  The choice follows from the token's queries, its position and the keys before it,
+    and blocks are cut by absolute position: so it is the same however a prompt is cut, on any worker, for prompt and
+    output tokens alike (law 1).  Output tokens are treated like a prompt's: they are part of the next turn's prompt.
+
+    After MInference (arXiv:2407.02490), Quest (arXiv:2406.10774) and StreamingLLM (arXiv:2309.17453).
+    """
 
     sinks: int  # at the beginning
     window: int  # up to the token's own, which is one of them
@@ -431,16 +410,16 @@ class Sparse:
 
     @property
     def name(self) -> str:
-        """For people, and part of the name of what computes so."""
+        """Part of the numerics class, and of log lines."""
         return f"sparse{self.sinks}.{self.window}.{self.chosen}.{self.start}"
 
     @property
     def keys(self) -> int:
-        """That a token reads at most, where it does not read all."""
+        """The most keys that a token reads where it does not read all."""
         return (self.sinks + self.window + self.chosen) * BLOCK_KEYS
 
     def thins(self, position: int) -> bool:
-        """Are there blocks that this position leaves out?"""
+        """Whether this position leaves blocks out."""
         return position >= self.start and position // BLOCK_KEYS >= self.sinks + self.window + self.chosen
 
     def candidates(self, position: int) -> range:
@@ -453,7 +432,7 @@ class AttentionSpec:
     """Which keys the tokens of a layer read, and how scores become weights (``Ops.paged_attention``)."""
 
     scale: float
-    window: int | None = None  # the last so many keys, the token's own one of them
+    window: int | None = None  # the number of last keys, the token's own included
     chunk: int | None = None  # keys with the token's floor(position / chunk)
     softcap: float | None = None
     sinks_H: Array | None = None

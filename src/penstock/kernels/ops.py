@@ -1,7 +1,7 @@
 """The operations that layers may call: one signature each, whatever the backend.
 
-Arrays are opaque to callers: a layer passes on what an op returned and never looks inside.  Shapes are given by the
-letters in the names: T tokens of this step (all sequences one after another), S sequences, R rows that sample,
+Arrays are opaque to callers: a layer passes on what an operation returned and never looks inside.  Shapes are given by
+the letters in the names: T tokens of this step (all sequences one after another), S sequences, R rows that sample,
 D hidden size, H query heads, G key-value heads, C size of a head's keys, N outputs of a linear, K its inputs,
 V vocabulary, P pages in the longest table.  Types: *hidden* is fp32 (the residual stream and every accumulator),
 *compute* is the backend's compute type (bf16 or fp32: what a matrix product reads).
@@ -11,12 +11,8 @@ call, whatever their number, and however a prompt is cut into calls.  So the ord
 only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys 64 at a
 time by absolute position, in partitions of 512 keys joined from low to high.
 
-The signatures stand by kind of operation: ``ops_model`` (once a model), ``ops_rows`` (row by row), ``ops_products``
-(packed matrices, experts), ``ops_attention`` (across a sequence, KV memory), ``ops_states`` (recurrent layers),
-``ops_head`` (logits to tokens).  The
-oracle (``reference_*``) and the C++ calls (``native_*``) have a file for each of these, with the bodies; ``reference``
-and ``native`` put them together.  A new operation goes into those three files of its kind, gets its line in both lists,
-and its recorded form in ``recording``.
+A new operation goes here, into the three backends (``native.backend``, ``reference.backend`` and, where it is hot,
+``triton.backend``), and into ``native.program`` in its recorded form.
 """
 
 from __future__ import annotations
@@ -48,10 +44,10 @@ from penstock.kernels.weight_source import WeightLoading
 
 
 class RecordableModel(Protocol):
-    """What can be recorded: a model's order of operations.  Both methods call nothing but the given ``Ops``."""
+    """A model as its order of operations.  Both methods call only the given ``Ops``."""
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        """hidden [R, D] of the wanted rows, or None when there are none."""
+        """hidden [R, D] of the output rows, or None when there are none."""
         ...
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
@@ -60,9 +56,9 @@ class RecordableModel(Protocol):
 
 
 class StepProgram(Protocol):
-    """All operations of a model's step, ready to be run again and again, for any tokens and rows.
+    """All operations of a model's step as a program that runs for any tokens and rows.
 
-    The wanted rows of a batch stand in this order: rows that are only scored, rows that draw from logits, picks.
+    The output rows of a batch have this order: rows that are only scored, rows sampled from logits, Gumbel rows.
     """
 
     def run(
@@ -73,52 +69,53 @@ class StepProgram(Protocol):
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        """Compute the batch; the answers of ``rows``; those of ``picks`` stand in their array.
+        """Compute the batch and return the sampled tokens of ``rows``; those of ``picks`` are in their array.
 
-        A row gives the same token whichever way it is drawn.  Arrays are read anew in every run, so a batch whose
-        arrays were overwritten may be given again.  Raises ValueError for indices out of range.
+        A row gives the same token however it is sampled.  Every run reads the arrays again, so a batch whose arrays
+        were overwritten may be passed again.  Raises ValueError for indices out of range.
 
-        ``ready``: called once the logits are there and before any of ``rows`` is drawn; until it returns, the rows'
-        ``allowed`` may still be written by another thread.  What it raises comes out of ``run``.
+        ``ready``: called when the logits are computed and before any of ``rows`` is sampled; until it returns, another
+        thread may write the rows' ``allowed``.  ``run`` raises what it raises.
         """
         ...
 
     def hidden(self) -> Array:
-        """hidden [R, D] of the last run's wanted rows, valid until the next one; for ``RecordableModel.logits``."""
+        """hidden [R, D] of the last run's output rows, valid until the next run; for ``RecordableModel.logits``."""
         ...
 
 
 @runtime_checkable
 class MultiStepProgram(Protocol):
-    """What a program has besides, if what one step draws can be the next one's input without going by the host."""
+    """A program whose sampled tokens can feed the next step without a copy to the host."""
 
     def runs_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
-        """Can steps like this one follow each other so?  Only where every token of it draws, and by picking."""
+        """Whether steps like this one can run ahead: every token is sampled, as a Gumbel row."""
         ...
 
     def run_ahead(
         self, picks: GumbelRows, steps: int, batch_of: Callable[[int], StepBatch | None]
     ) -> NDArray[np.int32]:
-        """Up to ``steps`` steps; the tokens they drew, [steps done, F], valid until the next run.
+        """Run up to ``steps`` steps; returns their tokens [steps done, F], valid until the next run.
 
-        ``batch_of(i)`` is called while step i - 1 is computed and makes the arrays, those of ``picks`` too, those of
-        step i, but for its tokens (of step 0: with them); None ends the run before it.
+        ``batch_of(i)`` is called while step i - 1 is computed.  It fills the arrays, those of ``picks`` included, for
+        step i except its tokens (for step 0 with them); None ends the run before that step.
         """
         ...
 
 
 CAPTURE_S = 2.0
-"""Time that making steps ready may take at the start; what is left is made ready when it comes."""
+"""Time for capturing steps at the start; other sizes are captured when they first come."""
 
 
 @runtime_checkable
 class CapturableProgram(Protocol):
-    """What a program has besides, if steps of some sizes can be made ready before the first of them is asked for."""
+    """A program that can capture steps of some sizes before the first request."""
 
     def capture(self, alive: Callable[[], None] | None = None, budget_s: float = CAPTURE_S) -> int:
-        """Make ready what so many seconds allow, but for kernels to be compiled; how many sizes.
+        """Capture steps for up to ``budget_s`` seconds, not counting compilation; returns the number of sizes.
 
-        ``alive`` is called every now and then.  Only while the KV memory holds nothing."""
+        ``alive`` is called now and then.  Only while the KV memory is empty.
+        """
         ...
 
 
@@ -132,15 +129,15 @@ class Ops(Protocol):
     """"bf16" or "fp32"."""
 
     kv_dtype: str
-    """What keys and values are kept in: the compute type, or "fp8_e4m3" (``kv_types``)."""
+    """What keys and values are kept in: the compute type, or "fp8_e4m3" (``operands.KvType``)."""
 
     kv_layout: str
     """Name of the layout of the bytes in a page; pages pass only between equal layouts of one numerics class."""
 
     def record(self, steps: RecordableModel, kv: Array, *, tapped: tuple[int, ...] = ()) -> StepProgram:
-        """The steps as one program over this KV memory: recorded where the backend can, else run as they are.
+        """The model's steps as one program over this KV memory: recorded where the backend can, else run one by one.
 
-        ``tapped``: as that of every batch that it will be given.
+        ``tapped``: as in every batch of the program.
         """
         ...
 
@@ -184,9 +181,9 @@ class Ops(Protocol):
     def pack_quantised(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        """The same for quantised matrices (docs/weight-formats.md), whose columns may have one order of their own.
+        """The same for quantized matrices (docs/weight-formats.md), whose columns may be permuted.
 
-        None: dequantise them.  No thread is left.
+        None: dequantize them.  Leaves no thread.
         """
 
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> AdapterTable:
@@ -367,7 +364,7 @@ class Ops(Protocol):
     def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
         """hidden += sum over a token's experts of weight * (down(gated(gate_up(x) + bias)) + bias), in place.
 
-        Rows are grouped by expert; an expert that nobody chose is not read.  A token's experts are summed in fp32, by
+        Rows are grouped by expert; an expert without tokens is not read.  A token's experts are summed in fp32, by
         ascending id, and the finished sum is added.
         """
         ...
@@ -419,7 +416,7 @@ class Ops(Protocol):
 
         The first K columns of head h, in the compute type, are multiplied by rows [h value_dim, (h + 1) value_dim) of
         ``absorb`` [H value_dim, K] (plain, one segment) and become its first value_dim columns; the others are rotated
-        and follow them.  One form for reading prompts and writing answers.
+        and follow them.  Prefill and decode use one form.
         """
         ...
 
@@ -445,8 +442,8 @@ class Ops(Protocol):
         chunk nor ``until``.
 
         Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high, the
-        sink last.  Codes (``kv_types``) become numbers of the compute type on the way, exactly.  What a token does not
-        see is not multiplied: its pages may hold anything, but the table must name pages of the memory.
+        sink last.  Codes (``operands.KvType``) are converted exactly to the compute type.  What a token does not read
+        is not multiplied: its pages may hold anything, but the table must name pages of the memory.
         """
         ...
 
@@ -468,9 +465,9 @@ class Ops(Protocol):
         """Attention of whole sequences, without a cache; compute [T, H C] of hidden [T, (H + 2 G) C]: queries, keys,
         values.  Sequence s owns tokens ``starts[s]:starts[s + 1]``.
 
-        A token reads all of its sequence, or, ``causal``, what stands up to itself; with a ``window`` only what is less
-        than so many positions away.  Queries and keys are rotated by row ``rows_T`` of ``rope``, the token's place in
-        its sequence unless given.  Scores are q . k * scale, then soft-capped as in ``paged_attention``; then entry
+        A token reads all of its sequence, or, ``causal``, what stands up to itself; with a ``window`` only tokens less
+        than ``window`` positions away.  Queries and keys are rotated by row ``rows_T`` of ``rope``, by default the
+        token's place in its sequence.  Scores are q . k * scale, then soft-capped as in ``paged_attention``; then entry
         ``clip(key - position, -R, R) + R`` of the head's row of ``bias_HR``, which ``vector`` made of [H, 2 R + 1], is
         added (relative positions of T5, arXiv:1910.10683, by distance).
 
@@ -517,7 +514,7 @@ class Ops(Protocol):
     def sample(self, logits_RV: Array, rows: list[SampleRow]) -> list[Sampled]:
         """Draw one token a row: logit_bias, penalties, bans and mask, then temperature, top_k, top_p, min_p, then
         Gumbel-max (or argmax at temperature 0, ties to the lower id).  Random numbers: Philox4x32-10 as in
-        ``kernels.philox``."""
+        ``kernels.sampling``."""
         ...
 
     def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:

@@ -1,7 +1,7 @@
-"""Pages of a device that others are to read: written to host memory in the layout of whoever goes on with them.
+"""Pages of a device exported to host memory, in the layout of the worker that fetches them.
 
-A page there has the number that it has on the device: its twin.  Numbers change their places and nothing else, so what
-was written is exact in either layout.
+An exported page has the number that it has on the device.  Numbers are permuted and not changed, so a page is exact in
+either layout.
 
 ::
 
@@ -19,39 +19,41 @@ from typing import Protocol, runtime_checkable
 from penstock.kernels.operands import Array
 
 ROWS = "plain-1"
-"""Of ``reference`` and the kernels of a GPU."""
+"""The layout of the torch and Triton backends."""
 
 CELLS = "cells16-1"
-"""Of the C++ kernels: ``native``."""
+"""The layout of the C++ backend."""
 
 
 class PendingExport(Protocol):
-    """Pages on their way."""
+    """Pages that are being written."""
 
     @property
     def over(self) -> bool:
-        """Are they there?  Those begun before are, then, too."""
+        """Whether these pages, and all exports begun before, are written."""
         ...
 
 
 class PageWriter(Protocol):
-    """Called by one thread, between two steps."""
+    """Writes pages to host memory; called by one thread, between two steps."""
 
     def begin(self, pages: Sequence[int]) -> PendingExport:
-        """Write these pages as they are now to their twins; does not wait where the device can do it by itself."""
+        """Begin writing these pages as they are now; returns at once where the device copies asynchronously."""
         ...
 
 
 @runtime_checkable
 class ExportsPages(Protocol):
-    """What a backend has besides, if its pages can leave its device."""
+    """A backend that can export pages from its device."""
 
     def page_writer(self, kv: Array, memory: memoryview, layout: str) -> PageWriter:
-        """From this KV memory to ``memory``, page after page, in ``layout``: ROWS or CELLS.  Raises KernelError for
-        memory that is too small, another layout, or pages that hold states."""
+        """A writer from this KV memory to ``memory``, page after page, in ``layout``: ROWS or CELLS.
+
+        Raises KernelError for memory that is too small, another layout, or pages that hold states.
+        """
         ...
 
 
 def export_layout(numerics: str) -> str:
-    """How pages lie in a numerics class: one layout for all kernels of a kind."""
+    """The layout of pages in a numerics class."""
     return CELLS if numerics.startswith("cpp-") else ROWS

@@ -11,16 +11,16 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import Ops, RecordableModel
+from penstock.kernels.ops import Ops, RecordableModel, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 
 
 class RecordingError(Exception):
-    """The steps do something that no recording can keep, such as looking into an array."""
+    """The steps do something that cannot be recorded, such as looking into an array."""
 
 
-class DirectProgram:
-    """See ``ops.StepProgram``: every row draws from stored logits."""
+class DirectProgram(StepProgram):
+    """Runs the steps operation by operation; every row samples from stored logits."""
 
     def __init__(self, ops: Ops, steps: RecordableModel, kv: Array) -> None:
         self._ops = ops
@@ -36,7 +36,6 @@ class DirectProgram:
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        """See ``StepProgram.run``."""
         self._hidden = self._steps.forward(self._ops, replace(batch), self._kv)
         wanted = batch.sample_rows_R
         if len(wanted) == scored:
@@ -49,10 +48,9 @@ class DirectProgram:
         logits_RV = self._steps.logits(self._ops, hidden_RD)
         if ready is not None:
             ready()
-        drawn = self._ops.sample(logits_RV, [*rows, *picks.rows()])
-        picks.tokens_F[:] = [one.token for one in drawn[len(rows) :]]
-        return drawn[: len(rows)]
+        sampled = self._ops.sample(logits_RV, [*rows, *picks.rows()])
+        picks.tokens_F[:] = [one.token for one in sampled[len(rows) :]]
+        return sampled[: len(rows)]
 
     def hidden(self) -> Array:
-        """See ``StepProgram.hidden``."""
         return self._hidden

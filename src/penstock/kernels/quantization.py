@@ -70,7 +70,7 @@ class QuantFormat:
 
     @property
     def has_super(self) -> bool:
-        """Are scales integers of a super-block?"""
+        """Whether scales are integers of a super-block."""
         return self.scale in (ScaleType.U8_OF_F16, ScaleType.I8_OF_F16)
 
     def table(self) -> NDArray[Any]:
@@ -111,7 +111,7 @@ class QuantRows:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [n, k] whose rows are read when they are wanted, from any thread."""
+    """A matrix [n, k] whose rows are read on demand, from any thread."""
 
     n: int
     k: int
@@ -150,7 +150,7 @@ def integer_values(bits: int, offset: int) -> tuple[float, ...]:
 
 
 def fits_kernels(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
-    """Can these matrices, one below the other and cut at these columns, be multiplied as they are?"""
+    """Whether the kernels can multiply these matrices, stacked and cut at these columns, without dequantizing."""
     whole = all(part.n % PANEL_ROWS == 0 for part in parts[:-1]) and all(end % UNIT_COLUMNS == 0 for end in ends)
     groups = (min(part.format.group, part.k) for part in parts)
     units = all(group == PIECE_COLUMNS or group % UNIT_COLUMNS == 0 for group in groups)

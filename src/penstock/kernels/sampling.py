@@ -1,5 +1,9 @@
 # ruff: noqa: N815  (field names carry shapes)
-"""How one token is to be drawn, and what was drawn: data between the runner and the kernels."""
+"""Parameters and results of sampling a token, and the random numbers that every backend is tested against.
+
+Random numbers are Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011).
+The generator is counter-based: a number depends on (seed, position, choice, token) only, not on order, batch or worker.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class SampleRow:
-    """How one token is to be drawn (see types.SamplingParams) and what was drawn before."""
+    """Sampling parameters of one token (types.SamplingParams), and the tokens sampled before."""
 
     seed: int
-    position: int  # absolute position that the drawn token will have: the generator's first counter word
+    position: int  # absolute position that the sampled token will have: the generator's first counter word
     choice: int
     temperature: float
     top_k: int | None = None
@@ -23,19 +27,19 @@ class SampleRow:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    output_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # distinct ids of the answer
+    output_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # distinct output ids
     output_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # how often each
     prompt_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # distinct ids of the prompt
     bias_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     bias_values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    banned_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # cannot be drawn now
-    allowed: NDArray[np.uint32] | None = None  # [ceil(V / 32)]: bit i % 32 of word i // 32 says whether i can be drawn
+    banned_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # cannot be sampled now
+    allowed: NDArray[np.uint32] | None = None  # [ceil(V / 32)]: bit i % 32 of word i // 32: whether i is allowed
     logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was drawn for one row."""
+    """The token sampled for one row."""
 
     token: int
     logprob: float | None = None  # of the unmodified distribution, when asked for
@@ -44,20 +48,20 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class GumbelRows:
-    """F rows that draw from all tokens by temperature alone: the largest logit, or logit / temperature + noise.
+    """F rows that sample from all tokens by temperature alone: the largest logit, or logit / temperature + noise.
 
     Their logits need never be stored.  ``tokens_F`` receives the tokens.
     """
 
     seeds_F: NDArray[np.uint64]
-    positions_F: NDArray[np.uint32]  # absolute positions that the drawn tokens will have
+    positions_F: NDArray[np.uint32]  # absolute positions that the sampled tokens will have
     choices_F: NDArray[np.uint32]
     temperatures_F: NDArray[np.float32]
     tokens_F: NDArray[np.int32]
 
     @classmethod
     def empty(cls, count: int) -> GumbelRows:
-        """Room for so many rows, zeroed."""
+        """Arrays for ``count`` rows, zeroed."""
         return cls(
             np.zeros(count, np.uint64),
             np.zeros(count, np.uint32),
@@ -71,13 +75,6 @@ class GumbelRows:
         columns = (self.seeds_F, self.positions_F, self.choices_F, self.temperatures_F)
         return [SampleRow(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
-
-# MERGED: Random numbers of the sampler, written out plainly in NumPy: the definition that every backend is
-# MERGED: tested against.
-# MERGED:
-# MERGED: Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
-# MERGED: Counter-based, so a
-# MERGED: draw depends on (seed, position, choice, token) only: never on order, batch or worker.
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)

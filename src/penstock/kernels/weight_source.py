@@ -12,7 +12,7 @@ from penstock.errors import KernelError
 from penstock.kernels.compressed import CompressedMatrix
 
 PIECE_BYTES = 256 << 10
-"""Checksums are made of pieces of about so many bytes, or of one panel of a matrix if that is longer
+"""Bytes of a checksum's piece, about; a piece is at least one panel of a matrix
 (docs/format.md)."""
 
 ProgressCallback = Callable[[int, int], None]

@@ -1,4 +1,4 @@
-"""What the C++ kernels are handed beside arrays: KV memory, kinds of gates, experts, and how a row is drawn."""
+"""Arguments of the C++ kernels that are not arrays: KV memory, gates, routing, experts, attention, sampling."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({kind: number for numbe
 
 
 def gate_words(gate: Gate) -> tuple[int, float, float, float, bool]:
-    """How the kernels are told of a gate."""
+    """The kernels' form of a gate."""
     return ACTIVATIONS[gate.activation], gate.alpha, gate.limit, gate.shift, gate.interleaved
 
 
@@ -65,7 +65,7 @@ _SCORES: Mapping[Score, int] = MappingProxyType({score: number for number, score
 
 
 def routing_words(how: Routing) -> _native.RoutingWords:
-    """How the kernels are told of a routing."""
+    """The kernels' form of a routing."""
     groups = (how.groups, how.groups_kept, how.pairs)
     return how.experts, how.top_k, _SCORES[how.score], how.normalised, *groups, how.factor
 
@@ -111,7 +111,7 @@ def attention_rule(spec: AttentionSpec) -> _native.AttentionRule:
 def angle_table(
     angles_PC2: NDArray[np.float64], factor: float, *, interleaved: bool, axes_C2: Sequence[int] | None = None
 ) -> _native.Rope:
-    """See ``Ops.angle_table``; ``axes_C2`` as in ``Ops.rope_table``."""
+    """``axes_C2`` as in ``Ops.rope_table``."""
     table = np.empty((len(angles_PC2), 2, angles_PC2.shape[1]), np.float32)
     table[:, 0] = np.cos(angles_PC2) * factor
     table[:, 1] = np.sin(angles_PC2) * factor
@@ -119,7 +119,7 @@ def angle_table(
 
 
 def draw_row(row: SampleRow) -> _native.DrawRow:
-    """How the kernels are told to draw a row.  The arrays of ``row`` are read when it is drawn."""
+    """The kernels' form of a row to sample.  The arrays of ``row`` are read when it is sampled."""
     draw = _native.DrawRow(
         row.seed, row.position, row.choice, row.temperature, row.top_k, row.top_p, row.min_p, row.logprobs
     )
@@ -141,9 +141,9 @@ def draw_row(row: SampleRow) -> _native.DrawRow:
     return draw
 
 
-def sampled_tokens(rows: list[SampleRow], answers: list[_native.Answer]) -> list[Sampled]:
-    """The kernels' answers to these rows."""
+def sampled_tokens(rows: list[SampleRow], results: list[_native.Answer]) -> list[Sampled]:
+    """The kernels' results for these rows."""
     return [
         Sampled(token) if row.logprobs is None else Sampled(token, logprob, tuple(top))
-        for row, (token, logprob, top) in zip(rows, answers, strict=True)
+        for row, (token, logprob, top) in zip(rows, results, strict=True)
     ]

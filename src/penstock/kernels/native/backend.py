@@ -1,12 +1,9 @@
-"""The C++ kernels behind the ``Ops`` signatures, on NumPy arrays: one backend put together from its parts.
+"""The C++ backend: the operations of ``ops.Ops`` on NumPy arrays.
 
-The operations are in ``native_model``, ``native_rows``, ``native_products``, ``native_attention``, ``native_states``
-and ``native_head``; here is the list, so that a backend is one object whose operations are found by one look.
+Arrays of the compute type bf16 are uint16.  Imports no torch and starts no thread before the first operation that is
+worth more than one: a process may pack weights with this and fork afterwards.
 
-Arrays of the compute type bf16 are held as uint16.  Imports no torch and starts no thread before the first operation
-that is worth more than one: a zygote may pack weights with this and fork afterwards.
-
-Results that are alive are never overwritten (see ``memory.StepBuffers``).  Operations run one at a time in a process.
+Live results are never overwritten (``memory.StepBuffers``).  A process runs one operation at a time.
 """
 
 from __future__ import annotations
@@ -60,13 +57,6 @@ from penstock.kernels.ops import Ops, RecordableModel, StepProgram
 from penstock.kernels.program import DirectProgram, RecordingError
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
-
-# MERGED: The C++ kernels' weights, KV memory and tables: what is made once a model, and looking inside
-# MERGED: arrays.
-# MERGED:
-# MERGED: One of the parts that ``native`` puts together.  Starts no thread: a zygote may pack weights with
-# MERGED: this and fork
-# MERGED: afterwards.
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
 
@@ -473,8 +463,8 @@ class NativeOps(Ops):
         return sampled_tokens(rows, self._kernels.sample(logits_RV, [draw_row(row) for row in rows]))
 
     def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
-        answers = self._kernels.score_tokens(logits_RV, tokens_R, top)
-        return [Sampled(token, logprob, tuple(likeliest)) for token, logprob, likeliest in answers]
+        scored = self._kernels.score_tokens(logits_RV, tokens_R, top)
+        return [Sampled(token, logprob, tuple(likeliest)) for token, logprob, likeliest in scored]
 
     def gumbel(self, seed: int, position: int, choice: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """The noise that ``sample`` adds for each of these token ids (tests and tools)."""

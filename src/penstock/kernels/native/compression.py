@@ -27,7 +27,7 @@ ESCAPE_PADDING = 64
 """Bytes that the kernels may read behind the last escape."""
 
 DECODED_BYTES = 1 << 20
-"""bf16 bytes that ``decoded_panels`` makes at a time, so that whoever reads them finds them in a cache."""
+"""bf16 bytes that ``decoded_panels`` yields at a time: they stay in a cache until they are read."""
 
 
 def compress(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:

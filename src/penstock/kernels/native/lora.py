@@ -1,4 +1,4 @@
-"""Adapters for the C++ kernels: each in memory of its own, which goes with it."""
+"""LoRA adapters of the C++ kernels.  Each has its own memory, which is freed with it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ml_dtypes import bfloat16
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
+from penstock.kernels.lora import AdapterTable, LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.native.memory import WeightArena
 from penstock.kernels.operands import Array, PackedLinear
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
 
 
-class NativeAdapters:
-    """See ``adapters.AdapterTable``."""
+class NativeAdapters(AdapterTable):
+    """Adapters of the C++ kernels."""
 
     def __init__(self, sites: Sequence[PackedLinear], slots: int, per_cell: int) -> None:
         self.data = _native.Adapters([(site.k, site.n) for site in sites], slots, per_cell)
@@ -25,7 +25,6 @@ class NativeAdapters:
         self._per_cell = per_cell
 
     def pack(self, parts: Mapping[int, Sequence[LowRank]]) -> PackedAdapter:
-        """See ``AdapterTable.pack``."""
         ordered = {site: checked_parts(self._sites[site], own) for site, own in parts.items()}
         arena = WeightArena()
         arena.reserve(sum(self._nbytes(site, part) for site, own in ordered.items() for part in own))
@@ -34,14 +33,12 @@ class NativeAdapters:
         return PackedAdapter(packed, nbytes)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
-        """See ``AdapterTable.put``."""
         self.data.clear(slot)
         for site, parts in adapter.parts.items():
             words = [(part.down.data, part.up.data, part.first, part.scale) for part in parts]
             self.data.put(slot, site, words)
 
     def clear(self, slot: int) -> None:
-        """See ``AdapterTable.clear``."""
         self.data.clear(slot)
 
     def _nbytes(self, site: int, part: LowRank) -> int:

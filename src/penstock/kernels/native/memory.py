@@ -63,11 +63,10 @@ def _huge_region(nbytes: int) -> NDArray[np.uint8]:
 
 
 class StepBuffers:
-    """Memory for results: large arrays come from buffers that are used again, so a step faults in no fresh pages.
+    """Memory for results: large arrays come from reused buffers, so a step faults in no fresh pages.
 
-    The rule: a buffer is handed out again only when no array over it is alive.  So a caller may keep any result as
-    long as it likes, and loses nothing but the reuse.  Liveness is CPython's reference count of the buffer: every
-    array over it, and every view of such an array, holds one reference.
+    A buffer is reused only when no array over it is alive, so a caller may keep any result.  Liveness is CPython's
+    reference count of the buffer: every array over it, and every view of such an array, holds one reference.
     """
 
     def __init__(self) -> None:

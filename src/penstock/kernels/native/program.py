@@ -1,7 +1,7 @@
-"""A model's step recorded for the C++ kernels: the layers call ``Ops`` once, on values that are only names.
+"""A model's step recorded for the C++ kernels: the layers call the operations once, on symbolic arrays.
 
-What comes out is valid for any tokens and rows: shapes are multiples of their numbers, and an operation that chooses
-its path by them does so inside.  Running it is one call that lets other threads run.
+The recorded step is valid for any tokens and rows: shapes are multiples of their numbers, and an operation that chooses
+its path by them does so inside.  Running it is one call, without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import Ops, RecordableModel
+from penstock.kernels.ops import Ops, RecordableModel, StepProgram
 from penstock.kernels.program import RecordingError
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 
 
 class SymbolicArray:
-    """An array that will be there in every run, by its number.  Nothing can be learnt from it."""
+    """The number of an array that every run has.  It has no other content."""
 
     __slots__ = ("slot",)
 
@@ -59,14 +59,14 @@ class SymbolicArray:
 
 
 class _Rows:
-    """Tokens or wanted rows of any step.  There are some: operations for wanted rows are left out where none are."""
+    """Tokens or output rows of any step, at least one: without output rows their operations are skipped."""
 
     def __len__(self) -> int:
         return 1
 
 
 class RecordingOps:
-    """The operations of a step, written down.  Whatever else ``Ops`` has cannot be recorded."""
+    """Records the operations of a step.  Other operations of ``Ops`` cannot be recorded."""
 
     def __init__(self, family: str, compute_dtype: str, kv: NativeKv, tapped: tuple[int, ...]) -> None:
         self.compute_dtype = compute_dtype
@@ -82,7 +82,6 @@ class RecordingOps:
         raise RecordingError(f"{name} cannot be recorded")
 
     def embed(self, table: PackedLinear, tokens_T: NDArray[np.int32], scale: float = 1.0) -> SymbolicArray:
-        """See ``Ops.embed``."""
         if cast(object, tokens_T) is not self.tokens:
             raise RecordingError("only the step's own tokens are looked up")
         hidden_TD = SymbolicArray(self.step.embed(table.data))
@@ -91,49 +90,39 @@ class RecordingOps:
         return hidden_TD
 
     def embed_add(self, table: PackedLinear, positions_T: NDArray[np.int32], hidden_TD: SymbolicArray) -> None:
-        """See ``Ops.embed_add``."""
         if positions_T is not self.batch.positions_T:
             raise RecordingError("only the step's own positions are looked up")
         self.add(hidden_TD, SymbolicArray(self.step.positions(table.data)))
 
     def place_rows(self, hidden_TD: SymbolicArray, batch: StepBatch) -> None:
-        """See ``Ops.place_rows``."""
         if batch is not self.batch:
             raise RecordingError("only the step's own rows are given")
         self.step.place_rows(hidden_TD.slot)
 
     def features(self, batch: StepBatch, width: int) -> SymbolicArray:
-        """See ``Ops.features``."""
         self._check(batch, self.kv)
         return SymbolicArray(self.step.features(width))
 
     def tap(self, hidden_TD: SymbolicArray, batch: StepBatch, place: int) -> None:
-        """See ``Ops.tap``."""
         self._check(batch, self.kv)
         self.step.tap(hidden_TD.slot, place)
 
     def rms_norm(self, hidden_TD: SymbolicArray, weight_D: Array, eps: float) -> SymbolicArray:
-        """See ``Ops.rms_norm``."""
         return SymbolicArray(self.step.rms_norm(hidden_TD.slot, weight_D, eps))
 
     def norm_add(self, hidden_TD: SymbolicArray, x_TD: SymbolicArray, weight_D: Array, eps: float) -> None:
-        """See ``Ops.norm_add``."""
         self.step.norm_add(x_TD.slot, weight_D, eps, hidden_TD.slot)
 
     def layer_norm(self, hidden_TD: SymbolicArray, weight_D: Array, bias_D: Array | None, eps: float) -> SymbolicArray:
-        """See ``Ops.layer_norm``."""
         return SymbolicArray(self.step.layer_norm(hidden_TD.slot, weight_D, bias_D, eps))
 
     def layer_norm_in_place(self, hidden_TD: SymbolicArray, weight_D: Array, bias_D: Array | None, eps: float) -> None:
-        """See ``Ops.layer_norm_in_place``."""
         self.step.layer_norm_in_place(hidden_TD.slot, weight_D, bias_D, eps)
 
     def linear(self, x_TK: SymbolicArray, weight: PackedLinear) -> SymbolicArray:
-        """See ``Ops.linear``."""
         return SymbolicArray(self.step.linear(x_TK.slot, weight.data))
 
     def linear_add(self, x_TK: SymbolicArray, weight: PackedLinear, hidden_TN: SymbolicArray) -> None:
-        """See ``Ops.linear_add``."""
         self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
 
     def lora_add(
@@ -146,12 +135,11 @@ class RecordingOps:
         *,
         wanted: bool,
     ) -> None:
-        """See ``Ops.lora_add``; whose rows they are is known of ``x_TK``."""
+        """Whose rows they are is known of ``x_TK``."""
         self._check(batch, self.kv)
         self.step.lora_add(x_TK.slot, adapters.data, site, out_TN.slot)
 
     def norm_heads(self, x_TN: SymbolicArray, weight_C: Array, eps: float, *, first: int, count: int) -> None:
-        """See ``Ops.norm_heads``."""
         self.step.norm_heads(x_TN.slot, weight_C, eps, first, count)
 
     def rope_and_write(
@@ -166,7 +154,6 @@ class RecordingOps:
         kv_heads: int,
         q_scale: Array | None = None,
     ) -> SymbolicArray:
-        """See ``Ops.rope_and_write``."""
         self._check(batch, kv)
         if kv_heads != kv.shape.kv_heads:
             raise RecordingError(f"the KV memory has {kv.shape.kv_heads} heads, not {kv_heads}")
@@ -183,7 +170,6 @@ class RecordingOps:
         norm: Array,
         eps: float,
     ) -> None:
-        """See ``Ops.latent_write``."""
         self._check(batch, kv)
         self.step.latent_write(latent_TC.slot, norm, eps, rope, layer)
 
@@ -197,12 +183,10 @@ class RecordingOps:
         *,
         heads: int,
     ) -> SymbolicArray:
-        """See ``Ops.latent_query``."""
         self._check(batch, kv)
         return SymbolicArray(self.step.latent_query(q_TN.slot, absorb.data, rope, heads))
 
     def heads_linear(self, x_THK: SymbolicArray, weight: PackedLinear, *, heads: int) -> SymbolicArray:
-        """See ``Ops.heads_linear``."""
         return SymbolicArray(self.step.heads_linear(x_THK.slot, weight.data, heads))
 
     def paged_attention(
@@ -213,62 +197,49 @@ class RecordingOps:
         batch: StepBatch,
         spec: AttentionSpec,
     ) -> SymbolicArray:
-        """See ``Ops.paged_attention``."""
         self._check(batch, kv)
         return SymbolicArray(self.step.attention(q_THC.slot, layer, attention_rule(spec)))
 
     def gated(self, gate_up_T2I: SymbolicArray, kind: Gate = SILU) -> SymbolicArray:
-        """See ``Ops.gated``."""
         return SymbolicArray(self.step.gated(gate_up_T2I.slot, gate_words(kind)))
 
     def activate(self, x_TI: SymbolicArray, kind: Activation, alpha: float = 1.0) -> SymbolicArray:
-        """See ``Ops.activate``."""
         return SymbolicArray(self.step.activate(x_TI.slot, ACTIVATIONS[kind], alpha))
 
     def route(self, logits_TE: SymbolicArray, routing: Routing, bias_E: Array | None = None) -> Routes:
-        """See ``Ops.route``."""
         return Routes(SymbolicArray(self.step.route(logits_TE.slot, routing_words(routing), bias_E)), routing.top_k)
 
     def experts_add(
         self, x_TK: SymbolicArray, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: SymbolicArray
     ) -> None:
-        """See ``Ops.experts_add``."""
         self.step.experts_add(x_TK.slot, routes.data.slot, experts.data, gate_words(kind), hidden_TD.slot)
 
     def add(self, hidden_TD: SymbolicArray, x_TD: SymbolicArray) -> None:
-        """See ``Ops.add``."""
         self.step.add(x_TD.slot, hidden_TD.slot)
 
     def add_bias(self, x_TN: SymbolicArray, bias_N: Array) -> None:
-        """See ``Ops.add_bias``."""
         self.step.add_bias(x_TN.slot, bias_N)
 
     def scale(self, x_TN: SymbolicArray, factor: float) -> None:
-        """See ``Ops.scale``."""
         self.step.form(x_TN.slot, factor, 0.0)
 
     def softcap(self, x_TN: SymbolicArray, cap: float) -> None:
-        """See ``Ops.softcap``."""
         self.step.form(x_TN.slot, 1.0, cap)
 
     def gated_norm(
         self, x_TN: SymbolicArray, gate_TM: SymbolicArray, weight_C: Array, eps: float, *, first: int
     ) -> SymbolicArray:
-        """See ``Ops.gated_norm``."""
         return SymbolicArray(self.step.gated_norm(x_TN.slot, gate_TM.slot, first, weight_C, eps))
 
     def sigmoid_gated(self, x_TN: SymbolicArray, gate_TN: SymbolicArray) -> SymbolicArray:
-        """See ``Ops.sigmoid_gated``."""
         return SymbolicArray(self.step.sigmoid_gated(x_TN.slot, gate_TN.slot))
 
     def gated_add(self, hidden_TD: SymbolicArray, x_TD: SymbolicArray, gate_T1: SymbolicArray) -> None:
-        """See ``Ops.gated_add``."""
         self.step.gated_add(x_TD.slot, gate_T1.slot, hidden_TD.slot)
 
     def causal_conv(
         self, x_TN: SymbolicArray, weight_KC: Array, kv: NativeKv, layer: int, batch: StepBatch
     ) -> SymbolicArray:
-        """See ``Ops.causal_conv``."""
         self._check(batch, kv)
         return SymbolicArray(self.step.causal_conv(x_TN.slot, weight_KC, layer))
 
@@ -285,12 +256,10 @@ class RecordingOps:
         beta: int,
         decay: int,
     ) -> SymbolicArray:
-        """See ``Ops.delta_rule``."""
         self._check(batch, kv)
         return SymbolicArray(self.step.delta_rule(qkv_TC.slot, gates_TN.slot, (beta, decay), rates_H, shifts_H, layer))
 
     def rows(self, x_TD: SymbolicArray, rows_R: NDArray[np.int32]) -> SymbolicArray:
-        """See ``Ops.rows``."""
         if cast(object, rows_R) is not self.wanted:
             raise RecordingError("only the step's wanted rows are picked out")
         return SymbolicArray(self.step.wanted_rows(x_TD.slot))
@@ -300,8 +269,8 @@ class RecordingOps:
             raise RecordingError("a step has one batch and one KV memory")
 
 
-class RecordedProgram:
-    """See ``ops.StepProgram``."""
+class RecordedProgram(StepProgram):
+    """A recorded step, run by one call into C++."""
 
     def __init__(self, step: _native.RecordedStep) -> None:
         self.step = step
@@ -315,15 +284,13 @@ class RecordedProgram:
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        """See ``StepProgram.run``."""
         known = self._inputs
         if known is None or known[0] is not batch or known[1] is not picks:
             known = self._inputs = (batch, picks, _inputs_of(batch, picks))
-        answers = self.step.run(known[2], scored, [draw_row(row) for row in rows], ready)
-        return sampled_tokens(rows, answers) if rows else []
+        results = self.step.run(known[2], scored, [draw_row(row) for row in rows], ready)
+        return sampled_tokens(rows, results) if rows else []
 
     def hidden(self) -> NDArray[np.float32]:
-        """See ``StepProgram.hidden``."""
         out_RD = np.empty(self.step.hidden_shape, np.float32)
         self.step.read_hidden(out_RD)
         return out_RD

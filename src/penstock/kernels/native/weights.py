@@ -1,7 +1,8 @@
-"""Loads weights from files into the kernels' memory, with several threads in one pass (cpp/host/weight_loader.hpp).
+"""Weights in the kernels' memory: loaded from files, and packed from quantized matrices, by several threads.
 
-Each tensor is read, checked and packed piece by piece, so the peak is the weights themselves.  The threads end with
-``run``: whoever loads weights is about to fork.  Knows where bytes lie, not what the files are.
+Each tensor is read, checked and packed piece by piece (cpp/host/weight_loader.hpp), and codes are unpacked a few rows
+at a time (cpp/quantized/quantized_packing.*), so the peak is the packed weights themselves.  The threads end with the
+call: the process forks afterwards.  Knows offsets in files, no file formats.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from penstock.kernels.quantization import (
     padded_rows,
     panel_records,
 )
-from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor
+from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor, WeightLoading
 
 WATCH_EVERY_S = 0.05
-"""How often the caller is told how far it is."""
+"""Interval of progress callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class LoadingBackend:
     vector: Callable[[NDArray[Any]], Any]
 
 
-class NativeWeightLoading:
-    """See ``stored.Loading``."""
+class NativeWeightLoading(WeightLoading):
+    """Loads weights into an arena with C++ threads."""
 
     def __init__(self, backend: LoadingBackend) -> None:
         self._backend = backend
@@ -56,13 +57,11 @@ class NativeWeightLoading:
         self._finish: dict[str, Callable[[], Any]] = {}
 
     def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
-        """See ``stored.Loading.vector``."""
         raw = np.empty(tensor.columns * dtype.itemsize, np.uint8)
         self._native.add_bytes(self._tensor(tensor.name), tensor.file, tensor.offset, raw)
         self._finish[name] = lambda: self._backend.vector(raw.view(dtype))
 
     def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
-        """See ``stored.Loading.matrix``."""
         n, k = sum(part.rows for part in parts), parts[0].columns
         ends, per_cell = list(segments or (k,)), self._backend.per_cell
         cells = self._backend.arena.cells(_native.Weights.cells_needed(n, k, ends, per_cell))
@@ -81,7 +80,6 @@ class NativeWeightLoading:
         parts: list[tuple[StoredTensor, CompressedMatrix]],
         segments: tuple[int, ...] | None,
     ) -> bool:
-        """See ``stored.Loading.compressed``."""
         matrices = [matrix for _, matrix in parts]
         ends = segments or (matrices[0].k,)
         if not self._backend.keeps_compressed(matrices, ends):
@@ -101,7 +99,6 @@ class NativeWeightLoading:
         return True
 
     def run(self, threads: int, watch: ProgressCallback) -> dict[str, Any]:
-        """See ``stored.Loading.run``."""
         total = self._native.all_bytes()
         try:
             self._native.start(threads)
@@ -116,7 +113,6 @@ class NativeWeightLoading:
         return {name: _finished(name, finish) for name, finish in self._finish.items()}
 
     def checksum(self, tensor: str, text: str) -> str:
-        """See ``stored.Loading.checksum``."""
         return self._native.checksum(self._indices[tensor], text).hex()
 
     def _tensor(self, name: str) -> int:
@@ -167,12 +163,6 @@ def _finished(name: str, finish: Callable[[], Any]) -> Any:
     except KernelError as error:
         raise LoadFailed(name, f"damaged, {error}") from error
 
-
-# MERGED: Packs quantized matrices into the kernels' memory, with threads that end with the call
-# MERGED: (cpp/quantized/quantized_packing.*).
-# MERGED:
-# MERGED: Codes are unpacked a few rows at a time, so the peak is the packed weights themselves.  Knows no
-# MERGED: files.
 
 CODES_AT_A_TIME = 1 << 20
 """Weights that a thread unpacks at once: what it works on stays in its cache."""

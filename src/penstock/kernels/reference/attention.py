@@ -1,6 +1,8 @@
-"""The oracle's attention: KV memory, rotary positions, and one tile of 16 positions that attends to all its keys.
+"""The oracle's attention: KV memory and its fp8 codes, rotary positions, sparse block selection, and one tile of 16
+positions that attends to all its keys.
 
-Knows nothing about batches: ``reference`` calls it tile by tile.
+Knows nothing of batches: ``reference.backend`` calls it tile by tile.  ``UncachedAttention`` computes one sequence
+after the other, so a sequence's result depends on its own shapes only.  This module imports torch.
 """
 
 from __future__ import annotations
@@ -24,10 +26,6 @@ from penstock.kernels.operands import (
     StepBatch,
 )
 from penstock.types import PAGE_TOKENS
-
-# MERGED: The oracle's codes of keys and values (``kv_types``), by torch's own E4M3.
-# MERGED:
-# MERGED: Knows rows of numbers; not pages.  This module imports torch.
 
 _LARGEST = 448.0 / 512
 """What of a number's significand, from 1/2 on, is the largest code's."""
@@ -55,16 +53,11 @@ def _power(biased: Tensor) -> Tensor:
     return (biased << 23).view(torch.float32)
 
 
-# MERGED: The oracle's sparse attention: which keys the 16 positions of one aligned tile read.  See
-# MERGED: ``kernels.sparse``.
-# MERGED:
-# MERGED: Knows nothing about pages: it is given all keys up to the tile's end.
-
 BLOCK_PAGES = BLOCK_KEYS // PAGE_TOKENS
 
 
 def block_scores(q_GMC: Tensor, k_GNC: Tensor, dtype: torch.dtype) -> Tensor:
-    """How much each position of a tile likes each whole block before its end, [G, 16, blocks]; mean keys are rounded
+    """Each position's score of each whole block before the tile's end, [G, 16, blocks]; mean keys are rounded
     to ``dtype`` as keys are.  A group's rows are its heads, one after another."""
     groups, keys, dims = k_GNC.shape
     pages = keys // BLOCK_KEYS * BLOCK_PAGES
@@ -104,7 +97,7 @@ def read_keys(q_GMC: Tensor, k_GNC: Tensor, first: int, sparse: Sparse, dtype: t
 class ReferenceKv:
     """A page holds of each of its layers keys, then values, a head's tokens one after another; all are views of it.
 
-    Of codes (``kv_types``), the exponents of keys, then of values, stand behind them.
+    Of codes (``operands.KvType``), the exponents of keys, then of values, stand behind them.
     """
 
     shape: KvShape
@@ -152,7 +145,7 @@ class ReferenceRope:
 
 
 def kv_over(numbers: Tensor, shape: KvShape) -> ReferenceKv:
-    """KV memory over so many numbers; over bytes, it is one of codes."""
+    """KV memory over these numbers; over bytes, it holds codes."""
     coded = numbers.dtype == torch.uint8
     key_dim, value_dim = shape.key_dim, 0 if shape.shared else shape.value_dim
     widths = [key_dim, value_dim, int(coded), int(coded and not shape.shared)]
@@ -247,15 +240,9 @@ def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, spec
     return out_THC[slot : slot + count]
 
 
-# MERGED: The oracle's attention without a cache: one sequence after the other, each as a whole.
-# MERGED:
-# MERGED: What a sequence gives depends on its own shapes only, whatever stands beside it.  This module
-# MERGED: imports torch.
-
-
 @dataclass(frozen=True, slots=True)
 class UncachedAttention:
-    """See ``Ops.attention``."""
+    """``Ops.attention``, one sequence after the other."""
 
     heads: int
     kv_heads: int

@@ -1,14 +1,11 @@
 """The oracle: every operation in torch, on the CPU or a GPU, written to be read rather than to be fast.
 
-The operations are in ``reference_model``, ``reference_over_rows``, ``reference_products``, ``reference_sequences``,
-``reference_states`` and ``reference_head``; here is the list.
-
 Batch-invariant in the simple way: where torch chooses its arithmetic by shape, it is only ever given one.  On the CPU a
 linear, a norm and an activation see one row at a time, elsewhere fixed tiles padded with zeros; attention sees tiles
 of 16 positions aligned to absolute position, so a token stands in the same place of the same shapes in every call.
 Products are in fp32 over operands rounded to the compute type.
 
-This module imports torch; nothing imports this module but ``select``, when it is asked for, and the Triton backend.
+This module imports torch; only ``select`` imports it, on demand, and the Triton backend.
 """
 
 from __future__ import annotations
@@ -152,7 +149,7 @@ class ReferenceOps(Ops):
         return self.context.tensor(np.asarray(weight_D, np.float32))
 
     def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> ReferenceKv:
-        """``memory`` is served on the CPU only, and codes have no states beside them (KernelError
+        """``memory`` is supported on the CPU only, and codes exclude states of recurrent layers (KernelError
         elsewhere)."""
         if self._coded and shape.states is not None:
             raise KernelError(f"states of recurrent layers are in fp32: the pages they lie in cannot be in {FP8_E4M3}")

@@ -34,7 +34,7 @@ class ChosenExperts:
 
 
 def choose_experts(logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> ChosenExperts:
-    """See ``Ops.route``."""
+    """``Ops.route`` for rows of logits."""
     scores_TE = _scores(logits_TE, how)
     by_score = bias_E is not None or how.pairs
     choice_TE = (scores_TE if by_score else logits_TE).clone()

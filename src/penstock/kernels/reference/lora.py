@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
+from penstock.kernels.lora import AdapterTable, LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.operands import PackedLinear
 
 
-class ReferenceAdapters:
-    """See ``adapters.AdapterTable``; ``data`` is the packed adapters by slot."""
+class ReferenceAdapters(AdapterTable):
+    """Adapters of the oracle; ``data`` holds the packed ones by slot."""
 
     def __init__(self, sites: Sequence[PackedLinear], slots: int, pack: Callable[..., PackedLinear]) -> None:
         self.data: list[PackedAdapter | None] = [None] * slots
@@ -25,7 +25,6 @@ class ReferenceAdapters:
         self._pack = pack
 
     def pack(self, parts: Mapping[int, Sequence[LowRank]]) -> PackedAdapter:
-        """See ``AdapterTable.pack``."""
         packed = {
             site: tuple(self._part(site, part) for part in self._ordered(site, own)) for site, own in parts.items()
         }
@@ -33,11 +32,9 @@ class ReferenceAdapters:
         return PackedAdapter(packed, nbytes)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
-        """See ``AdapterTable.put``."""
         self.data[slot] = adapter
 
     def clear(self, slot: int) -> None:
-        """See ``AdapterTable.clear``."""
         self.data[slot] = None
 
     def _ordered(self, site: int, parts: Sequence[LowRank]) -> list[LowRank]:
@@ -57,7 +54,7 @@ def lora_add(
     *,
     linear: Callable[[Tensor, PackedLinear], Tensor],
 ) -> None:
-    """See ``Ops.lora_add``."""
+    """``Ops.lora_add``, given the slot of every row."""
     for slot in sorted({int(slot) for slot in slots_T if slot >= 0}):
         adapter = adapters.data[slot]
         rows = torch.as_tensor(np.flatnonzero(slots_T == slot), device=x_TK.device)

@@ -1,6 +1,6 @@
 """Pages out of torch's memory, on a GPU or the CPU, into a processor's: gathered, permuted, copied.  No arithmetic.
 
-On a GPU all of it runs on a stream of its own behind what was computed so far, beside the next step; the bus is what
+On a GPU all of it runs on its own stream, after what was computed so far and during the next step; the bus is what
 limits it.  The host's memory is registered with the driver if that lets us, so that copies need no thread of ours.
 
 This module imports torch.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.page_export import CELLS, ROWS, PendingExport
+from penstock.kernels.page_export import CELLS, ROWS, PageWriter, PendingExport
 from penstock.kernels.reference.attention import ReferenceKv
 from penstock.types import PAGE_TOKENS
 
@@ -29,8 +29,8 @@ STAGED_BYTES = 64 << 20
 """Pages that are permuted at a time, on the device."""
 
 
-class TorchPageWriter:
-    """See ``page_writing.PageWriter``."""
+class TorchPageWriter(PageWriter):
+    """Exports pages through a staging buffer on the device."""
 
     def __init__(self, kv: ReferenceKv, memory: memoryview, layout: str) -> None:
         """``memory`` stays mapped and in place for as long as this is used."""
@@ -55,7 +55,6 @@ class TorchPageWriter:
         self._staged_MN = torch.empty((most, numbers), dtype=dtype, device=device)
 
     def begin(self, pages: Sequence[int]) -> PendingExport:
-        """See ``PageWriter.begin``."""
         if self._stream is None:
             self._write(pages)
             return FinishedExport()
@@ -96,19 +95,19 @@ def copy_permuted(kv: ReferenceKv, pages: Sequence[int], into_MN: Tensor, per_ce
 
 def _on_device(pages: Sequence[int], device: torch.device) -> Tensor:
     """Without waiting: a copy out of pageable memory is one that the host waits for, behind all that its stream does
-    already, here the copies of pages.  Torch gives pinned memory to nobody before the copy out of it is over."""
+    already, here the copies of pages.  Torch reuses pinned memory only after the copy out of it has ended."""
     on_gpu = device.type == "cuda"
     return torch.tensor(pages, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
-class FinishedExport:
-    """See ``PendingExport``: at once."""
+class FinishedExport(PendingExport):
+    """An export that ended at once."""
 
     over = True
 
 
-class EventExport:
-    """See ``PendingExport``."""
+class EventExport(PendingExport):
+    """An export that ends with a CUDA event."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -59,7 +59,7 @@ def log_softmax(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def draw_token(logits_V: NDArray[np.float32], row: SampleRow) -> int:
-    """The token that this row draws."""
+    """The token sampled for this row."""
     x_V = adjusted(logits_V, row)
     if row.temperature < GREEDY_BELOW:
         return int(np.argmax(x_V))

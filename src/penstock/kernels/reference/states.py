@@ -30,6 +30,7 @@ class _Cell:
 
 
 def causal_conv(x_TN: Tensor, weight_KC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch) -> Tensor:
+    """``Ops.causal_conv``, cell by cell."""
     own, (taps, channels) = kv.shape.kept_states, weight_KC.shape
     rows = slice(layer * own.layer_rows + own.matrix_rows, (layer + 1) * own.layer_rows)
     out_TC = torch.empty((len(x_TN), channels), device=x_TN.device)
@@ -58,6 +59,7 @@ def delta_rule(
     beta: int,
     decay: int,
 ) -> Tensor:
+    """``Ops.delta_rule``, token by token."""
     own = kv.shape.kept_states
     rows = slice(layer * own.layer_rows, layer * own.layer_rows + own.matrix_rows)
     shape = (own.heads, own.key_dim, own.value_dim)

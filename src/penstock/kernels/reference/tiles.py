@@ -1,6 +1,9 @@
-"""Torch, given one shape only: where it chooses its arithmetic by the number of rows, that number is fixed.
+"""Row-wise functions in torch, on tiles of one fixed number of rows.
 
-And what all parts of the oracle share: its device, its compute type, arrays to tensors and back.
+Where torch chooses its arithmetic by the number of rows, ``RowTiles`` fixes that number.  The functions take one tile
+[rows, width] of fp32.  ``TorchContext`` is what a torch backend shares: device, compute type, arrays to tensors.
+
+This module imports torch.
 """
 
 from __future__ import annotations
@@ -85,14 +88,8 @@ def numpy_of(array: Tensor) -> NDArray[np.float32]:
     return np.asarray(array.float().cpu().numpy(), np.float32)
 
 
-# MERGED: The oracle's operations that go row by row, in torch: activations, norms, caps.
-# MERGED:
-# MERGED: Functions of one tile [rows, width] of fp32; ``reference`` cuts the tiles.  This module imports
-# MERGED: torch.
-
-
 def activated(x: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
-    """See ``kinds.Activation``."""
+    """``operands.Activation`` of a tile."""
     match kind:
         case Activation.SILU:
             return x / (1 + torch.exp(-alpha * x))
@@ -109,7 +106,7 @@ def activated(x: Tensor, kind: Activation, alpha: float = 1.0) -> Tensor:
 
 
 def gated(gate_up: Tensor, kind: Gate) -> Tensor:
-    """See ``kinds.Gate``."""
+    """``operands.Gate`` of a tile."""
     gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if kind.interleaved else gate_up.chunk(2, dim=1)
     up = up.clamp(-kind.limit, kind.limit) + kind.shift if kind.limit < math.inf or kind.shift else up
     return activated(gate.clamp(max=kind.limit), kind.activation, kind.alpha) * up

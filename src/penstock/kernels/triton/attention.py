@@ -1,4 +1,4 @@
-"""Attention to paged keys and values as Triton kernels: one order of sums for prompts and for answers.
+"""Attention to paged keys and values as Triton kernels: one order of sums for prefill and decode.
 
 A program computes a *tile*: some consecutive positions of one sequence, times the query heads that share a key-value
 head, 64 rows together, as large a product as the matrix units take at once.
@@ -10,17 +10,20 @@ head, 64 rows together, as large a product as the matrix units take at once.
     a decoded token     | . . . .   | . . . .   | . 9 . .   |      the same place in the same tile
 
 Keys are reduced 64 at a time by absolute position; partitions of 512 keys begin anew and are joined from low to high,
-in one program (*in turn*), or each in a program of its own and then by a second kernel (*apart*), with the very same
+in one program (*in turn*), or each in its own program and joined by a second kernel (*apart*), with the same
 operations: which of the two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
-whoever stands there, and what a row does not see changes nothing in it: weights are zero and rescaling is by one.  So
-the bits of a row follow from its query, its position and its keys: no other row, no cut of the prompt, no other
-sequence, no number of tokens has a say (law 1).  Contraction of products and sums is off, fused operations are
+with or without a token there, and what a row does not read changes nothing in it: weights are zero and rescaling is by
+one.  So the bits of a row follow from its query, its position and its keys, not from other rows, other sequences, the
+cut of the prompt or the number of tokens (law 1).  Contraction of products and sums is off, fused operations are
 written out, so both kernels compute alike.
 
 The program of a tile is that of its first token in this step; programs of other tokens end at once.  Nothing about a
 step is known on the host but the sizes of its arrays: a captured graph can be given other tokens and lengths.
 
-This module imports triton.
+Tile sizes follow from the model's shape; whether partitions are computed in turn or apart follows from the sizes of a
+step's arrays and changes no bit.
+
+This module imports torch and triton.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def _first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _span(position, QUERIES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNTIL: tl.constexpr):
-    """Keys [low, high) that the tile of a position goes through: those of all its places, whoever stands there."""
+    """Keys [low, high) that the tile of a position goes through: those of all its positions."""
     begin = position // QUERIES * QUERIES
     if UNTIL > 0:
         low, high = begin * 0, begin * 0 + UNTIL
@@ -271,17 +274,8 @@ def join(
     tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=inside)
 
 
-# MERGED: ``paged_attention`` on a GPU: which tiles the kernels of ``attention`` take, and whether partitions
-# MERGED: are apart.
-# MERGED:
-# MERGED: Sizes follow from the model's shape; the choice between partitions in turn and apart follows from
-# MERGED: the sizes of a step's
-# MERGED: arrays and changes no bit.
-# MERGED:
-# MERGED: This module imports torch and triton.
-
 APART_TOKENS: Final = 256
-"""Steps up to so many tokens leave a GPU idle unless partitions are apart."""
+"""Tokens up to which a step leaves a GPU idle unless partitions are computed apart."""
 
 APART_BYTES: Final = 256 << 20
 """Of partitions that wait to be joined: the most."""
@@ -307,7 +301,7 @@ class AttentionTile:
 
     @classmethod
     def of(cls, sharing: int, shape: KvShape, dtype: torch.dtype, memory: int = ENOUGH_BYTES) -> AttentionTile:
-        """For so many query heads to a key-value head.  Numbers of 4 bytes leave room for smaller tiles only.
+        """The tile for ``sharing`` query heads per key-value head.  Numbers of 4 bytes allow smaller tiles only.
 
         ``memory``: of a program; with enough of it latent keys are copied ahead, which changes no bit.
         """
@@ -388,7 +382,7 @@ class TritonAttention:
         sinks_H: Tensor | None,
         masks: dict[str, Any],
     ) -> None:
-        """``scales``: of scores, and their cap (0: none); ``masks``: which keys are seen, as the kernels are told."""
+        """``scales``: of scores, and their cap (0: none); ``masks``: which keys are read, as kernel constants."""
         places = places_of(self._form, kv, layer, batch)
         keys, values = kv.keys[:, places.layer], kv.values[:, places.layer]
         (tokens, heads, value_dim), kv_heads = out_THV.shape, kv.shape.kv_heads
@@ -418,7 +412,7 @@ class TritonAttention:
             )  # fmt: skip
 
     def _are_apart(self, tokens: int, width: int, partitions: int) -> bool:
-        """Is every partition computed by programs of its own?"""
+        """Whether every partition is computed by its own programs."""
         if self._apart is not None:
             return self._apart
         return partitions > 1 and tokens <= APART_TOKENS and tokens * width * partitions * 4 <= APART_BYTES

@@ -171,7 +171,7 @@ class TritonOps(ReferenceOps):
         return brought_TW.clone() if isinstance(brought_TW, Tensor) else self.form.tensor(brought_TW)
 
     def tap(self, hidden_TD: Tensor, batch: StepBatch, place: int) -> None:
-        """Taps on the device are filled there, and nobody waits.
+        """Taps on the device are filled there, without synchronization.
 
         Raises ValueError where there is not enough room."""
         taps_RW: Any = batch.taps_RW

@@ -34,7 +34,7 @@ from penstock.kernels.triton.numerics import UNFUSED, TritonContext, dot
 from penstock.kernels.triton.plain import adopt, plain_step
 
 UNPACK_ROWS = 256
-"""More rows than this are multiplied with slabs: the tallest tile has so many, and more tiles would decode every weight
+"""More rows than this are multiplied with slabs: it is the tallest tile, and more tiles would decode every weight
 again."""
 
 SLAB_BYTES = 16 << 20
@@ -147,7 +147,7 @@ def decoded(weight, outputs_N, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr, 
 
 @triton.jit
 def compressed_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
-    """See ``matmul.Operand``."""
+    """A step of ``matmul.Operand`` over compressed weights."""
     w_NK = decoded(weight, outputs_N, k, end, DEPTH, EVEN, 1)
     return dot(x_TK, tl.trans(w_NK), sums_TN)
 
@@ -193,7 +193,7 @@ def survey_kernel(long_words, short_words, counts, found, blocks, stretches):
 
 @dataclass(frozen=True, slots=True)
 class CompressedWeights:
-    """See ``products.WeightForm``."""
+    """``WeightForm`` of matrices that stay compressed."""
 
     form: TritonContext
     operands: tuple[Operand, ...]
@@ -201,7 +201,6 @@ class CompressedWeights:
     nbytes: int
 
     def multiply(self, x_TK: Tensor, out_TN: Tensor, *, add: bool) -> None:
-        """See ``WeightForm.multiply``."""
         (own,) = self.operands
         if len(x_TK) <= UNPACK_ROWS:
             multiply(self.form, x_TK, own, out_TN, add=add)
@@ -215,11 +214,10 @@ class CompressedWeights:
             multiply(self.form, x_TK, part, out_TN, add=add)
 
     def mixed(self, rows: int, *, in_tiles: bool) -> Operand | None:
-        """See ``WeightForm.mixed``: where they are decoded in registers."""
+        """Where they are decoded in registers."""
         return replace(self.operands[0], step=mixed_step) if in_tiles and rows <= UNPACK_ROWS else None
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """See ``WeightForm.rows``."""
         out_TK = self.form.empty((len(ids_T), self.operands[0].k), torch.bfloat16)
         if len(ids_T):
             self._decode(out_TK, ids_T=ids_T.to(torch.int32))
@@ -227,12 +225,10 @@ class CompressedWeights:
 
     @property
     def order_K(self) -> None:  # noqa: N802
-        """See ``experts.Stackable``."""
         return
 
     @classmethod
     def stacked(cls, forms: Sequence[CompressedWeights]) -> Operand | None:
-        """See ``experts.Stackable``."""
         own = forms[0].operands[0]
         if own.n % PANEL_ROWS or sum(len(form.operands[0].arguments[1]) for form in forms) >= MAX_WORDS:
             return None
@@ -261,7 +257,7 @@ class CompressedWeights:
 
 
 def workspace_of(form: TritonContext, columns: int) -> Tensor:
-    """For slabs of matrices with so many columns: at least one tile of any of them."""
+    """Workspace for slabs of matrices with ``k`` columns: at least one tile."""
     return form.empty((max(SLAB_BYTES // 2, 128 * columns),), torch.bfloat16)
 
 
@@ -289,7 +285,7 @@ def compressed_weights(
 
 
 def fits_gpu(parts: list[tuple[int, int]], ends: tuple[int, ...]) -> bool:
-    """Can compressed matrices of these sizes, one below the other, be multiplied as they are?"""
+    """Whether the kernels can multiply stacked compressed matrices of these sizes without decoding them first."""
     words = sum(n * k for n, k in parts) // 2
     whole = all(n % PANEL_ROWS == 0 for n, _ in parts[:-1])
     return whole and words < MAX_WORDS and all(end % GROUP_COLUMNS == 0 for end in ends)

@@ -1,4 +1,4 @@
-"""Codes of keys and values (``kernels.kv_types``) as device functions: made where pages are written, read in registers.
+"""Codes of keys and values (``KvType``) as device functions: made where pages are written, read in registers.
 
 Whole numbers do it all, so that a GPU without E4M3 of its own (8.0) gives the same codes as others, and Triton's
 interpreter, too.  Codes are read as numbers up to 1.75: shifted by seven bits, E4M3 is an fp16 number with another

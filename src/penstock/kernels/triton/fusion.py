@@ -1,19 +1,24 @@
-"""Products whose outputs go straight to what reads them: gates, and rotary positions with pages.
+"""Products fused with the operation that reads them: gates, and rotary positions with writes to KV pages.
 
 ::
 
     columns of a tile     pair p: output a, output b | pair p + 1: a, b | ...     two numbers of one row, side by side
     gate and up           a, b = gate(p), up(p)                --> act(a) * b, rounded
-    queries, keys         a, b = the two that are turned       --> turned, scaled, rounded: to q, or to a page's slot
-    values                a, b = neighbours                    --> rounded: to a page's slot
+    queries, keys         a, b = the two that are rotated      --> rotated, scaled, rounded: to q, or to a page's slot
+    values                a, b = neighbors                     --> rounded: to a page's slot
 
-The very bits of the operations one after another: a tile is as wide as ``matmul``'s and has its steps over K, so every
-sum is made by the same instructions in the same order, only in another column of a tile.  It stays the fp32 number that
+The bits are those of the separate operations: a tile is as wide as ``matmul``'s and has its steps over K, so every sum
+is made by the same instructions in the same order, only in another column of a tile.  It stays the fp32 number that
 ``linear`` would have stored and ``gated`` or ``rope_and_write`` read again; what is done with it is written once
-(``gate_of``, ``turned_pair``), and it is rounded where they round, once.  Which output stands beside which is chosen so
-that both are in one thread: nothing is exchanged.
+(``gate_of``, ``turned_pair``), and it is rounded where they round, once.  The two outputs of a pair are in one thread:
+nothing is exchanged.  Only products of one segment are fused: a tree's segments have programs of their own where rows
+are few.
 
-Only products in one segment: a tree's segments have programs of their own where rows are few.
+``FusingOps`` defers a product until the next operation is called::
+
+    linear, gated                        -> gated_product
+    linear, [add_bias], rope_and_write   -> written_product
+    linear, anything else                -> computed before anything else
 
 This module imports torch and triton.
 """
@@ -280,7 +285,7 @@ def _rows(x_TK: Tensor) -> Tensor:
 
 
 def _shape(form: TritonContext, tokens: int, operand: Operand) -> dict[str, Any]:
-    """The tile of so many rows, as ``matmul.multiply`` takes it."""
+    """The tile that ``matmul.multiply`` takes for this number of rows."""
     rows, tile = tile_rows(tokens, operand, form.dtype), operand.tile
     return {
         "STEP": operand.step,
@@ -300,46 +305,28 @@ def _programs(form: TritonContext, tokens: int, pairs: int, how: dict[str, Any])
     return int(tiles if tokens <= FEW_ROWS else min(tiles, multiprocessors(form.device)))
 
 
-# MERGED: Steps in which a product waits for what reads it: together they may be one kernel
-# MERGED: (``fused_products``).
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     linear, gated                        -> gated_product
-# MERGED:     linear, [add_bias], rope_and_write   -> written_product
-# MERGED:     linear, anything else                -> as it is, before anything else is done
-# MERGED:
-# MERGED: A product is put off until the next operation is asked for.  If that is the one that reads it, and
-# MERGED: shapes and weights
-# MERGED: suit, one kernel does both; else it is made, and nothing is different.  Bits are the same either
-# MERGED: way.
-# MERGED:
-# MERGED: Knows no model.  This module imports torch.
-
 WIDEST_HEAD = 256
 """Columns of a head that lie in two tiles at most."""
 
 
-class FusedSteps:
-    """See ``ops.Steps``."""
+class FusedSteps(RecordableModel):
+    """A model's steps over ``FusingOps``."""
 
     def __init__(self, steps: RecordableModel, form: TritonContext) -> None:
         self._steps = steps
         self._form = form
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        """See ``RecordableModel.forward``."""
         own = FusingOps(ops, self._form)
         return own.made(self._steps.forward(cast(Ops, own), batch, kv))
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        """See ``RecordableModel.logits``."""
         own = FusingOps(ops, self._form)
         return own.made(self._steps.logits(cast(Ops, own), hidden_RD))
 
 
 class _Product:
-    """x W^T + bias, made when somebody asks for it."""
+    """x W^T + bias, computed on demand."""
 
     def __init__(self, x_TK: Tensor, weight: PackedLinear) -> None:
         self.x_TK = x_TK
@@ -372,20 +359,17 @@ class FusingOps:
         return array.made_TN
 
     def linear(self, x_TK: Any, weight: PackedLinear) -> Any:
-        """See ``Ops.linear``."""
         self._make()
         self._waiting = _Product(self.made(x_TK), weight)
         return self._waiting
 
     def add_bias(self, out_TN: Any, bias_N: Tensor) -> None:
-        """See ``Ops.add_bias``."""
         if self._waits(out_TN) and out_TN.bias_N is None:
             out_TN.bias_N = bias_N
         else:
             self._plainly(self._ops.add_bias, out_TN, bias_N)
 
     def gated(self, gate_up_T2I: Any, kind: Gate = SILU) -> Any:
-        """See ``Ops.gated``."""
         if self._waits(gate_up_T2I) and gate_up_T2I.bias_N is None:
             aligned = kind.interleaved or gate_up_T2I.weight.n // 2 % 64 == 0
             operand = _operand(gate_up_T2I, in_tiles=aligned)
@@ -406,7 +390,6 @@ class FusingOps:
         kv_heads: int,
         q_scale: Tensor | None = None,
     ) -> Any:
-        """See ``Ops.rope_and_write``."""
         if self._waits(qkv_TN) and kv.key_exponents is None and batch.turns_T3 is None:
             operand = _operand(qkv_TN, in_tiles=_lie_in_tiles(kv, heads, kv_heads))
             if operand is not None and heads:

@@ -1,8 +1,8 @@
-"""Work that is done again and again at the same addresses, captured as CUDA graphs: one launch instead of hundreds.
+"""Repeated work at fixed addresses, captured as CUDA graphs: one launch instead of hundreds.
 
-The first time a key is seen its work runs as it is (kernels are compiled then), the second time it is captured, from
-then on replayed.  Graphs share one pool of memory, so what one has put out is overwritten by the next; the pool is
-what the largest needs, if that is captured first.  Work that cannot be captured runs as it is, and the log says why.
+Work runs eagerly the first time its key is seen (kernels are compiled then), is captured the second time, and replayed
+from then on.  Graphs share one memory pool, so the next graph overwrites a graph's outputs; the pool has the size that
+the largest needs, if that is captured first.  Work that cannot be captured runs eagerly, and the log says why.
 
 Knows nothing about steps.  This module imports torch.
 """
@@ -18,30 +18,29 @@ import torch
 from torch import Tensor
 
 MOST_GRAPHS = 96
-"""Kept at once.  What is seen after so many keys runs as it is."""
+"""The most graphs; further keys run eagerly."""
 
 MOST_REFUSALS = 4
-"""Keys whose work cannot be captured, until no other is tried: one may have met a lack of memory, so many tell more."""
+"""Failed captures until no other is tried: a single failure may be a lack of memory."""
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], tuple[Tensor, ...]]
-"""Reads and writes memory that stays where it is; returns what it put out."""
+"""Reads and writes memory at fixed addresses; returns its outputs."""
 
 
 class GraphRunner(Protocol):
     """Runs work by its key."""
 
     def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
-        """What ``work`` puts out, valid until the next run.  Of a known key, ``work`` need not be called."""
+        """The outputs of ``work``, valid until the next run.  ``work`` need not be called for a known key."""
         ...
 
 
-class EagerRunner:
+class EagerRunner(GraphRunner):
     """Nothing is captured: for the interpreter, for tests, and to measure what capturing is worth."""
 
     def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
-        """See ``GraphRunner.run``."""
         return work()
 
 
@@ -61,8 +60,8 @@ class CapturedGraph:
     outputs: tuple[Tensor, ...]
 
 
-class CudaGraphRunner:
-    """See ``GraphRunner``."""
+class CudaGraphRunner(GraphRunner):
+    """Captures work as CUDA graphs and replays them."""
 
     def __init__(self, device: torch.device, capture: Callable[[Work], CapturedGraph] | None = None) -> None:
         """``capture``: by default on the device, on a stream of its own; raises RuntimeError for work that cannot be
@@ -78,7 +77,6 @@ class CudaGraphRunner:
         return len(self._captured)
 
     def run(self, key: Hashable, work: Work) -> tuple[Tensor, ...]:
-        """See ``GraphRunner.run``."""
         captured = self._captured.get(key)
         if captured is None:
             if self._stays(key):
@@ -93,7 +91,7 @@ class CudaGraphRunner:
         return captured.outputs
 
     def _stays(self, key: Hashable) -> bool:
-        """Is work of this key not to be captured?"""
+        """Whether work of this key runs eagerly."""
         return key in self._refusals or len(self._refusals) >= MOST_REFUSALS or len(self._captured) >= MOST_GRAPHS
 
     def _capture(self, key: Hashable, work: Work) -> CapturedGraph | None:
@@ -138,7 +136,7 @@ class _Recorder:
 
 
 class _Place:
-    """Memory by its address: whoever reads it does not keep it."""
+    """Memory by its address, without a reference to it."""
 
     def __init__(self, memory: Tensor) -> None:
         self.__cuda_array_interface__ = {

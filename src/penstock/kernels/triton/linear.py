@@ -1,6 +1,4 @@
-"""Products of packed weights, whatever form they have.  One of the parts that ``backend`` puts together.
-
-A weight's ``data`` is a ``WeightForm``: what can be multiplied with, and rows for tables.  Here nothing knows which.
+"""The form of packed weights on the GPU: the protocol of ``PackedLinear.data``, and arrays in the device's layout.
 
 This module imports torch and triton.
 """
@@ -38,16 +36,11 @@ class WeightForm(Protocol):
         ...
 
     def mixed(self, rows: int, *, in_tiles: bool) -> Operand | None:
-        """All outputs, for products of so many rows that take them in any order; None: only as they are.
+        """All outputs, for products of ``rows`` rows that take them in any order; None: only as they are.
 
         ``in_tiles``: those of one tile lie in two tiles of the matrix at most.
         """
         ...
-
-
-# MERGED: Weights on the GPU: which form each matrix takes.  One of the parts that ``backend`` puts together.
-# MERGED:
-# MERGED: This module imports torch.
 
 
 def for_gpu(part: AnyCompressed) -> GpuCompressedMatrix | None:
@@ -55,7 +48,7 @@ def for_gpu(part: AnyCompressed) -> GpuCompressedMatrix | None:
     if isinstance(part, GpuCompressedMatrix):
         return part
     try:
-        from penstock.kernels.native.compression import gpu_layout as gpu_layout
+        from penstock.kernels.native.compression import gpu_layout
     except ImportError as error:
         raise KernelError(
             "weights in the CPU's compressed layout are decoded by the kernel extension, which is not built; build it, "

@@ -4,7 +4,7 @@
 
     slot of each row --sort--> rows of one adapter side by side --tiles--> narrow [T, parts, rank] --tiles--> out +=
 
-Which adapters a step has, nobody tells the host.  What a slot holds stands in tables on the device: for each product
+The host does not know which adapters a step uses.  What a slot holds stands in tables on the device: for each product
 the addresses of its matrices, their rank, columns and scale.  So a captured graph can be given other slots, and slots
 other adapters; the grid follows from the number of rows and slots, and from what a slot may hold.
 
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.lora import LowRank, PackedAdapter, PackedLowRank, checked_parts
+from penstock.kernels.lora import AdapterTable, LowRank, PackedAdapter, PackedLowRank, checked_parts
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.triton.matmul import FEW_ROWS, MatmulTile, ends_tensor, one, tile_of, whole
 from penstock.kernels.triton.moe import ExpertGroups, group_of, rows_of
@@ -125,8 +125,8 @@ class _Site:
     tile: MatmulTile  # of down
 
 
-class TritonAdapters:
-    """See ``adapters.AdapterTable``; ``data`` is the packed adapters by slot, which keeps their memory."""
+class TritonAdapters(AdapterTable):
+    """Adapters on the device; ``data`` holds the packed ones by slot, which keeps their memory."""
 
     def __init__(
         self, form: TritonContext, pack: Callable[..., PackedLinear], sites: Sequence[PackedLinear], slots: int
@@ -140,7 +140,7 @@ class TritonAdapters:
         self._grouped: tuple[StepBatch, dict[bool, ExpertGroups]] | None = None
 
     def pack(self, parts: Mapping[int, Sequence[LowRank]]) -> PackedAdapter:
-        """See ``AdapterTable.pack``.  Raises ValueError also for more parts or a larger rank than a slot holds."""
+        """Raises ValueError also for more parts or a larger rank than a slot holds."""
         packed = {
             site: tuple(self._part(site, part) for part in self._checked(site, own)) for site, own in parts.items()
         }
@@ -148,19 +148,16 @@ class TritonAdapters:
         return PackedAdapter(packed, nbytes)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
-        """See ``AdapterTable.put``."""
         self.data[slot] = adapter
         for site, own in enumerate(self._sites):
             _write(own, slot, adapter.parts.get(site, ()))
 
     def clear(self, slot: int) -> None:
-        """See ``AdapterTable.clear``."""
         for own in self._sites:
             own.numbers_SP4[slot] = 0
         self.data[slot] = None
 
     def add(self, x_TK: Tensor, batch: StepBatch, site: int, out_TN: Tensor, *, wanted: bool) -> None:
-        """See ``Ops.lora_add``."""
         own, form, slots = self._sites[site], self._form, len(self.data)
         if not len(x_TK) or not slots or batch.adapters_S is None:
             return

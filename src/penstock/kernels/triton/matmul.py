@@ -38,7 +38,7 @@ from torch import Tensor
 from penstock.kernels.triton.numerics import UNFUSED, TritonContext, rounded
 
 FEW_ROWS = 64
-"""Up to so many rows every segment has programs of its own: the weight is read by as many multiprocessors as can be."""
+"""Rows up to which every segment has its own programs: the weight is read by as many multiprocessors as possible."""
 
 FEW_STAGES = 6
 MANY_STAGES = 4
@@ -59,7 +59,7 @@ class MatmulTile:
     depth: int  # of K, in one step
     aligned: int  # every segment begins and ends at a multiple of this
     even: bool  # every segment is a number of whole steps
-    sums: int = 1  # that a step keeps beside each other
+    sums: int = 1  # partial sums that a step keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def four_kept(
     STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """``four``, whose first half waits at ``kept``, memory of this program.  Barriers: whoever reads may be another
+    """``four``, whose first half waits at ``kept``, memory of this program.  Barriers: the reader may be another
     thread than who wrote, and nothing may be read before it is needed, or it would take registers."""
     left_TN = two(s, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
     tl.debug_barrier()

@@ -1,14 +1,15 @@
-"""Routed experts: rows grouped by expert on the device, and one product for all experts of a layer.
+"""Routed experts: the choice of experts, rows grouped by expert on the device, one product for all experts of a layer.
 
 ::
 
     ids [T, k] --sort--> pairs of one expert side by side --tiles--> gate_up, down --> y [T k, D] --join--> hidden
 
-The experts of a layer are made one tall matrix, in which an expert is a band of outputs; where their weights have
-several forms, a matrix for each form (``StackedOperand``), multiplied one after another.  Nothing tells the host who was chosen:
-the grid follows from what could be needed, by T, k and the number of experts, its programs share the tiles that are,
-and an expert that nobody chose is not read.  A pair's product is a row of ``matmul``, with its tiles and its order; a
-token's experts are joined by ascending id.  So a row's bits do not know who else chose an expert.
+The choice runs one program per token, so it does not depend on other tokens.  The experts of a layer are one tall
+matrix, in which an expert is a band of outputs; where their weights have several forms, there is a matrix for each form
+(``StackedOperand``), multiplied one after another.  The host does not learn which experts were chosen: the grid follows
+from the most that T, k and the number of experts allow, its programs share the tiles that exist, and an expert without
+tokens is not read.  A pair's product is a row of ``matmul``, with its tiles and its order; a token's experts are joined
+by ascending id.  So a row's bits do not depend on other tokens' experts.
 
 This module imports torch and triton.
 """
@@ -38,7 +39,7 @@ INDEX_BYTES = 16 << 20
 
 @triton.jit
 def group_of(tile, tile_ends, groups, GROUPS: tl.constexpr):
-    """Whose rows are in a tile; ``groups`` where nobody's are."""
+    """The group whose rows are in a tile; ``groups`` where there are none."""
     ids_G = tl.arange(0, GROUPS)
     before_G = (tl.load(tile_ends + ids_G, mask=ids_G < groups, other=2147483647) <= tile).to(tl.int32)
     return tl.sum(before_G, axis=0)
@@ -194,7 +195,6 @@ class GroupedExperts:
         self._gated = gated
 
     def add(self, x_TK: Tensor, chosen: ChosenExperts, experts: PackedExperts, hidden_TD: Tensor) -> None:
-        """See ``Ops.experts_add``."""
         data: TritonExperts = experts.data
         rows, top = chosen.ids.shape
         if rows == 0:
@@ -288,11 +288,6 @@ class ExpertGroups:
         return cls(experts_P, order, starts, tile_ends, experts, rows, bound)
 
 
-# MERGED: Choosing experts on the GPU: one program a token, so a token's choice and weights know nothing of
-# MERGED: the others.
-# MERGED:
-# MERGED: This module imports torch and triton.
-
 SOFTMAX = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
 SOFTMAX_CHOSEN = tl.constexpr(2)
@@ -372,7 +367,7 @@ def route_kernel(
 
 
 def chosen_experts(form: TritonContext, logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> ChosenExperts:
-    """See ``Ops.route``: ids [T, k] int32 and weights [T, k]."""
+    """Ids [T, k] int32 and weights [T, k]."""
     rows = len(logits_TE)
     ids_TK, weights_TK = form.empty((rows, how.top_k), torch.int32), form.empty((rows, how.top_k))
     if rows:

@@ -1,11 +1,11 @@
-"""What all Triton kernels share: the device, the compute type, and the one way to multiply tiles.
+"""Shared by all Triton kernels: device and compute type, the product of tiles, rounding, activations.
 
-Without a GPU, Triton's interpreter runs the very same kernels in NumPy.  It multiplies bf16 tiles wrongly, and others
-with a library whose order of sums follows from the tile's shape and a row's place in it: what no matrix unit does.  So
-there ``dot`` multiplies in float64, where the order is far below what is left after rounding to fp32.  Whether kernels
-are interpreted is decided when they are decorated, by ``TRITON_INTERPRET`` in the environment; ``select`` sees to it.
+Without a GPU, Triton's interpreter runs the same kernels in NumPy.  It multiplies bf16 tiles wrongly, and others with a
+library whose order of sums follows from the tile's shape and a row's place in it, unlike any matrix unit.  So there
+``dot`` multiplies in float64, where the order is far below what is left after rounding to fp32.  Whether kernels are
+interpreted is decided when they are decorated, by ``TRITON_INTERPRET`` in the environment; ``select`` sets it.
 
-Knows no operation.  This module imports torch and triton.
+No function here overflows on its way to a finite result.  This module imports torch and triton.
 """
 
 from __future__ import annotations
@@ -83,18 +83,11 @@ def numerics_of(device: torch.device, compute_dtype: str) -> str:
     return f"triton-{VERSION}-{where}-{triton.__version__}-torch{torch.__version__}-{compute_dtype}"
 
 
-# MERGED: What kernels compute of single numbers: rounding to the compute type, activations, tanh.
-# MERGED:
-# MERGED: Device functions, called from kernels.  None overflows on its way to a finite answer.
-# MERGED:
-# MERGED: This module imports triton.
-
-
 UNFUSED: Mapping[str, bool] = MappingProxyType({"enable_fp_fusion": False})
-"""For every launch: a product and a sum become one operation where the source says so, not where a compiler likes."""
+"""For every launch: a product and a sum become one operation where the source says so, not at the compiler's choice."""
 
 KIND_NUMBERS: Mapping[Activation, int] = MappingProxyType({kind: number for number, kind in enumerate(Activation)})
-"""How kernels are told of an activation."""
+"""The kernels' numbers of activations."""
 
 _SILU = tl.constexpr(KIND_NUMBERS[Activation.SILU])
 _GELU = tl.constexpr(KIND_NUMBERS[Activation.GELU])
@@ -139,7 +132,7 @@ def tanh(x):
 
 @triton.jit
 def activated(x, alpha, KIND: tl.constexpr):
-    """See ``kinds.Activation``; ``alpha`` is of silu."""
+    """``alpha`` is of silu."""
     if KIND == _SILU:
         y = x * sigmoid(alpha * x)
     elif KIND == _GELU:
@@ -158,7 +151,7 @@ def activated(x, alpha, KIND: tl.constexpr):
 
 @triton.jit
 def gate_of(gate, up, alpha, limit, shift, KIND: tl.constexpr, LIMITED: tl.constexpr):
-    """See ``kinds.Gate``: two numbers made one."""
+    """Two numbers made one."""
     if LIMITED:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)

@@ -19,7 +19,7 @@ from penstock.kernels.triton.numerics import TritonContext, dot
 
 @triton.jit
 def plain_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
-    """See ``matmul.Operand``; ``weight``: the matrix and its row's stride."""
+    """``weight``: the matrix and its row's stride."""
     columns_K = k + tl.arange(0, DEPTH)
     at_NK = weight[0] + outputs_N.to(tl.int64)[:, None] * weight[1] + columns_K[None, :]
     if EVEN:
@@ -31,7 +31,7 @@ def plain_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EV
 
 @dataclass(frozen=True, slots=True)
 class PlainWeights:
-    """See ``products.WeightForm``."""
+    """``WeightForm`` of a matrix in the compute type."""
 
     form: TritonContext
     matrix_NK: Tensor
@@ -43,25 +43,20 @@ class PlainWeights:
         return cls(form, matrix_NK, (plain_operand(form, matrix_NK, ends),))
 
     def multiply(self, x_TK: Tensor, out_TN: Tensor, *, add: bool) -> None:
-        """See ``WeightForm.multiply``."""
         multiply(self.form, x_TK, self.operands[0], out_TN, add=add)
 
     def mixed(self, rows: int, *, in_tiles: bool) -> Operand | None:
-        """See ``WeightForm.mixed``."""
         return self.operands[0]
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """See ``WeightForm.rows``."""
         return self.matrix_NK[ids_T].float()
 
     @property
     def order_K(self) -> None:  # noqa: N802
-        """See ``experts.Stackable``."""
         return
 
     @classmethod
     def stacked(cls, forms: Sequence[PlainWeights]) -> Operand | None:
-        """See ``experts.Stackable``."""
         tall_NK = adopt([form.matrix_NK for form in forms])
         own = forms[0].operands[0]
         return replace(own, n=len(tall_NK), arguments=(tall_NK, tall_NK.stride(0)))

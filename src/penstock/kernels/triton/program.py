@@ -1,11 +1,11 @@
-"""A model's step on a device: arrays go there in one copy, drawn tokens come back in one, and graphs run in between.
+"""A model's step on a device: arrays go there in one copy, sampled tokens come back in one, and graphs run in between.
 
 ::
 
     host     fill n    launch n | fill n + 1   launch n + 1 | wait for n + 1
     device             copy, step n, tokens ----> fed to step n + 1, tokens --->| pinned memory
 
-Steps that write answers, one token a sequence, are padded to a few sizes and replayed as graphs (``graphs``); prompts
+Decode steps, one token a sequence, are padded to a few sizes and replayed as graphs (``graphs``); prompts
 and steps of recurrent layers run as they are.  Steps with images or taps go operation by operation over the host's
 arrays (``kernels.program``).  Padding changes no bit: see ``staging``.
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import CAPTURE_S, Ops, RecordableModel
+from penstock.kernels.ops import CAPTURE_S, MultiStepProgram, Ops, RecordableModel, StepProgram
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.kernels.triton.graphs import EagerRunner, GraphRunner
@@ -54,15 +54,15 @@ kernel that prompts take: tiles of all heights, few and many rows to an expert, 
 
 
 class PickRows(Protocol):
-    """Draws by temperature alone, on the device: the very tokens that ``Ops.sample`` draws."""
+    """Samples by temperature alone, on the device: the tokens that ``Ops.sample`` samples."""
 
     def __call__(self, logits_RV: Tensor, draws: DeviceGumbelRows) -> Tensor:
         """int32 [R]."""
         ...
 
 
-class DeviceProgram:
-    """See ``ops.StepProgram`` and ``ops.RunsAhead``."""
+class DeviceProgram(StepProgram, MultiStepProgram):
+    """Steps launched on the device, or replayed where their size has been captured."""
 
     def __init__(
         self,
@@ -77,8 +77,10 @@ class DeviceProgram:
         most_rows: int = MOST_ROWS,
         state_parts: int = 0,
     ) -> None:
-        """``groups`` of layers have pages of their own, a state has so many parts.  ``replays``: by default nothing is
-        captured.  ``pick``: without it every row draws on the host."""
+        """``groups`` of layers have their own pages, ``state_parts`` pages hold a state.
+
+        ``replays``: by default nothing is captured.  ``pick``: without it every row is sampled on the host.
+        """
         self._ops = ops
         self._steps = steps
         self._kv = kv
@@ -106,12 +108,11 @@ class DeviceProgram:
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        """See ``StepProgram.run``."""
         self._went_direct = not _is_plain(batch)
         if self._went_direct:
-            drawn = self._direct.run(batch, scored, rows, picks, ready)
+            sampled = self._direct.run(batch, scored, rows, picks, ready)
             self._wait()
-            return drawn
+            return sampled
         shape = self._padded(batch) if scored == 0 else None
         outputs = self._whole(batch, scored, picks) if shape is None else self._launch(shape, batch, picks)
         if not outputs:
@@ -125,29 +126,26 @@ class DeviceProgram:
         if ready is not None:
             ready()
         listed = rows if tokens_R is not None else [*rows, *picks.rows()]
-        drawn = self._ops.sample(logits_RV[: len(listed)], listed) if listed else []
+        sampled = self._ops.sample(logits_RV[: len(listed)], listed) if listed else []
         if tokens_R is None:
-            picks.tokens_F[:] = [one.token for one in drawn[len(rows) :]]
+            picks.tokens_F[:] = [one.token for one in sampled[len(rows) :]]
         elif picked:
-            count = len(batch.sample_rows_R) - scored  # of rows that draw
+            count = len(batch.sample_rows_R) - scored  # of rows that sample
             picks.tokens_F[:] = self._returned.wait(1, count)[0, count - picked :]
-        return drawn[: len(rows)]
+        return sampled[: len(rows)]
 
     def hidden(self) -> Array:
-        """See ``StepProgram.hidden``."""
         return self._direct.hidden() if self._went_direct else self._hidden
 
     # --- several, without the host in between -------------------------------------------------------------------------
 
     def runs_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
-        """See ``MultiStepProgram.runs_ahead``."""
         every = len(picks.tokens_F) == len(batch.sample_rows_R) == len(batch.tokens_T)
         return every and self.pick is not None and _is_plain(batch) and self._padded(batch) is not None
 
     def run_ahead(
         self, picks: GumbelRows, steps: int, batch_of: Callable[[int], StepBatch | None]
     ) -> NDArray[np.int32]:
-        """See ``MultiStepProgram.run_ahead``."""
         count, tokens_R, done = len(picks.tokens_F), None, 0
         for step in range(steps):
             batch = batch_of(step)
@@ -193,7 +191,7 @@ class DeviceProgram:
     def try_prompts(self, alive: Callable[[], None]) -> None:
         """The first start on a host compiles kernels here, which takes minutes and is not timed: a kernel that is
         compiled while requests wait looks like a worker that hangs."""
-        row = SampleRow(seed=0, position=0, choice=0, temperature=1.0, top_k=2, top_p=0.5)  # by all kernels of a draw
+        row = SampleRow(seed=0, position=0, choice=0, temperature=1.0, top_k=2, top_p=0.5)  # uses all sampling kernels
         for tokens, blocks in TRIED_PROMPTS:
             self.run(_prompt(tokens, blocks * self.groups, self._state_parts), 0, [row], GumbelRows.empty(0))
             self._wait()
@@ -204,7 +202,7 @@ class DeviceProgram:
     def _padded(self, batch: StepBatch) -> StepShape | None:
         """The shape that a step is padded to; None for one that runs as it is."""
         count, wanted = len(batch.tokens_T), len(batch.sample_rows_R)
-        if batch.states_SW is not None:  # a copy of a sequence would write its state beside it
+        if batch.states_SW is not None:  # a copy of a sequence would write its state to the same pages
             return None
         if not 0 < wanted <= count == len(batch.starts_S1) - 1 <= self._sizes[-1]:
             return None
@@ -215,7 +213,7 @@ class DeviceProgram:
     def _launch(
         self, shape: StepShape, batch: StepBatch, picks: GumbelRows, fed: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Begin a padded step: logits and drawn tokens of its wanted rows.  ``fed``: its tokens are on the device."""
+        """Begin a padded step: logits and sampled tokens of its output rows.  ``fed``: its tokens are on the device."""
         arrays = self._arrays.get(shape)
         if arrays is None:
             words = torch.empty(shape.words, dtype=torch.int32, device=self._device)
@@ -230,7 +228,7 @@ class DeviceProgram:
         return tuple(outputs)
 
     def _whole(self, batch: StepBatch, scored: int, picks: GumbelRows) -> tuple[Tensor, ...]:
-        """A step as it is; nothing comes of one that draws nothing."""
+        """A step run eagerly; no outputs where no row samples."""
         shape = StepShape.of(batch)
         if len(self._words) < shape.words:
             self._words = torch.empty(1 << (shape.words - 1).bit_length(), dtype=torch.int32, device=self._device)
@@ -243,7 +241,7 @@ class DeviceProgram:
         return tuple(outputs)
 
     def _compute(self, arrays: DeviceArrays, scored: int) -> tuple[Tensor, ...]:
-        """hidden [R, D], logits [R - scored, V], and if it can be drawn here, tokens [R - scored]."""
+        """hidden [R, D], logits [R - scored, V], and where rows are sampled on the device, tokens [R - scored]."""
         hidden_RD = self._steps.forward(self._ops, replace(arrays.batch), self._kv)
         assert isinstance(hidden_RD, Tensor)
         logits_RV = self._steps.logits(self._ops, hidden_RD[scored:])
@@ -261,13 +259,13 @@ class DeviceProgram:
 
 
 def _is_plain(batch: StepBatch) -> bool:
-    """Does the step read tokens, positions, pages, and slots of adapters, and nothing else?"""
+    """Whether the step reads only tokens, positions, pages and adapter slots."""
     others = (batch.turns_T3, batch.given, batch.features_TW, batch.taps_RW)
     return all(other is None for other in others)
 
 
 def _prompt(tokens: int, columns: int, state_parts: int) -> StepBatch:
-    """Prompts of a page each, the last one shorter, all and their states in the first page; one row draws."""
+    """Prompts of a page each, the last one shorter, all and their states in the first page; one row samples."""
     starts_S1 = np.array([*range(0, tokens, PAGE_TOKENS), tokens], np.int32)
     positions_T = np.arange(tokens, dtype=np.int32) % PAGE_TOKENS
     table_SP = np.zeros((len(starts_S1) - 1, columns), np.int32)
@@ -277,6 +275,6 @@ def _prompt(tokens: int, columns: int, state_parts: int) -> StepBatch:
 
 
 def _answers(rows: int, columns: int) -> StepBatch:
-    """The first tokens of so many answers, all in the first page."""
+    """The first decode tokens of ``count`` sequences, all in the first page."""
     zeros_R, starts_S1 = np.zeros(rows, np.int32), np.arange(rows + 1, dtype=np.int32)
     return StepBatch(zeros_R, zeros_R, starts_S1, np.zeros((rows, columns), np.int32), np.arange(rows, dtype=np.int32))

@@ -116,7 +116,7 @@ def minimums_of(minimums, supers, groups_N, supers_N, scales_N, MINIMUM: tl.cons
 
 @triton.jit
 def quantised_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
-    """See ``matmul.Operand``; segments are whole steps, and no step is in two groups."""
+    """Segments are whole steps, and no step is in two groups."""
     BITS: tl.constexpr = weight[11]
     GROUP: tl.constexpr = weight[12]
     VALUES: tl.constexpr = weight[13]
@@ -229,7 +229,7 @@ class QuantPart:
 
 @dataclass(frozen=True, slots=True)
 class QuantWeights:
-    """See ``products.WeightForm``."""
+    """``WeightForm`` of quantized matrices."""
 
     form: TritonContext
     operands: tuple[Operand, ...]
@@ -238,17 +238,14 @@ class QuantWeights:
     nbytes: int
 
     def multiply(self, x_TK: Tensor, out_TN: Tensor, *, add: bool) -> None:
-        """See ``WeightForm.multiply``."""
         x_TK = x_TK if self.order_K is None else x_TK[:, self.order_K]
         for operand in self.operands:
             multiply(self.form, x_TK, operand, out_TN, add=add)
 
     def mixed(self, rows: int, *, in_tiles: bool) -> Operand | None:
-        """See ``WeightForm.mixed``."""
         return self.operands[0] if len(self.operands) == 1 and self.order_K is None else None
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """See ``WeightForm.rows``."""
         found_TK: Tensor | None = None
         for operand, part in zip(self.operands, self.parts, strict=True):
             inside_T = ids_T - operand.first
@@ -259,7 +256,6 @@ class QuantWeights:
 
     @classmethod
     def stacked(cls, forms: Sequence[QuantWeights]) -> Operand | None:
-        """See ``experts.Stackable``."""
         parts = [form.parts[0] for form in forms]
         if len({part.format for part in parts}) > 1:
             return None

@@ -171,9 +171,9 @@ def _latent_write(
     mean = tl.sum(x * x, axis=0) / PLAIN
     y = x * tl.rsqrt(mean + eps) * tl.load(norm_V + columns, mask=inside, other=0.0)
     one = tl.arange(0, 1)
-    beside = tl.zeros((1,), tl.float32) + tl.max(sizes_of(y), axis=0)
+    exponent = tl.zeros((1,), tl.float32) + tl.max(sizes_of(y), axis=0)
     exponent = _turned(
-        x_C + PLAIN, out + PLAIN, key_exponents + page * K_PAGE + position % PAGE, one, one < 1, beside, 0, 0, angles,
+        x_C + PLAIN, out + PLAIN, key_exponents + page * K_PAGE + position % PAGE, one, one < 1, exponent, 0, 0, angles,
         angles, angles, position, 1.0, PAIRS, TURNED, INTERLEAVED, False, PAIR_BLOCK, REST_BLOCK,
     )  # fmt: skip
     tl.store(out + columns, kept(y, exponent, keys.dtype.element_ty), mask=inside)
@@ -244,7 +244,7 @@ def strides_of(memory_PGSC: Tensor, name: str) -> dict[str, int]:
 
 
 def pairs_of(rope: ReferenceRope | None, width: int) -> dict[str, Any]:
-    """How a kernel is told of a table that turns heads of ``width`` columns.  ValueError if it turns more."""
+    """A rope table's constants for kernels over heads of ``width`` columns.  ValueError if it rotates more."""
     pairs = 0 if rope is None else rope.table.shape[-1]
     if 2 * pairs > width:
         raise ValueError(f"rope turns {2 * pairs} columns, more columns than a head has, {width}")
@@ -268,6 +268,7 @@ def rope_and_write(
     kv_heads: int,
     q_scale: Tensor | None = None,
 ) -> Tensor:
+    """``Ops.rope_and_write``."""
     key_dim, value_dim, tokens = kv.shape.key_dim, kv.shape.value_dim, len(qkv_TN)
     places, qkv_TN = places_of(form, kv, layer, batch), lined(qkv_TN)
     keys, values = kv.keys[:, places.layer], kv.values[:, places.layer]
@@ -300,6 +301,7 @@ def latent_write(
     norm: Tensor,
     eps: float,
 ) -> None:
+    """``Ops.latent_write``."""
     plain, turned = kv.shape.value_dim, kv.shape.key_dim - kv.shape.value_dim
     places, latent_TC = places_of(form, kv, layer, batch), lined(latent_TC)
     keys = kv.keys[:, places.layer]
@@ -324,6 +326,7 @@ def latent_query(
     heads: int,
     heads_linear: Callable[..., Tensor],
 ) -> Tensor:
+    """``Ops.latent_query``; ``heads_linear`` multiplies by the absorbed matrices."""
     tokens, plain, turned = len(q_TN), kv.shape.value_dim, kv.shape.key_dim - kv.shape.value_dim
     q_TN, out_THC = lined(q_TN), form.empty((tokens, heads, plain + turned), form.dtype)
     if not tokens:

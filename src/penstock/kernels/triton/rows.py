@@ -72,7 +72,6 @@ def _gated(
     gate_up_TN, out_TI, alpha, limit, shift, STRIDE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See ``kinds.Gate``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -126,7 +125,7 @@ def stride_of(x_TN: Tensor) -> int:
 
 
 def warps_of(block: int) -> int:
-    """Of a program whose tile has so many numbers: by its size alone, as the order of its sums follows from it."""
+    """Warps of a program, by the size of its tile alone: the order of its sums follows from it."""
     return min(MOST_WARPS, max(1, block // 512))
 
 
@@ -139,6 +138,7 @@ def launch_norm(
     gate: Tensor | None = None,
     added: bool = False,
 ) -> None:
+    """out = [out +] rms_norm(x) [silu(gate)], by groups of ``len(weight_C)`` columns."""
     width = len(weight_C)
     block = triton.next_power_of_2(width)
     if x_TN.numel():
@@ -151,6 +151,7 @@ def launch_norm(
 
 
 def launch_layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, out_TD: Tensor) -> None:
+    """out = layer_norm(x)."""
     block = triton.next_power_of_2(x_TD.shape[1])
     if len(x_TD):
         _layer_normed[(len(x_TD),)](
@@ -168,6 +169,7 @@ def launch_each(
     what: tl.constexpr,
     kind: Activation = Activation.NONE,
 ) -> None:
+    """out = ``what`` of each number of x, and of ``other_TN`` where it takes two."""
     rows, width = x_TN.shape
     if rows:
         _each[(rows, triton.cdiv(width, COLUMNS))](
@@ -178,6 +180,7 @@ def launch_each(
 
 
 def launch_gated(gate_up_T2I: Tensor, out_TI: Tensor, kind: Gate) -> None:
+    """out = activation(gate) * up."""
     rows, width = out_TI.shape
     if rows:
         _gated[(rows, triton.cdiv(width, COLUMNS))](

@@ -1,22 +1,26 @@
-"""From logits to tokens as Triton kernels: noise, the best token, which tokens may be drawn, and how likely they are.
+"""Operations on logits as Triton kernels: Gumbel noise, sampling, top-k, top-p, min-p, log-probabilities.
 
-Every token of a row has a *place*, one number that orders logits first and then lower ids: no two are equal, so whoever
-compares them, in any order, finds the same.
+Every token of a row has a *place*, one number that orders logits first and then lower ids.  No two are equal, so every
+order of comparison finds the same token.
 
 ::
 
     bits 0 ... ID_BITS - 1      the largest id minus this token's
-    32 bits above               the logit's own bits, turned so that they order as the logit does; -0 counts as 0
+    32 bits above               the logit's bits, mapped so that they order as the logit does; -0 counts as 0
 
-The best token is the largest place.  Top-k, top-p and min-p each leave the tokens from some place on: the *floor* of a
-row is the highest of the three, found digit by digit.  What is summed on the way are counts, and weights as whole
-numbers of 2^-40, so no order matters there either.
+The sampled token is the largest place.  Top-k, top-p and min-p each keep the tokens from some place on: the *floor* of
+a row is the highest of the three, found digit by digit.  The sums on the way are counts, and weights as whole numbers
+of 2^-40, so their order does not matter.
 
-Random numbers are those of ``kernels.philox``, to the bit.  The noise is computed by the operations of the C++ kernels
-(sampling/gumbel_noise.hpp, families/math.hpp) one by one, in fp32 that rounds as IEEE 754 says and fuses where they
-fuse, so it has their bits too: from equal logits the same token is sampled on a CPU and on a GPU.
+Random numbers have the bits of ``kernels.sampling.gumbel``'s counters.  The noise is computed by the operations of the
+C++ kernels (sampling/gumbel_noise.hpp, families/math.hpp) one by one, in IEEE 754 fp32 that fuses where they fuse, so
+it has their bits too: from equal logits the same token is sampled on a CPU and on a GPU.
 
-This module imports triton.
+``TritonSampler.pick`` samples rows that have only a temperature, from arrays on the device to tokens on the device: it
+can be captured.  ``TritonSampler.bring`` copies them to the host while the device goes on.  ``sample`` takes any rows;
+their lists of ids (biases, penalties, bans) are scattered by torch, each id once, so there is no order to their sums.
+
+This module imports torch and triton.
 """
 
 from __future__ import annotations
@@ -90,7 +94,7 @@ def gumbel(seed, position, choice, ids):
     """Noise of each token id: -log(-log u), u = (upper 24 bits of the first word + 1/2) 2^-24, which is never rounded:
     near 1 its distance from 1 is used."""
     word, _, _, _ = tl.philox(seed, position, choice, ids, ids * 0)
-    odd = ((word >> 8) * 2 + 1).to(tl.int32)  # u is so many 2^-25
+    odd = ((word >> 8) * 2 + 1).to(tl.int32)  # u in units of 2^-25
     u = odd.to(tl.float32) * _UNIT
     rest = (33554432 - odd).to(tl.float32) * _UNIT
     near = _log_near_one(0.0 - rest, tl.zeros_like(rest))
@@ -241,20 +245,6 @@ def normalisers(logits_RV, rows_L, tops_L, logs_L, VOCABULARY: tl.constexpr, BLO
     tl.store(logs_L + own, _log(tl.sum(sums, axis=0)))
 
 
-# MERGED: Operations on logits on a GPU: what a row wants, told to the kernels of ``sampling``; see
-# MERGED: ``ops_head.HeadOps``.
-# MERGED:
-# MERGED: ``pick`` draws for rows that ask for nothing but a temperature, from arrays on the device to tokens
-# MERGED: on the device: it
-# MERGED: can be captured, and nobody waits; ``bring`` sends them to the host while the device goes on.
-# MERGED: ``sample`` takes rows as
-# MERGED: they come.  Its lists of ids (biases, penalties, bans) are few numbers in a large array: torch puts
-# MERGED: them where they
-# MERGED: belong, each once, so there is no order to their sums.
-# MERGED:
-# MERGED: This module imports torch and triton.
-
-
 BLOCK: Final = 4096
 """Tokens that a program looks at at once."""
 
@@ -285,7 +275,7 @@ class LogitEntries:
 
 
 class TritonSampler:
-    """See ``ops_head.HeadOps``."""
+    """Samples and scores rows of logits on the device."""
 
     def __init__(self, form: TritonContext) -> None:
         self._form = form
@@ -299,9 +289,9 @@ class TritonSampler:
         temperatures_R: Tensor,
         floors_R: Tensor | None = None,
     ) -> Tensor:
-        """int32 [R]: the token of each row, by the bits of ``draws.Picks``: int64, int32, int32, fp32.
+        """int32 [R]: the token of each row, by the bits of ``GumbelRows``: int64, int32, int32, fp32.
 
-        ``floors_R``: int64, the least place that may be drawn (see ``sampling``).
+        ``floors_R``: int64, the least place that may be sampled.
         """
         rows, vocabulary = logits_RV.shape
         block = _block(vocabulary)
@@ -327,7 +317,7 @@ class TritonSampler:
         return PendingTokens(host_R, arrived)
 
     def sample(self, logits_RV: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-        """See ``Ops.sample``.  ValueError for ids outside the vocabulary, or a mask of another."""
+        """ValueError for ids outside the vocabulary, or a mask of another."""
         if not rows:
             return []
         logits_RV = logits_RV.contiguous()
@@ -343,16 +333,16 @@ class TritonSampler:
             temperatures_R,
             self._floors(wanted_RV, rows, temperatures_R),
         )
-        told = [index for index, row in enumerate(rows) if row.logprobs is not None]
-        drawn = [Sampled(token) for token in self.bring(tokens_R).wait().tolist()]
-        if told:
-            scored = self._scored(logits_RV, np.array(told, np.int32), tokens_R, [rows[i].logprobs or 0 for i in told])
-            for index, one in zip(told, scored, strict=True):
-                drawn[index] = one
-        return drawn
+        with_logprobs = [index for index, row in enumerate(rows) if row.logprobs is not None]
+        sampled = [Sampled(token) for token in self.bring(tokens_R).wait().tolist()]
+        if with_logprobs:
+            tops = [rows[i].logprobs or 0 for i in with_logprobs]
+            scored = self._scored(logits_RV, np.array(with_logprobs, np.int32), tokens_R, tops)
+            for index, one in zip(with_logprobs, scored, strict=True):
+                sampled[index] = one
+        return sampled
 
     def token_logprobs(self, logits_RV: Tensor, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
-        """See ``Ops.token_logprobs``."""
         rows = len(logits_RV)
         every = np.arange(rows, dtype=np.int32)
         return self._scored(logits_RV.contiguous(), every, self._form.integers(tokens_R), [top] * rows)
@@ -376,7 +366,7 @@ class TritonSampler:
         x_RV = logits_RV.clone()
         if biases is not None:
             x_RV[biases.rows_E, biases.ids_E] += biases.values_E[:, 0]
-        # Tokens of both prompt and answer are penalised once, from what they were.
+        # Tokens of both prompt and output are penalized once, from their original logits.
         penalised = [(own, x_RV[own.rows_E, own.ids_E]) for own in (prompts, outputs) if own is not None]
         for own, before_E in penalised:
             by_E, less_E = own.values_E.unbind(1)
@@ -399,7 +389,7 @@ class TritonSampler:
         return x_RV
 
     def _floors(self, x_RV: Tensor, rows: list[SampleRow], temperatures_R: Tensor) -> Tensor | None:
-        """int64 [R]: the least place that each row may draw; None where every row may draw all."""
+        """int64 [R]: the least place that each row may sample; None where all rows sample from all tokens."""
         some = [index for index, row in enumerate(rows) if _is_filtered(row, x_RV.shape[1])]
         if not some:
             return None
@@ -425,10 +415,10 @@ class TritonSampler:
         x_LV, tokens_L = logits_RV.index_select(0, own), tokens_R.index_select(0, own)
         ids_LK = torch.cat([tokens_L[:, None].long(), _likeliest(x_LV, most)], dim=1)
         logprobs_LK = (x_LV.gather(1, ids_LK) - top_L[:, None]) - log_L[:, None]
-        answers = zip(ids_LK.tolist(), logprobs_LK.tolist(), tops, strict=True)
+        scored = zip(ids_LK.tolist(), logprobs_LK.tolist(), tops, strict=True)
         return [
             Sampled(ids[0], logprobs[0], tuple(zip(ids[1 : top + 1], logprobs[1 : top + 1], strict=True)))
-            for ids, logprobs, top in answers
+            for ids, logprobs, top in scored
         ]
 
     def _column(self, rows: list[SampleRow], of: Callable[[SampleRow], float], dtype: type[np.generic]) -> Tensor:
@@ -467,7 +457,7 @@ def _prompt_penalties(row: SampleRow) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _output_penalties(row: SampleRow) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The same of ids of the answer."""
+    """The same for output ids."""
     if row.repetition_penalty == 1.0 and row.frequency_penalty == 0.0 and row.presence_penalty == 0.0:
         return np.empty(0, np.int32), np.empty((0, 2))
     less = row.frequency_penalty * row.output_counts + row.presence_penalty * (row.output_counts > 0)

@@ -96,7 +96,7 @@ def _places(shape: StepShape) -> tuple[Places, int]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGumbelRows:
-    """How each wanted row draws by temperature alone, on the device; rows that draw otherwise have zeros."""
+    """Sampling by temperature alone of each output row, on the device; zeros for other rows."""
 
     seeds_R: Tensor  # int64: the 64 bits of the seed
     positions_R: Tensor
@@ -132,7 +132,7 @@ class DeviceArrays:
         )
 
     def feed(self, drawn_R: Tensor) -> None:
-        """Tokens drawn by the step before become this one's, each for its row and the copies of it."""
+        """Tokens of the step before become this one's inputs, each for its row and the copies of it."""
         torch.index_select(drawn_R, 0, self.sources_T, out=self._tokens_T)
 
 
@@ -236,7 +236,7 @@ class TokenReadback:
         self._event: Any = torch.cuda.Event(blocking=True) if self._cuda else None  # waiting costs no core
 
     def expect(self, steps: int, rows: int) -> None:
-        """Room for so many."""
+        """Room for ``count`` tokens."""
         if steps > self._tokens.shape[0] or rows > self._tokens.shape[1]:
             self._tokens = torch.empty((steps, rows), dtype=torch.int32, pin_memory=self._cuda)
 

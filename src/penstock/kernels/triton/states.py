@@ -7,12 +7,12 @@
                                                    stored                stored   behind a cell's last, and the last
 
 A program has the state of one head and some of its value columns in registers, and goes through the tokens of its
-sequence one by one, prompt or answer alike: a column of the state knows nothing of the others, its sums over the keys
-are made in one tile whose shape follows from the model, and what is kept between steps is fp32.  So no cut of a prompt
-and no company changes a bit.  The convolution of a token reads the inputs before it, of this step or kept; those that
-are kept are replaced when all tokens have been computed.
+sequence one by one, in prefill and decode alike: a column of the state does not depend on others, its sums over the
+keys are made in one tile whose shape follows from the model, and the state is kept in fp32 between steps.  So neither
+the cut of a prompt nor other sequences change a bit.  The convolution of a token reads the inputs before it, of this
+step or kept; the kept ones are replaced when all tokens have been computed.
 
-Positions, starts and pages are on the device, and the grids follow from how many tokens and sequences there are.
+Positions, starts and pages are on the device; grids follow from the numbers of tokens and sequences.
 
 This module imports torch and triton.
 """
@@ -186,6 +186,7 @@ def delta_kernel(
 def causal_conv(
     form: TritonContext, x_TN: Tensor, weight_KC: Tensor, kv: ReferenceKv, layer: int, batch: StepBatch
 ) -> Tensor:
+    """``Ops.causal_conv``: one kernel for the outputs, one for the state kept."""
     own, (taps, channels) = kv.shape.kept_states, weight_KC.shape
     out_TC, x_TN = form.empty((len(x_TN), channels)), lined(x_TN)
     arrays, sizes = _arrays(form, batch), {"ROWS_A_PAGE": kv.shape.state_rows_a_page}

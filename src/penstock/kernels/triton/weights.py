@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.kernels.compressed import PANEL_ROWS, CompressedMatrix
 from penstock.kernels.host_ops import xxh3_128
 from penstock.kernels.operands import PackedLinear
-from penstock.kernels.weight_source import PIECE_BYTES, LoadFailed, ProgressCallback, StoredTensor
+from penstock.kernels.weight_source import PIECE_BYTES, LoadFailed, ProgressCallback, StoredTensor, WeightLoading
 
 CHUNK_BYTES = 16 << 20
 """Read, checked and sent at once: long enough for the bus, short enough that reading and sending overlap."""
@@ -42,7 +42,7 @@ MOST_THREADS = 8
 """That read at once: their buffers are pinned, 32 MiB a thread, and as many fill any bus."""
 
 WATCH_EVERY_S = 0.05
-"""How often the caller is told how far it is."""
+"""Interval of progress callbacks."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -55,7 +55,7 @@ class _Source:
     """One tensor in a file, and its numbers on the device."""
 
     stored: StoredTensor
-    into: Tensor  # [N]; nothing once they are there, so that whoever takes them can let go of them
+    into: Tensor  # [N]; empty once they have arrived, so that the memory can be freed
     piece: int  # bytes of the file, whole numbers; the last may be shorter
     size: int = 0  # bytes of the file
     digests: list[bytes] = field(default_factory=list)
@@ -112,8 +112,8 @@ class _Chunk:
             self.source.digests[begin // piece] = xxh3_128(own)
 
 
-class DeviceWeightLoading:
-    """See ``stored.Loading``."""
+class DeviceWeightLoading(WeightLoading):
+    """Loads weights to the device through pinned buffers."""
 
     def __init__(self, device: torch.device, dtype: _Type, pack: Pack) -> None:
         """``dtype``: the compute type, which matrices arrive in."""
@@ -125,13 +125,11 @@ class DeviceWeightLoading:
         self._finish: dict[str, Callable[[], Any]] = {}
 
     def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
-        """See ``stored.Loading.vector``."""
         numbers_N = self._empty(tensor.columns, torch.float32)
         self._add(tensor, numbers_N, PIECE_BYTES)
         self._finish[name] = lambda: numbers_N
 
     def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
-        """See ``stored.Loading.matrix``."""
         rows, begin = sum(part.rows for part in parts), 0
         whole_N = self._empty(rows * parts[0].columns, self._dtype)
         for part in parts:
@@ -143,11 +141,10 @@ class DeviceWeightLoading:
     def compressed(
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
     ) -> bool:
-        """See ``stored.Loading.compressed``: they come as arrays (``Ops.pack_compressed``)."""
+        """They come as arrays (``Ops.pack_compressed``)."""
         return False
 
     def run(self, threads: int, watch: ProgressCallback) -> dict[str, Any]:
-        """See ``stored.Loading.run``."""
         total = sum(source.size for source in self._sources)
         work = _Work(deque(chunk for source in self._sources for chunk in source.chunks()))
         count = min(max(1, threads), MOST_THREADS)
@@ -179,7 +176,6 @@ class DeviceWeightLoading:
         return made
 
     def checksum(self, tensor: str, text: str) -> str:
-        """See ``stored.Loading.checksum``."""
         return xxh3_128(b"".join((text.encode(), *self._by_tensor[tensor].digests))).hex()
 
     def _empty(self, count: int, dtype: _Type) -> Tensor:
@@ -208,7 +204,7 @@ class _Work:
         self.landing_bytes = max((chunk.end - chunk.begin for chunk in others), default=0)
 
     def do(self, device: torch.device, before: torch.cuda.Stream | None) -> None:
-        """Until nothing is left, or something failed: in a thread of its own, behind what was asked of a stream."""
+        """Runs until no work is left or a chunk failed, in its own thread."""
         try:
             if before is not None:
                 stream = torch.cuda.Stream(device)

@@ -1,4 +1,5 @@
-// How a step's attention is cut into chunks and partitions: the same for all layers with so many heads that see the same keys.
+// The cut of a step's attention into chunks and partitions: the same for all layers with equal heads that read the same
+// keys.
 #pragma once
 
 #include <algorithm>

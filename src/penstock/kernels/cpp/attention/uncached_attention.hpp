@@ -50,7 +50,7 @@ class AttentionOnce {
   }
 
  private:
-  // Cells that nobody has written yet; a page's cells begin at a line of the cache.
+  // Cells not yet written; a page's cells begin at a line of the cache.
   class Cells {
    public:
     Cells() = default;

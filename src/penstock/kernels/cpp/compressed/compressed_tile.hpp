@@ -2,7 +2,7 @@
 //
 // Few rows: blocks are decoded in registers, in front of the multiplication (families that can).  More rows: a slab of
 // blocks lies decoded in a buffer, and while the tiles of all rows are multiplied with it they decode the next slab
-// into another one.  So a block is decoded once for all rows, and beside multiplications, which leave half of the
+// into another one.  So a block is decoded once for all rows, and during multiplications, which leave half of the
 // vector pipes free.
 #pragma once
 
@@ -94,7 +94,7 @@ struct Slab {
 constexpr long kSlabBlocks = 64;
 constexpr long kSlabCells = kSlabBlocks * 32;  // of one panel
 
-// The slabs of panels [panel, end): `wide` panels at a time while there are so many, segment by segment.  With a gate
+// The slabs of panels [panel, end): `wide` panels at a time while enough are left, segment by segment.  With a gate
 // each group is followed by its counterpart, `apart` panels behind it.
 struct SlabWalk {
   const PackedView& layout;

@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-// Best first, but that a family nobody has run on its processor is never the first; never empty.
+// Best first, but a family never run on its processor is never the first; never empty.
 const std::vector<const Family*>& usable_families();
 
 // Null when this processor cannot run the family or it was not built.

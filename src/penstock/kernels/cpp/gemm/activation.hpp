@@ -1,4 +1,4 @@
-// Activations of sixteen values, for whoever has gates in registers.
+// Activations of sixteen values, for kernels that hold gates in registers.
 #pragma once
 
 #include "families/family.hpp"

@@ -37,7 +37,7 @@ inline long panels_an_item(long panels, int wide, double work) {
 }
 
 // Rows are cut into blocks of whole tiles but for the last one's end, blocks into tiles of nearly equal size; every call
-// with so many rows cuts the same way.
+// with this number of rows cuts the same way.
 struct RowCut {
   long rows;
   bool tall = false;  // one tile of up to kTallRows
@@ -171,7 +171,7 @@ struct Sums {
   }
 };
 
-// What tile t of a span fetches beside the x of the tile behind it: its share of `next`, the panels `piece` bytes apart
+// What tile t of a span fetches besides the x of the tile after it: its share of `next`, the panels `piece` bytes apart
 // that are multiplied after the span.  Of two tiles each takes one panel and a half, and leaves x to the processor.
 void fetch_ahead(TileArgs& tile, const uint32_t* next, size_t piece, int panels, long t, long tiles) {
   const char* pieces = reinterpret_cast<const char*>(next);

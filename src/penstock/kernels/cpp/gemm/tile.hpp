@@ -60,7 +60,7 @@ PS_INLINE F16 dot_cells(const F16& acc, const U16& cells, uint32_t x) {
   }
 }
 
-// Rows and panels of a tile that fit the registers of the family.  A tall tile is for so many rows and no more: its panels
+// Rows and panels of a tile that fit the registers of the family.  A tall tile is for exactly its number of rows: its panels
 // come from memory while it multiplies, where two tiles would wait for them one after the other.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 8;

@@ -148,7 +148,7 @@ uint32_t BlockIndex::find(uint64_t key) const {
   return shard.keys[place] == key ? shard.sets[place] : OwnerSets::kEmpty;
 }
 
-// A block's owners are `set` from now on; a block of nobody is forgotten.
+// A block's owners are `set` from now on; a block without owners is removed.
 void BlockIndex::assign(Shard& shard, long place, uint32_t set) {
   const uint32_t before = shard.sets[static_cast<size_t>(place)];
   if (set == before) return;

@@ -20,7 +20,7 @@ class BlockIndex {
   BlockIndex(long max_blocks, int max_owners);
 
   // A number for a new owner; none when all are taken.  Given back with close(), after which sweep() finds what it
-  // held, shard by shard until it has looked at so many places; the number is free again when all were looked at.
+  // held, shard by shard until it has looked at this many places; the number is free again when all were looked at.
   std::optional<int> open();
   void close(int owner);
   void sweep(long places);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint64_t kGroupBytes = 4 << 20;   // taken by one thread at a time, so that each reads on where it was
 constexpr uint64_t kAheadBytes = 32 << 20;  // asked of a drive in advance
-constexpr double kMemorySpeed = 1.5e9;      // bytes a second; whoever reads slower waits for a drive
+constexpr double kMemorySpeed = 1.5e9;      // bytes a second; a slower reader waits for a drive
 
 // Zero bits in all three planes: escapes.
 uint32_t count_escapes(const uint8_t* panel, long blocks) {

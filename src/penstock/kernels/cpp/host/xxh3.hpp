@@ -20,7 +20,7 @@ uint64_t xxh3_64(const uint8_t* data, size_t bytes, uint64_t seed);
 constexpr size_t kMaxSuffix = 1024;
 
 // Of a page and the 1 to kMaxSuffix bytes of `suffix` behind it.  Where `into` is not null the page is copied there in
-// the same pass, and what is hashed is what was stored, whoever writes to `page` meanwhile.
+// the same pass, and what is hashed is what was stored, even while another thread writes to `page`.
 Checksum xxh3_128_sealed(const uint8_t* page, uint8_t* into, size_t bytes, const uint8_t* suffix, size_t suffix_bytes);
 
 // The same of a page that grows where it stands: each part is read while it is still in the cache.

@@ -5,7 +5,7 @@
 //     computed    up to kWindowRows slots at a time: rows gathered, one product for each expert, activation, down
 //     summed      each token's slots in this order, so by expert; then added to its hidden state
 //
-// An expert that nobody chose is not read.  A row's bits depend on its own experts alone: products do not look at how many
+// An expert without tokens is not read.  A row's bits depend on its own experts alone: products do not look at how many
 // rows there are, and the order of its sum is that of its experts' ids.
 #pragma once
 

@@ -147,7 +147,7 @@ class Program {
   char* data(int slot) const;
   float* floats(int slot) const { return reinterpret_cast<float*>(data(slot)); }
   StateStep state_step(const StepView& step, long layer) const;
-  // How the step's attention is cut for layers with so many heads that see the same keys.
+  // The cut of the step's attention, for layers with equal heads that read the same keys.
   struct Cut {
     int heads;
     KeyRule rule;

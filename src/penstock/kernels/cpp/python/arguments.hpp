@@ -123,7 +123,7 @@ struct KvMemory {
     require(memory.size() == static_cast<size_t>(pages) * view.page_cells(), "memory does not fit the pages");
   }
 
-  // Some pages hold states of so many recurrent layers: heads of keys and values, their sizes, taps of the convolution,
+  // Some pages hold states of recurrent layers, given their number, heads of keys and values, their sizes, taps of the convolution,
   // tokens of a cell, rows of a page.
   void keep_states(const std::tuple<long, long, long, long, long, long, long, long>& sizes) {
     StatesView own;

@@ -65,7 +65,7 @@ class CompressedKernels {
     without_gil([&] { family_.embed(args); });
   }
 
-  // Rows of panels [panel, ...) as many as `out` has; on the calling thread, beside other operations.
+  // Rows of panels [panel, ...) as many as `out` has; on the calling thread, concurrently with other operations.
   void decode(const CompressedWeights& w, long panel, const Out<uint16_t, 2>& out) const {
     const PackedView& layout = w.view.layout;
     const long rows = dim(out, 0), begin = panel * 16;

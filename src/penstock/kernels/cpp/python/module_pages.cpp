@@ -16,7 +16,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t kPiece = 128 << 10;  // taken and hashed at once: small enough for any second cache
-constexpr std::chrono::milliseconds kTell{5};  // that a page which is there may wait for others to be told of with
+constexpr std::chrono::milliseconds kTell{5};  // that an arrived page may wait to be reported together with others
 
 nb::bytes as_bytes(const Checksum& checksum) {
   return nb::bytes(reinterpret_cast<const char*>(checksum.data()), checksum.size());
@@ -72,7 +72,7 @@ class PyArrivals {
   PyArrivals(const PyArrivals&) = delete;
   PyArrivals& operator=(const PyArrivals&) = delete;
 
-  // Takes what comes until all of it is there, or somebody stops it, or a page is there that should be told of, or
+  // Takes what comes until all of it is there, or `stop` is called, or a page is due to be reported, or
   // nothing came for so long.  How much that was; 0: nothing came, or it was stopped.  -1: the other end has hung up.
   long take(int descriptor, double patience_s) {
     if (std::exchange(silent_, false)) return 0;
@@ -141,7 +141,7 @@ class PyArrivals {
     }
   }
 
-  // Milliseconds until pages that are there are told of, though more is to come.
+  // Milliseconds until arrived pages are reported, though more is to come.
   static int left_to_tell(const Taking& taking) {
     const auto left = kTell - (Clock::now() - taking.began);
     return std::max(0, static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count()));

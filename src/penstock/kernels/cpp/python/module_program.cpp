@@ -278,7 +278,7 @@ class RecordedStep {
     long stored = 0;
   };
 
-  // A table over positions has so many rows.
+  // Rows of a table over positions.
   void limit_positions(long rows) {
     positions_below_ = positions_below_ < 0 ? rows : std::min(positions_below_, rows);
   }

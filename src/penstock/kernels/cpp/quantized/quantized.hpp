@@ -4,7 +4,7 @@
 // weight[n][k] = scale[n][group of k] * values[code[n][k]] + min[n][group of k], scale and min in fp32.
 //
 // A panel of sixteen outputs is a row of units of 32 inputs: 16 cells of two inputs by sixteen outputs, as gemm/gemm.hpp has
-// them, but of codes.  Numbers lie beside them in records: one a group, or one a super-block of 256 columns.
+// them, but of codes.  Numbers lie apart in records: one a group, or one a super-block of 256 columns.
 #pragma once
 
 #include "families/family.hpp"

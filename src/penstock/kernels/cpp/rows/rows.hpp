@@ -1,4 +1,4 @@
-// Row by row, beside the norm of rows/elementwise.hpp: activations, biases, sums, and what changes rows in place.
+// Row by row, besides the norm of rows/elementwise.hpp: activations, biases, sums, and what changes rows in place.
 //
 // Nothing here looks at more than one row, and every lane is computed as every other.
 #pragma once

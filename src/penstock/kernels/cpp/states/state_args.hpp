@@ -22,7 +22,7 @@ struct StatesView {
   long key_dim = 0;    // even
   long value_dim = 0;  // a multiple of 16, as is channels()
   long taps = 0;       // of the convolution
-  long cell_tokens = 0;  // a page holds the state behind the last token computed of so many positions
+  long cell_tokens = 0;  // a page holds the state after the last computed token of this many positions
 
   PS_EVERYWHERE long keys() const { return key_heads * key_dim; }
   PS_EVERYWHERE long channels() const { return 2 * keys() + heads * value_dim; }

@@ -14,7 +14,7 @@
 namespace penstock {
 namespace {
 
-constexpr int kLooks = 64;  // at a seat before sleeping: whoever only spins there is gone by then
+constexpr int kLooks = 64;  // at a seat before sleeping: a borrower that only spins there has left by then
 
 #if defined(__linux__) && !defined(PENSTOCK_NO_FUTEX)
 // Shared between processes, so not FUTEX_PRIVATE.
@@ -39,9 +39,9 @@ void wake(std::atomic<uint32_t>&) {}
 bool Seat::sit_down() {
   static std::atomic<uint32_t> count{0};  // no two tickets in a row are alike
   if (!lent()) return false;
-  uint32_t nobody = 0;
+  uint32_t empty = 0;
   const uint32_t ticket = (count.fetch_add(1, std::memory_order_relaxed) + 1) << 8 | borrower;
-  if (!seat->word.compare_exchange_strong(nobody, ticket)) return false;
+  if (!seat->word.compare_exchange_strong(empty, ticket)) return false;
   if (lent()) return true;
   get_up();
   return false;

@@ -1,7 +1,7 @@
 // Cores that are lent between processes: who may compute where, kept in shared memory.
 //
 //     line of an owner     word: 0 while it has nothing to do          written by the owner
-//     line of each seat    word: 0 or the ticket of whoever sits there  taken and left by borrowers
+//     line of each seat    word: 0 or the ticket of the borrower there  taken and left by borrowers
 //
 // An owner has one seat for each of its cores.  A borrower sits down only while the owner is idle, looks at the owner's
 // word before every piece of work, and gets up as soon as the owner is back; who sits there holds at most one piece of
@@ -46,7 +46,7 @@ class OwnCores {
   // I have nothing to do.
   void lend() { owner_->word.store(0); }
 
-  // I am back: returns when nobody sits at my cores, or after `kRecallWait`.
+  // Takes the cores back: returns when no borrower uses them, or after `kRecallWait`.
   void take();
 
  private:

@@ -21,7 +21,7 @@ int thread_count();
 // Where guests may work.  Ends the threads that there are; not while a call runs.
 void set_guests(std::vector<Seat> seats);
 
-// Most threads that can work on one call: own ones and guests.  Work is to be cut for so many.
+// The most threads that can work on one call, guests included: the number that work is cut for.
 int hands();
 
 // Seconds that guests have computed, all together.
