@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from moving_answer import LAYOUT, PAGES, SHAPE, SIZE, SLOT, Coming, Going, Writer, place
+from migrating_request import LAYOUT, PAGES, SHAPE, SIZE, SLOT, Coming, Going, Writer, place
 
 from penstock.config.schema import HandOverConfig
 from penstock.kv.checksum import PageSeal

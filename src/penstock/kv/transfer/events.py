@@ -74,7 +74,7 @@ class SenderTurn:
     """In this order: send, then apply."""
 
     sends: list[Send] = field(default_factory=list[Send])
-    effects: list[Granted | Released] = field(default_factory=list["Granted | Released"])
+    effects: list[Granted | Released] = field(default_factory=list)
 
 
 # --- receiving end ---------------------------------------------------------------------------------------------------
@@ -154,6 +154,4 @@ class ReceiverTurn:
     """In this order: send, then apply."""
 
     sends: list[SendTo] = field(default_factory=list[SendTo])
-    effects: list[PagesAdvanced | FirstToken | Outrun | PullFailed] = field(
-        default_factory=list["PagesAdvanced | FirstToken | Outrun | PullFailed"]
-    )
+    effects: list[PagesAdvanced | FirstToken | Outrun | PullFailed] = field(default_factory=list)

@@ -29,14 +29,14 @@ class QkNorm(StrEnum):
     UNIT = "unit"  # each head by itself, without a weight
 
 
-class Temperature(Details, frozen=True, kw_only=True):
+class Temperature(Details, frozen=True, kw_only=True, tag="Temperature"):
     """Queries of position p are multiplied by ``1 + scale * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399)."""
 
     floor: int
     scale: float
 
 
-class Attention(Details, frozen=True, kw_only=True):
+class Attention(Details, frozen=True, kw_only=True, tag="Attention"):
     """Causal self-attention, grouped queries included."""
 
     heads: int  # query heads
@@ -54,12 +54,12 @@ class Attention(Details, frozen=True, kw_only=True):
     out_bias: bool = False
 
 
-class GatedAttention(Attention, frozen=True, kw_only=True):
+class GatedAttention(Attention, frozen=True, kw_only=True, tag="GatedAttention"):
     """Attention whose output, before its last product, is multiplied by a logistic function of what the block reads,
     number by number.  Rows of queries and of gates lie in one tensor, head by head; there are no biases."""
 
 
-class Mlp(Details, frozen=True, kw_only=True):
+class Mlp(Details, frozen=True, kw_only=True, tag="Mlp"):
     """down(activation(gate(x)) * up(x)); not gated: down(activation(up(x)))."""
 
     intermediate: int
@@ -68,14 +68,14 @@ class Mlp(Details, frozen=True, kw_only=True):
     bias: bool = False
 
 
-class Layer(Details, frozen=True, kw_only=True):
+class Layer(Details, frozen=True, kw_only=True, tag="Layer"):
     """One attention block, one feed-forward block."""
 
     attention: Attention | GatedAttention | Latent | Delta
     mlp: Mlp | Moe | GatedSharedMoe
 
 
-class Norm(Details, frozen=True, kw_only=True):
+class Norm(Details, frozen=True, kw_only=True, tag="Norm"):
     """All norms of a model are of one kind: root mean square, or mean and variance with a bias."""
 
     eps: float
@@ -84,7 +84,7 @@ class Norm(Details, frozen=True, kw_only=True):
     bias: bool = True  # of the kind "layer"
 
 
-class Decoder(Details, frozen=True, kw_only=True):
+class Decoder(Details, frozen=True, kw_only=True, tag="Decoder"):
     """Layers, what is before the first and what is behind the last."""
 
     layers: tuple[Layer, ...]

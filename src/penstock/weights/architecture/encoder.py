@@ -18,7 +18,7 @@ KEEPS_NOTHING = KvShape(layers=1, kv_heads=1, key_dim=2, value_dim=2)
 taken on."""
 
 
-class Encoder(Details, frozen=True, kw_only=True):
+class Encoder(Details, frozen=True, kw_only=True, tag="Encoder"):
     """All layers are alike."""
 
     layers: int

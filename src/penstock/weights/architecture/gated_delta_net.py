@@ -14,7 +14,7 @@ from penstock.weights.architecture.spec import Details
 from penstock.weights.architecture.tensor_layout import Groups, Matrix, Part, Vector
 
 
-class Delta(Details, frozen=True, kw_only=True):
+class Delta(Details, frozen=True, kw_only=True, tag="Delta"):
     """A recurrent block: queries, keys and values go through a short convolution, then each head's state changes by
     the delta rule; what is read of it is normed and gated."""
 

@@ -14,7 +14,7 @@ from penstock.weights.architecture.spec import Details
 from penstock.weights.architecture.tensor_layout import Groups, Matrix, Part, Vector
 
 
-class Latent(Details, frozen=True, kw_only=True):
+class Latent(Details, frozen=True, kw_only=True, tag="Latent"):
     """Attention to one latent vector a token, of which every head makes its own key and value; what is rotated stands
     behind the latent vector and is the same for all heads."""
 

@@ -12,7 +12,7 @@ from penstock.weights.architecture.spec import Details
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
 
 
-class Moe(Details, frozen=True, kw_only=True):
+class Moe(Details, frozen=True, kw_only=True, tag="Moe"):
     """Each token's sum over the experts that its router chooses, and over the shared one if there is one."""
 
     routing: Routing
@@ -25,7 +25,7 @@ class Moe(Details, frozen=True, kw_only=True):
     shared: int | None = None  # intermediate size of what every token passes
 
 
-class GatedSharedMoe(Moe, frozen=True, kw_only=True):
+class GatedSharedMoe(Moe, frozen=True, kw_only=True, tag="GatedSharedMoe"):
     """The same, and the shared expert is multiplied by a logistic function of one number that a token makes."""
 
 

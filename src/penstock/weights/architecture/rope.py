@@ -18,7 +18,7 @@ from penstock.weights.config_json import Fields
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-class Linear(Details, frozen=True, kw_only=True):
+class Linear(Details, frozen=True, kw_only=True, tag="Linear"):
     """Positions are divided by ``factor`` (arXiv:2306.15595)."""
 
     factor: float
@@ -30,7 +30,7 @@ class Linear(Details, frozen=True, kw_only=True):
         return plain / self.factor
 
 
-class Llama3(Details, frozen=True, kw_only=True):
+class Llama3(Details, frozen=True, kw_only=True, tag="Llama3"):
     """Short wavelengths stay, long ones are divided by ``factor``, those in between are blended."""
 
     factor: float
@@ -48,7 +48,7 @@ class Llama3(Details, frozen=True, kw_only=True):
         return plain * (kept + (1.0 - kept) / self.factor)
 
 
-class Yarn(Details, frozen=True, kw_only=True):
+class Yarn(Details, frozen=True, kw_only=True, tag="Yarn"):
     """Columns that turn often within the original context stay, those that hardly turn are divided by ``factor``, a
     ramp over the column's number blends the others (arXiv:2309.00071)."""
 
@@ -77,7 +77,7 @@ class Yarn(Details, frozen=True, kw_only=True):
         return blended
 
 
-class LongFactors(Details, frozen=True, kw_only=True):
+class LongFactors(Details, frozen=True, kw_only=True, tag="LongFactors"):
     """Every frequency has a divisor of its own, one list for contexts up to the original length, another beyond
     (arXiv:2402.13753)."""
 
@@ -93,7 +93,7 @@ class LongFactors(Details, frozen=True, kw_only=True):
         return stretched
 
 
-class Axes(Details, frozen=True, kw_only=True):
+class Axes(Details, frozen=True, kw_only=True, tag="Axes"):
     """A token of an image has three positions: frame, row and column; so many pairs of columns follow each
     (M-RoPE, arXiv:2409.12191).  Text has the same position three times, so it is turned as ever."""
 
@@ -111,7 +111,7 @@ class Axes(Details, frozen=True, kw_only=True):
         return tuple(axis for axis, count in enumerate(self.pairs) for _ in range(count))
 
 
-class Rope(Details, frozen=True, kw_only=True):
+class Rope(Details, frozen=True, kw_only=True, tag="Rope"):
     """The first ``columns`` of every head are rotated, in pairs (i, i + columns / 2) or, interleaved, (2i, 2i + 1)."""
 
     theta: float

@@ -40,7 +40,7 @@ class Scores(StrEnum):
     SOFTMAX = "softmax"  # probabilities that sum up to 1
 
 
-class Pooler(Details, frozen=True, kw_only=True):
+class Pooler(Details, frozen=True, kw_only=True, tag="Pooler"):
     """What becomes of a text that is only read: a vector, or scores of labels."""
 
     pooling: Pooling

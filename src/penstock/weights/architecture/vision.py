@@ -16,7 +16,7 @@ from penstock.weights.architecture.spec import Details
 from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
 
 
-class Vision(Details, frozen=True, kw_only=True):
+class Vision(Details, frozen=True, kw_only=True, tag="Vision"):
     """An encoder without a cache: every patch sees the whole image, or, in layers with windows, its own window."""
 
     layers: int
@@ -56,7 +56,7 @@ class Vision(Details, frozen=True, kw_only=True):
         return self.window is not None and layer not in self.full_layers
 
 
-class SeeingDecoder(Decoder, frozen=True, kw_only=True):
+class SeeingDecoder(Decoder, frozen=True, kw_only=True, tag="SeeingDecoder"):
     """A decoder some of whose prompt's rows are an image's."""
 
     vision: Vision

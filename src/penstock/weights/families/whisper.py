@@ -33,7 +33,7 @@ EPS = 1e-5
 """Of every norm; no configuration says it."""
 
 
-class Stack(Details, frozen=True, kw_only=True):
+class Stack(Details, frozen=True, kw_only=True, tag="Stack"):
     """Layers of one side."""
 
     layers: int
@@ -41,7 +41,7 @@ class Stack(Details, frozen=True, kw_only=True):
     intermediate: int
 
 
-class Whisper(Details, frozen=True, kw_only=True):
+class Whisper(Details, frozen=True, kw_only=True, tag="Whisper"):
     """Both sides are equally wide."""
 
     bands: int  # of the mel scale

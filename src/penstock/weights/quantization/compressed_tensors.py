@@ -28,7 +28,7 @@ WORD_BITS = 32
 SCALES, ZEROS, SHAPE, GROUPS = ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
 
 
-class Packed(Scheme, frozen=True, kw_only=True):
+class Packed(Scheme, frozen=True, kw_only=True, tag="Packed"):
     """Groups of so many columns; None: all."""
 
     end: ClassVar[str] = ".weight_packed"

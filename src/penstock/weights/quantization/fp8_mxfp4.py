@@ -39,7 +39,7 @@ SCALE_ENDS = (".weight_scale_inv", ".weight_scale")
 ZERO_POINTS = ".weight_zero_point"
 
 
-class EightBits(Scheme, frozen=True, kw_only=True):
+class EightBits(Scheme, frozen=True, kw_only=True, tag="EightBits"):
     """``block``: rows and columns that share a scale; None: what the scales' shape says, all or a row."""
 
     end: ClassVar[str] = ".weight"
@@ -155,7 +155,7 @@ BLOCK_BYTES = UNIT_COLUMNS // 2
 MXFP4_FORMAT = QuantFormat(4, E2M1, UNIT_COLUMNS, ScaleType.E8M0)
 
 
-class Mxfp4(Scheme, frozen=True, kw_only=True):
+class Mxfp4(Scheme, frozen=True, kw_only=True, tag="Mxfp4"):
     """There is only one kind."""
 
     end: ClassVar[str] = "_blocks"

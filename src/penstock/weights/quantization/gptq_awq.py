@@ -20,7 +20,7 @@ GPTQ_ZEROS, GPTQ_SCALES, GPTQ_GROUPS = ".qzeros", ".scales", ".g_idx"
 WORD_BITS = 32
 
 
-class Gptq(Scheme, frozen=True, kw_only=True):
+class Gptq(Scheme, frozen=True, kw_only=True, tag="Gptq"):
     """``mixed``: the file gives some modules other bits, and their tensors' shapes say which."""
 
     end: ClassVar[str] = ".qweight"
@@ -133,7 +133,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 AWQ_ZEROS, AWQ_SCALES = ".qzeros", ".scales"
 
 
-class Awq(Scheme, frozen=True, kw_only=True):
+class Awq(Scheme, frozen=True, kw_only=True, tag="Awq"):
     """Groups of so many columns; None: all."""
 
     end: ClassVar[str] = ".qweight"

@@ -39,7 +39,7 @@ class _Grant:
     leg: int
     token: bytes = field(repr=False)
     pages: set[int] = field(default_factory=set[int])  # that may be fetched
-    callers: set[_Caller] = field(default_factory=set["_Caller"])  # that have proved that they have the token
+    callers: set[_Caller] = field(default_factory=set)  # that have proved that they have the token
 
 
 class Desk:
